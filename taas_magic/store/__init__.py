@@ -1,20 +1,20 @@
-"""The project store: rank 0 alone may write to it, and hosts that do not share it have a copy.
+"""The project store: only rank 0 may write to it, and hosts that do not share it get a copy.
 
-rule.py      which folder it is, whether it can be used, which run owns it
-guard.py     holds a rank to the rule, by mounts, Landlock, or Python alone
-redirect.py  what Python's writes of other ranks do instead
-libraries.py the same for what libraries write from C, C++ and Rust
-receipt.py   what a run did to it
-publish.py   files that appear whole or not at all
+rule.py      the store's path, checks whether it can be used, and the lock of the run that owns it
+guard.py     enforces the rule in a rank, by mounts, Landlock, or Python alone
+redirect.py  redirects the Python file writes of ranks other than 0
+libraries.py redirects file writes of libraries in C, C++ and Rust
+receipt.py   the list of files that a run wrote
+publish.py   atomic file writes: a file appears complete or not at all
 
-Hosts that share no file system with the notebook have a mirror. Before a run's ranks start, what
-changed travels there; while they run, what rank 0 has closed travels back at once. Neither side
-trusts the other's names or bytes.
+A host that shares no file system with the notebook has a mirror. Before the ranks of a run start,
+changed files are sent to the mirror. While the ranks run, each file that rank 0 closes is sent back
+at once. Neither side trusts the names or bytes that the other side sends.
 
-tree.py      a folder that is reached by descriptors alone, and how a file arrives in it
-manifest.py  what travels, what never does, and how it is packed
-ownership.py which files are the user's, and which may come from a host
-desk.py      the notebook's side: answers a run's hosts
-mirror.py    a host's copy, brought up to date
-outbound.py  what is written in it, sent back
+tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
+manifest.py  rules for which files travel, and the messages that carry them
+ownership.py rules for which files are the user's, and which files a host may send
+desk.py      the notebook's side: responds to the requests of a run's hosts
+mirror.py    the host's side: updates a host's copy
+outbound.py  the host's side: sends files written in the mirror back to the store
 """

@@ -1,23 +1,24 @@
-"""Hold a rank to the rule of the project store: by the operating system first, then by Python.
+"""Protect the project store from a rank: by the operating system if possible, and by Python.
 
-`hold` is called in a rank, freshly forked, before any of the user's code; what the rank starts
-inherits it. Of the means that a host offers the strongest is used: a read-only mount, else
-Landlock. `strongest` finds it once, by trying, in processes that are thrown away: half a user
-namespace cannot be left again.
+`hold` is called in a freshly forked rank before any of the user's code. Processes that the rank
+starts inherit the protection. The strongest mechanism of the host is used: a read-only mount, else
+Landlock. `strongest` finds it once by trying each in a throwaway process, because a process cannot
+leave a user namespace that it entered, even if the next step fails.
 
-    means                  as          a refused change gives   lets through
+    mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
     Landlock               anyone      EACCES                   chmod, utime, extended attributes
     Python alone           anyone      PermissionError          subprocesses, C++ writers, ctypes
 
-Mounts are made in a namespace of the process's own, and gone when its last process is. They need
-root, or a kernel that lets ordinary users make user namespaces.
+Mounts are made in a private mount namespace, which disappears with its last process. They need root
+or a kernel that lets ordinary users make user namespaces.
 
-Landlock (Linux 5.13 and later) needs neither. Its rules are an allow-list: what a rule set handles
-is refused everywhere but below the folders that it names. So every neighbour on the way from `/` to
-a protected folder is allowed, and the folders on that way themselves are not: no new entry can be
-made directly in them. Reading is not handled and stays as it was; truncation is from ABI 3 (Linux
-6.2) on. https://docs.kernel.org/userspace-api/landlock.html
+Landlock (Linux 5.13 and later) needs neither. Its rules are an allow-list: an operation that the
+rule set handles is refused everywhere except below the folders that the rules name. To protect a
+folder, the rules therefore name all siblings of each folder on the path from `/` to it. The folders
+on that path are not named, so no new entry can be made directly in them. The rule set does not
+handle reading, which stays allowed. It handles truncation from ABI 3 (Linux 6.2) on.
+https://docs.kernel.org/userspace-api/landlock.html
 """
 
 import ctypes
@@ -47,7 +48,7 @@ HELD_BY_PYTHON = (
 
 
 class Means(str, Enum):
-    """What holds the rule on a host; the value is what a user reads."""
+    """Mechanisms that protect the store on a host; the values are shown to users."""
 
     MOUNT = "read-only mount"
     USER_MOUNT = "read-only mount in a user namespace"
@@ -57,9 +58,9 @@ class Means(str, Enum):
 
 @functools.cache
 def strongest() -> Means:
-    """Return what this host offers, found once a process by trying it (some 0.1 s each).
+    """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
 
-    A host on which even the trial fails offers nothing but Python.
+    Each trial takes about 0.1 s. The result is cached in this process.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -79,7 +80,15 @@ def strongest() -> Means:
 
 
 def trial(means: str, folder: str) -> None:
-    """Hold this process off a folder; fail where that is not possible, or does not hold."""
+    """Make a folder read-only for this process; exit with an error if that has no effect.
+
+    Args:
+        means: Name of the `Means` member to try.
+        folder: Folder to protect.
+
+    Raises:
+        OSError: The mechanism is not available.
+    """
     _apply(Means[means], folder, [])
     with suppress(OSError):
         os.mkdir(os.path.join(folder, "trial"))
@@ -87,9 +96,9 @@ def trial(means: str, folder: str) -> None:
 
 
 def candidates(user: int) -> tuple[Means, ...]:
-    """Return the means for a user id, strongest first.
+    """Return the mechanisms to try for a user id, strongest first.
 
-    Root is given no user namespace: inside one it would lose its rights on other users' files.
+    Root gets no user namespace: inside one it would lose its rights on other users' files.
     """
     mount = Means.MOUNT if user == 0 else Means.USER_MOUNT
     return (mount, Means.LANDLOCK, Means.PYTHON)
@@ -105,19 +114,20 @@ def hold(
     note: Callable[[str], None],
     writes: bool = False,
 ) -> Means:
-    """Make `rule` true in this process; called once, freshly forked, before any of the user's code.
+    """Apply `rule` to this process. Call once, freshly forked, before any of the user's code.
 
     Args:
-        who: What the process is called in messages.
-        means: What this host offers, as `strongest` gave it.
-        scratch: A folder to make for this process alone, on this host, outside the store; whoever
-            ends the process removes it.
-        run_folder: The run's folder, which stays writable.
-        note: Called once for each path in the store that was written, or kept from being written.
-        writes: Whether it is rank 0, which writes to the store and is only watched.
+        rule: Settings of the store.
+        who: Name of the process in messages.
+        means: Strongest mechanism of this host, from `strongest`.
+        scratch: Path of the scratch folder, which is made here for this process alone. It must be
+            on this host and outside the store. The process that ends this one removes it.
+        run_folder: Run folder, which stays writable.
+        note: Called once for each path in the store that was written or kept from being written.
+        writes: Whether this is rank 0, which may write to the store and is only watched.
 
     Returns:
-        What holds the rule now.
+        The mechanism that is in effect now.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]
@@ -142,18 +152,18 @@ def _lead(view: redirect.Watched) -> None:
 
 
 _held: list[str] = []
-"""The store that this process may not write, if there is one."""
+"""Path of the store that this process may not write; empty if it may write."""
 
 _REFUSED = re.compile(
     r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
     r"|readonly database|os error 13\b",
     re.IGNORECASE,
 )
-"""What libraries say of a write that the system refused."""
+"""Pattern of library error messages for a write that the system refused."""
 
 
 def why_refused(error: BaseException) -> str:
-    """Return the store's rule and the way out, if it refused this process a write; else ""."""
+    """Return an explanation of the store's rule if `error` is a write that it refused; else ""."""
     if not _held:
         return ""
     [store], errors = _held, (errno.EROFS, errno.EACCES)
@@ -188,16 +198,17 @@ _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
 def _caches() -> list[str]:
-    """Return folders that a rank may write also when the store holds them."""
+    """Return cache and settings folders that a rank may write even if the store contains them."""
     named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
     return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
 def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
-    """Return those of the folders that the store needs an exception for: they lie inside it.
+    """Return the `writable` folders that lie inside the store and need an exception.
 
-    They are made if they are missing; under Landlock so are those right beside the way to the
-    store, which it could not allow later. One that holds the store, or is it, is left out.
+    Missing ones are made. Under Landlock, a missing sibling of a folder on the path to the store is
+    also made, because Landlock can only allow folders that exist. Folders that are the store or
+    contain it are left out.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -207,14 +218,14 @@ def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
             try:
                 os.makedirs(path, mode=0o700, exist_ok=True)
             except OSError:
-                continue  # it is a file, or not ours to make: then nobody writes there anyway
+                continue  # it is a file, or this user may not make it: nobody could write there
     return [path for path in resolved if path != store and is_below(path, store)]
 
 
 def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:
-    """Give the rank another TMPDIR where the usual one is the store, or cannot be written now.
+    """Set TMPDIR to a scratch folder if the usual one is the store or can no longer be written.
 
-    Landlock lets nothing be made directly in a folder that holds the store.
+    Under Landlock, no entry can be made directly in a folder that contains the store.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (means is Means.LANDLOCK and is_below(store, usual)):
@@ -224,19 +235,20 @@ def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:
 
 
 def protect(store: str, holes: Sequence[str], means: Means) -> Means:
-    """Make the store read-only for this process and all that it will start.
+    """Make the store read-only for this process and the processes that it will start.
 
-    Descriptors that are open already are opened anew where they would get around it.
+    Descriptors that are already open and would bypass the protection are opened again.
 
     Args:
-        holes: Folders inside it that stay writable, from `holes`.
-        means: The strongest to try, as `strongest` gave it.
+        store: Path of the store.
+        holes: Folders inside the store that stay writable, from `holes`.
+        means: Strongest mechanism to try, from `strongest`.
 
     Returns:
-        What holds now: `means`, or a weaker one where this store does not let itself be mounted.
+        The mechanism in effect: `means`, or a weaker one if `means` fails for this store.
 
     Raises:
-        RuntimeError: The process has more than one thread, and the others would not be held.
+        RuntimeError: The process has more than one thread; the others would stay unprotected.
     """
     if means is Means.PYTHON:
         return means
@@ -248,7 +260,7 @@ def protect(store: str, holes: Sequence[str], means: Means) -> Means:
         try:
             _apply(chosen, store, holes)
         except OSError:
-            continue  # weaker means follow, and the receipt says which one it was
+            continue  # try the next weaker one; the receipt names the one in effect
         _renew_descriptors(store, holes)
         break
     return chosen
@@ -265,17 +277,17 @@ def _apply(means: Means, store: str, holes: Sequence[str]) -> None:
 
 
 def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
-    """Open what this process inherited again, under the guard.
+    """Reopen inherited descriptors, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount that it was opened with: one on a file of the store
-    could still write it, and one on any folder leads around the new mount.
+    A descriptor keeps the rights and the mount with which it was opened. A descriptor of a file in
+    the store could still write it, and a descriptor of any folder bypasses the new mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             path, mode = os.readlink(f"/proc/self/fd/{name}"), os.fstat(descriptor).st_mode
         except OSError:
-            continue  # the descriptor that listed the folder
+            continue  # `listdir`'s own descriptor, closed by now
         held = is_below(path, store) and not any(is_below(path, hole) for hole in holes)
         if stat.S_ISDIR(mode) or (held and stat.S_ISREG(mode)):
             _renew(descriptor, path)
@@ -286,7 +298,7 @@ def _renew(descriptor: int, path: str) -> None:
     try:
         renewed = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        renewed = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # removed, or not ours to read
+        renewed = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # removed, or not readable
     if stat.S_ISREG(os.fstat(renewed).st_mode):
         os.lseek(renewed, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
     os.dup2(renewed, descriptor, inheritable=os.get_inheritable(descriptor))
@@ -297,7 +309,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> int:
-    """Return what a system call gave; raise OSError from errno if it failed."""
+    """Return the result of a system call; raise OSError from errno if the call failed."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -321,15 +333,18 @@ _KEPT_FLAGS = {
     0x800: 0x800,  # nodiratime
     0x1000: 0x200000,  # relatime
 }
-"""statvfs flag -> mount flag. A user namespace may not drop these, so a remount repeats them."""
+"""Map from statvfs flag to mount flag.
+
+A user namespace may not drop these flags, so a remount repeats them.
+"""
 
 
 def _enter_namespace(*, as_user: bool) -> None:
-    """Give this process its own view of all mounts; mounts of the host still appear in it.
+    """Enter a private mount namespace; later mounts of the host still appear in it.
 
     Args:
-        as_user: Make a user namespace first, in which an ordinary user may mount. Every user but
-            this one is then shown as nobody.
+        as_user: Also enter a user namespace, in which an ordinary user may mount. All other users
+            are then shown as nobody.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
@@ -342,7 +357,12 @@ def _enter_namespace(*, as_user: bool) -> None:
 
 
 def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
-    """Make `folder`, without symbolic links, and what is mounted below it, read-only here."""
+    """Make `folder` and all mounts below it read-only in this mount namespace.
+
+    Args:
+        folder: Absolute path without symbolic links.
+        holes: Folders inside it that stay writable.
+    """
     for path in (folder, *holes):
         _mount(path, path, _MS_BIND | _MS_REC)
     with open("/proc/self/mountinfo", "rb") as table:
@@ -366,7 +386,7 @@ def _mount(source: str | None, target: str, flags: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up what a user namespace granted, so that the mounts cannot be undone from within."""
+    """Drop the capabilities of the user namespace, so that this process cannot undo the mounts."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     nothing = (ctypes.c_uint32 * 6)()
     _checked(_LIBC.capset(header, nothing), "capset")
@@ -385,9 +405,9 @@ _TRUNCATE = 1 << 14
 
 
 def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
-    """Refuse this process, and what it starts, every change below `folder`, for good."""
+    """Permanently refuse every change below `folder` to this process and its children."""
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
-    rights = _WRITE_FILE | _REMOVE_AND_MAKE  # of those that this kernel can refuse
+    rights = _WRITE_FILE | _REMOVE_AND_MAKE  # every ABI handles these
     rights |= _REFER if abi >= 2 else 0
     rights |= _TRUNCATE if abi >= 3 else 0
     handled = struct.pack("=Q", rights)  # struct landlock_ruleset_attr
@@ -403,14 +423,14 @@ def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
 
 
 def _neighbours(folder: str) -> list[str]:
-    """Return what lies beside each folder on the way from `/` to `folder`, itself left out."""
+    """Return the siblings of `folder` and of each folder that contains it."""
     found = []
     while folder != "/":
         parent, name = os.path.split(folder)
         try:
             entries = os.listdir(parent)
         except PermissionError:
-            entries = []  # it may be crossed, not listed (a /home of mode 711)
+            entries = []  # the folder can be entered but not listed (a /home of mode 711)
         found += [os.path.join(parent, entry) for entry in entries if entry != name]
         folder = parent
     return found
@@ -420,7 +440,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return  # gone since it was listed, or not ours to reach
+        return  # removed since it was listed, or not accessible
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISLNK(mode):

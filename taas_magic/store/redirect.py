@@ -1,12 +1,12 @@
-"""Put a rank's view of the project store before Python's own file calls.
+"""Redirect Python's own file calls in a rank, according to the rule of the project store.
 
-What Python code of any library does goes through `open` and `os`: pathlib, shutil, tempfile,
-numpy and, but for its C++ writers, torch. `install` replaces these in the rank, before user code
-runs. `libraries.py` leads other libraries' C, C++ and Rust writers. What goes around all of them
-(subprocesses, ctypes) meets `guard.py`.
+Python code in any library opens files through `open` and `os`: pathlib, shutil, tempfile, numpy,
+and torch except for its C++ writers. `install` replaces these functions in the rank before user
+code runs. `libraries.py` redirects the C, C++ and Rust writers of other libraries. Writes that
+bypass both (subprocesses, ctypes) are stopped by `guard.py`.
 
-A view decides about paths only: `Watched` is rank 0's, which writes, and what it writes is noted;
-`Discarded` and `Refused` are the other ranks' (`--store-writes`).
+A view maps paths only. Rank 0 has a `Watched` view: it writes to the store, and each written path
+is noted. The other ranks have `Discarded` or `Refused` views (`--store-writes`).
 """
 
 import contextlib
@@ -32,71 +32,77 @@ from taas_magic.store import publish
 from taas_magic.store.rule import is_below
 
 COPY_LIMIT_BYTES = 1 << 30
-"""The largest file of the store that a rank's own copy is made of, to append to or to change."""
+"""Largest file of the store that is copied for a rank that appends to it or changes it."""
 
 _SHARDS = (".distcp",)
-"""Files of which every rank's is needed: to discard one would leave a broken checkpoint."""
+"""Suffixes of files that every rank must write: without one the checkpoint would be broken."""
 
 Path = Any
-"""What a file call takes: str, bytes, PathLike or a descriptor."""
+"""Path argument of a file call: str, bytes, PathLike or a descriptor."""
 
 _Call = Callable[..., Any]
 
 
 class Watched:
-    """Rank 0's view of the store: every call does what it says. The other views derive from it.
+    """Rank 0's view of the store: calls are not redirected. Base class of the other views.
+
+    A "place" is the absolute path of a file or folder in the store, without symbolic links.
 
     Args:
-        who: What the process is called in messages.
-        store: Absolute, without symbolic links.
-        open_folders: Folders in it that every rank may write: shared ones, caches.
-        note: Called once for each path that the rank wrote, or would have written.
+        who: Name of the process in messages.
+        store: Path of the store, absolute and without symbolic links.
+        open_folders: Folders in the store that every rank may write: shared folders and caches.
+        note: Called once for each path that the rank wrote or would have written.
     """
 
     used = False
-    """Whether the rank has files of its own by now."""
+    """Whether the rank has written to its scratch folder."""
 
     def __init__(
         self, who: str, store: str, open_folders: Sequence[str], note: Callable[[str], None]
     ) -> None:
         self.store = store
         self._who, self._open_folders, self._note = who, open_folders, note
-        self._noted = {store}  # that it is there is nobody's doing
+        self._noted = {store}  # the store existed before the run: never note it
         self._pid = os.getpid()
         self._busy = threading.local()
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
-        """Return where to make or write what the rank calls `place`; None is there itself.
+        """Return the path to write instead of `place`; None for `place` itself.
 
         Args:
-            place: A path in the store, from `locate`.
-            keep: What is there already is needed: it is appended to, or changed.
+            place: Absolute path in the store.
+            keep: Whether the call needs the existing content, to append to it or to change it.
 
         Raises:
-            OSError: The rank may not.
+            OSError: The rank may not write there.
         """
         self.note(place)
         return None
 
     def subject(self, place: str, *, folder: bool = False) -> str | None:
-        """Return what to change the attributes of, or to remove; None is `place` itself.
+        """Return the path to remove, or whose attributes to change; None for `place` itself.
 
         Args:
-            place: A path in the store.
-            folder: The call is for a folder alone.
+            place: Absolute path in the store.
+            folder: Whether the call accepts only folders.
         """
         return None
 
     def source(self, place: str) -> str | None:
-        """Return what to move or link to elsewhere instead of `place`; None is itself."""
+        """Return the path to use instead of `place` as the source of a move or link.
+
+        Returns:
+            None for `place` itself.
+        """
         return None
 
     def own(self, place: str) -> str | None:
-        """Return the rank's own file or folder of that place, if it has one."""
+        """Return the path of the rank's own version of `place`, or None if it has none."""
         return None
 
     def asked(self, path: Path) -> Path:
-        """Return the path in the store where one leads into what the rank has of its own."""
+        """Return the path in the store if `path` is in the scratch folder; else `path` itself."""
         return path
 
     def ask(
@@ -107,15 +113,17 @@ class Watched:
         *,
         follow: bool = True,
     ) -> str | None:
-        """Return what `decide` says of the place in the store that a path leads to.
+        """Return `decide(place)` for the place in the store that `path` resolves to.
 
         Args:
-            path: What Python's calls take.
-            folder: The descriptor that a relative path starts at (`dir_fd`).
-            follow: Whether the call follows a symbolic link at the path's end.
+            decide: Maps a place to the path to use, or to None for the place itself.
+            path: Path argument of the file call.
+            folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
+            follow: Whether the call follows a symbolic link at the end of the path.
 
         Returns:
-            None, too, for a path outside or open to all, and inside a call that was led already.
+            The result of `decide`. None if the path is outside the store or in a folder open to
+            all ranks, or if this thread is already inside a redirected call.
         """
         if self.busy:
             return None
@@ -140,9 +148,10 @@ class Watched:
         return None if any(is_below(place, shared) for shared in self._open_folders) else place
 
     def note(self, place: str) -> None:
-        """Take down, once, that the rank wrote there or would have; bytecode is not its doing.
+        """Note once that the rank wrote to `place` or would have; bytecode files are not noted.
 
-        Its children say nothing: what `note` writes to may have been in use when they were forked.
+        Forked children of the rank note nothing: the channel that `note` writes to may have been in
+        use at the fork.
         """
         known = place in self._noted or "/__pycache__/" in place
         if not known and os.getpid() == self._pid:
@@ -155,12 +164,12 @@ class Watched:
 
     @property
     def busy(self) -> bool:
-        """Whether this thread is inside a diverted call: what that calls is not diverted."""
+        """Whether this thread is inside a redirected call, whose own calls are not redirected."""
         return getattr(self._busy, "flag", False)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Leave Python's own calls as they are for the block."""
+        """Disable redirection in this thread for the block."""
         before, self._busy.flag = self.busy, True
         try:
             yield
@@ -169,10 +178,10 @@ class Watched:
 
 
 class Refused(Watched):
-    """`--store-writes refuse`: PermissionError, at the line that tries."""
+    """View for `--store-writes refuse`: a write raises PermissionError at the user's line."""
 
     def target(self, place: str, **how: bool) -> NoReturn:
-        """Raise PermissionError: the rank may write, change and move nothing there."""
+        """Raise PermissionError: the rank may not write, change or move anything in the store."""
         self.note(place)
         rule = "only rank 0 writes to the project store (--store-writes refuse)"
         raise PermissionError(errno.EACCES, f"{self._who} may not: {rule}", place)
@@ -181,14 +190,15 @@ class Refused(Watched):
 
 
 class Discarded(Watched):
-    """`--store-writes discard`: the rank writes into a scratch folder of its own.
+    """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Whether such a call succeeds is decided by the scratch folder alone, so that a call that every
-    rank makes cannot fail on one because rank 0 was faster: all may `mkdir` one folder, all may
-    remove one file. Whether it was right is seen where it counts, on rank 0.
+    Only the state of the scratch folder decides whether a call succeeds. So if every rank makes the
+    same call, it cannot fail on one rank because rank 0 was faster: all ranks may `mkdir` the same
+    folder or remove the same file. If the call itself is wrong, it fails on rank 0.
 
     Args:
-        scratch: An empty folder outside the store; whoever made it removes it.
+        *args: See `Watched`.
+        scratch: Empty folder outside the store. Whoever made it removes it.
     """
 
     def __init__(self, *args: Any, scratch: str) -> None:
@@ -200,7 +210,11 @@ class Discarded(Watched):
         self._numbers = itertools.count()
 
     def asked(self, path: Path) -> Path:
-        """See `Watched.asked`: its working directory may be one that rank 0 had not made yet."""
+        """See `Watched.asked`.
+
+        A relative path can be in the scratch folder, because the rank's working directory can: the
+        rank may have changed into a folder that rank 0 had not made yet.
+        """
         if isinstance(path, int) or not self.used:
             return path
         name = os.path.abspath(os.fsdecode(path))
@@ -210,16 +224,25 @@ class Discarded(Watched):
         return os.fsencode(place) if isinstance(path, bytes) else place
 
     def own(self, place: str) -> str | None:
-        """See `Watched.own`: what lies at that place in the scratch folder."""
+        """Return the path in the scratch folder that corresponds to `place`, if it exists."""
         path = self._counterpart(place)
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
-        """Return whether a path is that of the rank's own file, where its calls were led to."""
+        """Return whether `path` is in the part of the scratch folder that mirrors the store."""
         return is_below(path, self._tree)
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
-        """See `Watched.target`: the place in the scratch folder; a shard of a checkpoint raises."""
+        """Return the path in the scratch folder to write instead of `place`.
+
+        Args:
+            place: Absolute path in the store.
+            keep: See `Watched.target`. The existing file is then copied to the scratch folder.
+
+        Raises:
+            PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
+            FileNotFoundError: The parent folder does not exist.
+        """
         if place.endswith(_SHARDS):
             folder = os.path.relpath(os.path.dirname(place), self.store)
             text = (
@@ -238,12 +261,12 @@ class Discarded(Watched):
         return path
 
     def subject(self, place: str, *, folder: bool = False) -> str:
-        """See `Watched.subject`: the rank's own, or what stands in for rank 0's."""
+        """Return the rank's own version of `place`, or a new empty stand-in for rank 0's."""
         self.note(place)
         return self.own(place) or self._stand_in(folder or os.path.isdir(place))
 
     def source(self, place: str) -> str:
-        """See `Watched.source`: the rank's own, or a copy of the store's file."""
+        """Return the rank's own version of `place`, or a copy of the file in the store."""
         path = self.subject(place)
         if os.path.isfile(place) and path != self.own(place):
             self._copy(place, path)
@@ -253,7 +276,7 @@ class Discarded(Watched):
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _stand_in(self, folder: bool) -> str:
-        """Make an empty file or folder that takes what was meant for something of rank 0's."""
+        """Make an empty file or folder that receives a change meant for one of rank 0's."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
@@ -284,10 +307,10 @@ def begin_run() -> None:
 
 
 def install(view: Watched) -> None:
-    """Replace Python's file calls in this process, for good; called once in a rank.
+    """Permanently replace Python's file calls in this process. Call once in a rank.
 
-    Calls that only read are replaced where a rank may have files of its own to show. Imports torch
-    and numpy, which a rank has in memory.
+    Calls that only read are replaced only for a `Discarded` view, because only then the rank may
+    have its own versions of files. Imports torch and numpy, which a rank has already in memory.
     """
     _installed.append(view)
     for name, leads in _writing_calls(view).items():
@@ -307,14 +330,15 @@ def install(view: Watched) -> None:
         _lead_torch_reader(view)
         _map_privately(view)
         _tell_of_locks(view)
-        # Entry by entry, it would stumble over what rank 0 removes at the same time.
-        removes = view.plain()(shutil.rmtree)  # led as a whole, and not in what it calls itself
+        # If each entry were redirected, it would fail on entries that rank 0 removes meanwhile.
+        # So rmtree is redirected as a whole, and its own calls are not.
+        removes = view.plain()(shutil.rmtree)
         rmtree = _led(removes, partial(_write, view, partial(view.subject, folder=True)))
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
 def _writing_calls(view: Watched) -> dict[str, _Call]:
-    """Return, for each call of `os` that changes a file system, what leads it."""
+    """Return the redirecting function for each function of `os` that changes a file system."""
     makes = partial(_write, view, view.target)
     removes = partial(_write, view, view.subject)
     changes = partial(_write, view, view.subject, follow=True)
@@ -330,7 +354,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
         "rmdir": partial(_write, view, partial(view.subject, folder=True)),
         "chmod": changes,
         "chown": changes,
-        "lchown": removes,  # of a link itself
+        "lchown": removes,  # does not follow links, like `remove`
         "utime": changes,
         "setxattr": changes,
         "removexattr": changes,
@@ -342,7 +366,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
 
 
 def _reading_calls(view: Watched) -> dict[str, _Call]:
-    """Return, for each call of `os` that looks at a file system, what leads it."""
+    """Return the redirecting function for each function of `os` that reads a file system."""
     reads = partial(_look, view)
     reads_link = partial(_look, view, follow=False)
     return {
@@ -359,7 +383,7 @@ def _reading_calls(view: Watched) -> dict[str, _Call]:
 
 
 def _led(real: _Call, leads: _Call) -> _Call:
-    """Return what to put in a call's place: `leads` makes it, and gets the call itself first."""
+    """Return a wrapper of `real` that calls `leads(real, ...)` with the caller's arguments."""
 
     @functools.wraps(real)
     def call(*args: Any, **kw: Any) -> Any:
@@ -369,9 +393,10 @@ def _led(real: _Call, leads: _Call) -> _Call:
 
 
 def _replace(name: str, leads: _Call) -> None:
-    """Replace a call of `os`, where this system has it.
+    """Replace a function of `os`, if this system has it.
 
-    What a notebook imported by `from os import listdir` arrives here as posix.listdir.
+    It is also replaced in `posix`: a function that a notebook imported by `from os import listdir`
+    arrives in the rank as posix.listdir.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -395,7 +420,10 @@ _OPENS = (
     ("tarfile", "bltn_open"),
     ("numpy.lib._datasource", "_open"),
 )
-"""Where `open` is found: all but the first three took it when they were imported."""
+"""Modules and names that refer to `open`.
+
+All except the first three copied the reference when they were imported.
+"""
 
 
 def _replace_open(call: _Call) -> None:
@@ -404,13 +432,16 @@ def _replace_open(call: _Call) -> None:
     for module, name in _OPENS:
         if module in sys.modules:
             setattr(sys.modules[module], name, call)
-    # what numpy.loadtxt and savetxt open by; a class holds the table
+    # numpy.loadtxt and savetxt open files by a table that is an attribute of a class
     numpys = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
     getattr(numpys, "_file_openers", {})[None] = call
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a call that pathlib of Python 3.10 (`open` is io's) or 3.13 took when imported."""
+    """Replace a function that pathlib copied when it was imported.
+
+    pathlib does so in Python 3.10 (where `open` is that of io) and in Python 3.13.
+    """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
         if getattr(held_by, name, None) is real:
@@ -425,7 +456,7 @@ def _lead(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the path, and the descriptor that it starts at, to call with; see `Watched.ask`."""
+    """Return the path, and the `dir_fd` at which it starts, to call with; see `Watched.ask`."""
     led = view.ask(decide, path, folder, follow=follow)
     return (path, folder) if led is None else (led, None)
 
@@ -433,14 +464,14 @@ def _lead(
 def _own_file(
     view: Watched, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
-    """Return the rank's own file of that path, if it has one."""
+    """Return the path of the rank's own version of a file, or None if it has none."""
     return view.ask(view.own, path, folder, follow=follow) if view.used else None
 
 
 def _call_led(
     real: _Call, asked: Path, led: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
-    """Call with the path that `asked` was led to; an error names the one that was asked for."""
+    """Call `real` with `led`, the redirected path; errors name `asked`, the caller's path."""
     if folder is not None:
         kw["dir_fd"] = folder
     try:
@@ -460,7 +491,7 @@ def _look(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call with the store's file where there is one, else with the rank's own."""
+    """Call `real` with the file in the store if it exists, else with the rank's own version."""
     first = path if view.busy or dir_fd is not None else view.asked(path)
     try:
         return _call_led(real, path, first, dir_fd, *args, **kw)
@@ -472,19 +503,22 @@ def _look(
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path that a call of a library is led to, or the path itself."""
+    """Return the path to which a library's call is redirected, or the path itself."""
     led, _ = _lead(view, decide, path, follow=True)
     return led
 
 
 def writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
-    """Return where to open a file for writing; a folder cannot be, and the system says so."""
+    """Return the path to open for writing instead of `place`; None for `place` itself.
+
+    A folder is not redirected: opening it for writing raises the system's own error.
+    """
     return None if os.path.isdir(place) else view.target(place, keep=keep)
 
 
 def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
-        return real(file, mode, *args, **kw)  # an opener opens by os.open
+        return real(file, mode, *args, **kw)  # an opener calls os.open, which is redirected
     if set(mode) & set("wxa+"):
         target = partial(writable, view, keep=not set(mode) & set("wx"))
         return _call_led(real, file, *_lead(view, target, file, follow=True), mode, *args, **kw)
@@ -520,14 +554,17 @@ def _write(
     follow: bool = False,
     **kw: Any,
 ) -> Any:
-    """Change what is at one path."""
+    """Call `real`, which changes the file or folder at one path, with the redirected path."""
     to_end = follow and kw.get("follow_symlinks", True)
     led = _lead(view, decide, path, dir_fd, follow=to_end)
     return _call_led(real, path, *led, *args, **kw)
 
 
 def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
-    """Make a call of two paths; `across` does it where a rank's own file is on another disk."""
+    """Call `real`, which takes two paths, with the redirected paths.
+
+    If they are on different file systems, `across` moves or copies instead.
+    """
     source, kw["src_dir_fd"] = _lead(view, view.source, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _lead(view, view.target, dst, kw.get("dst_dir_fd"))
     try:
@@ -541,7 +578,7 @@ def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw:
 
 def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
     target, kw["dir_fd"] = _lead(view, view.target, dst, kw.get("dir_fd"))
-    if target is not dst:  # what a relative link starts at is another folder now
+    if target is not dst:  # the link moves to another folder, so a relative target must be resolved
         src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
     real(src, target, *args, **kw)
 
@@ -549,7 +586,10 @@ def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw:
 def _access(
     view: Watched, real: _Call, path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any
 ) -> bool:
-    """Tell whether a path can be used; to be written it can, if not where the rank thinks."""
+    """Return whether a path is accessible.
+
+    A path in the store counts as writable, since writes to it go to the scratch folder.
+    """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
     place = view.ask(lambda place: view.own(place) or place, path, dir_fd)
@@ -557,7 +597,7 @@ def _access(
 
 
 def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder; `join` makes one answer of the store's and the rank's."""
+    """List a folder; `join` merges the entries in the store with the rank's own entries."""
     path = "." if path is None else path
     own = _own_file(view, path)
     if own is None:
@@ -580,7 +620,7 @@ def _entries(path: Path, theirs: list[Any], mine: Iterator[Any]) -> "_Entries":
 
 
 class _Entry:
-    """An `os.DirEntry` of a rank's own file, under the path that the rank knows."""
+    """`os.DirEntry` with its path replaced by the path that the rank asked for."""
 
     def __init__(self, entry: os.DirEntry[str], path: str) -> None:
         self._entry, self.path = entry, path
@@ -593,7 +633,7 @@ class _Entry:
 
 
 class _Entries(contextlib.ExitStack):
-    """What `os.scandir` returns: an iterator that can be closed, which changes nothing here."""
+    """Stand-in for the iterator that `os.scandir` returns; `close` has no effect."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
@@ -607,7 +647,7 @@ class _Entries(contextlib.ExitStack):
 
 
 def _lead_torch_writer(view: Watched) -> None:
-    """Lead torch.save's C++ writer, whose errors do not name the path."""
+    """Redirect torch.save's C++ writer, and add the path to its errors, which lack it."""
     import torch
 
     real: Any = torch._C.PyTorchFileWriter
@@ -626,7 +666,7 @@ def _lead_torch_writer(view: Watched) -> None:
 
 
 def _lead_torch_reader(view: Discarded) -> None:
-    """Lead the C++ reader of `torch.export.load` and `torch.package` to the rank's own files."""
+    """Redirect the C++ reader of `torch.export.load` and `torch.package` to the rank's files."""
     import torch
 
     real: Any = torch._C.PyTorchFileReader
@@ -643,7 +683,7 @@ def _lead_torch_reader(view: Discarded) -> None:
 
 
 def _lead_profiler(view: Watched) -> None:
-    """Lead torch.profiler's C++ writer of traces, which fails without an error."""
+    """Redirect torch.profiler's C++ trace writer, which would fail without an error."""
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
@@ -655,7 +695,10 @@ def _lead_profiler(view: Watched) -> None:
 
 
 def _lead_temporary_files() -> None:
-    """Lead tempfile, which took `unlink` when it was imported, as the default of a parameter."""
+    """Make tempfile use the replaced `unlink`.
+
+    tempfile copied `unlink` at its import, as the default value of a parameter.
+    """
     closer: Any = getattr(tempfile, "_TemporaryFileCloser", None)
     for method in (getattr(closer, name, None) for name in ("close", "cleanup")):
         if method is not None:
@@ -664,7 +707,7 @@ def _lead_temporary_files() -> None:
 
 
 def _save_atomically(view: Watched) -> None:
-    """Make rank 0's `torch.save` into the store `taas.save`: no kill leaves half a checkpoint."""
+    """Make rank 0's `torch.save` to the store atomic, so that a kill leaves no partial file."""
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
@@ -676,7 +719,7 @@ def _save_atomically(view: Watched) -> None:
 
 
 def _tell_of_locks(view: Discarded) -> None:
-    """Have `fcntl`'s locks say that a lock on a file of the rank's own keeps no other rank out."""
+    """Make `fcntl`'s locks warn if the file is the rank's own: no other rank sees that lock."""
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
         path = _path_of(file if isinstance(file, int) else file.fileno())
@@ -694,7 +737,7 @@ def _tell_of_locks(view: Discarded) -> None:
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
-    """Return whether a file to map is one of the store, of which the rank has none of its own."""
+    """Return whether a file to map is in the store and the rank has no own version of it."""
 
     def theirs(place: str) -> str | None:
         return place if os.path.exists(place) and not view.own(place) else None
@@ -703,9 +746,9 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
 
 
 def _lead_torch_maps(view: Watched) -> None:
-    """Lead `torch.from_file`, by which tensordict maps all that it reads to change it.
+    """Redirect `torch.from_file`, with which tensordict maps all files that it reads as writable.
 
-    As `_map_privately` does, it maps a file of the store privately.
+    For a `Discarded` view a file of the store is mapped privately, as in `_map_privately`.
     """
     import torch
 
@@ -725,11 +768,11 @@ def _lead_torch_maps(view: Watched) -> None:
 
 
 def _map_privately(view: Watched) -> None:
-    """Map a file of the store that a rank maps to change it (numpy's default) privately.
+    """Make numpy map a file of the store privately if a rank maps it writable (numpy's default).
 
-    What is changed in a private map is seen by this rank alone, and nothing is copied for it.
+    Only this rank sees changes in a private map, and the file need not be copied.
     """
-    if importlib.util.find_spec("numpy") is None:  # torch does without
+    if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return
     import numpy
 

@@ -1,8 +1,8 @@
-"""The project store: which folder it is, whether it can be used, which run owns it, who sees it.
+"""The project store of a run: choose it, check that it can be written, lock it, identify it.
 
-On one running kernel, a folder is known by its file system and inode. Between machines neither says
-anything (two clones of one disk agree in both), so there a file of random name, which is in the
-store for as long as the run is, must be seen.
+On one running kernel, file system and inode identify a folder. Between machines they do not: two
+clones of one disk agree in both. Another machine therefore looks for a file with a random name,
+which stays in the store while the run lasts.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from taas_magic.messages import pack, unpack
 from taas_magic.shared_files import boot_id, locked
 
 WRITES = ("discard", "refuse")
-"""What `--store-writes` may say of the ranks that are not 0."""
+"""Allowed values of `--store-writes`: how writes of ranks other than 0 are handled."""
 
 _ANOTHER = "choose another folder with --store PATH or [store] path in taas.toml"
 _PROBE_BYTES = 1 << 16
@@ -32,15 +32,15 @@ _LOOK_S = 0.05
 
 
 class StoreRule(Struct, frozen=True):
-    """What a run says of its store; a part of the plan.
+    """Settings for a run's project store; part of the plan.
 
     Attributes:
-        path: The store, absolute and without symbolic links.
-        writes: What becomes of the other ranks' writes: `discard` keeps each rank's to itself,
-            `refuse` raises PermissionError.
+        path: Path of the store, absolute and without symbolic links.
+        writes: Handling of writes by ranks other than 0. `discard` writes to a private scratch
+            folder of the rank; `refuse` raises PermissionError.
         shared: Folders in the store that every rank may write (`--shared-writes`).
-        limit_bytes: How much of it may travel to hosts that do not share it.
-        overwrite: Files that such hosts may write though they are the user's; patterns.
+        limit_bytes: Maximum total size of the files that are copied to a host without the store.
+        overwrite: Patterns of the user's files that such a host may overwrite.
     """
 
     path: str
@@ -51,7 +51,7 @@ class StoreRule(Struct, frozen=True):
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Return whether an absolute path is `folder` or lies in it, by their names alone."""
+    """Return whether an absolute path is `folder` or below it; compares only the path strings."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
@@ -63,16 +63,18 @@ def choose(
     limit_bytes: int = 1 << 30,
     overwrite: tuple[str, ...] = (),
 ) -> StoreRule:
-    """Decide the store of a run; change nothing.
+    """Choose the store of a run; change no files.
 
     Args:
-        notebook_folder: The store where nothing else is said; relative paths start here.
-        path: `--store`, else `[store] path`.
-        writes: As of `StoreRule`, like `limit_bytes` and `overwrite`.
-        shared: `--shared-writes`, relative to the store.
+        notebook_folder: Default store; also the base of a relative `path`.
+        path: Value of `--store`, else of `[store] path`.
+        writes: See `StoreRule`.
+        shared: Folders of `--shared-writes`, relative to the store.
+        limit_bytes: See `StoreRule`.
+        overwrite: See `StoreRule`.
 
     Raises:
-        StoreError: Not a folder, or one that cannot be the store.
+        StoreError: The path is not a folder, or the folder cannot be the store.
     """
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
@@ -99,7 +101,9 @@ def _shared_folder(store: str, name: str) -> str:
 
 
 def prepare(rule: StoreRule) -> None:
-    """Make sure, before anything starts, that the ranks can write where they may.
+    """Check, before anything starts, that the ranks can write to the store and shared folders.
+
+    Missing shared folders are made.
 
     Raises:
         StoreError: The store cannot be written, or a shared folder cannot be made.
@@ -113,7 +117,7 @@ def prepare(rule: StoreRule) -> None:
 
 
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
-    """Return what the user should know of a store before a run, a line each."""
+    """Return warnings about the store for the user, one line each, before a run starts."""
     said = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
         said.append(
@@ -130,9 +134,9 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 
 
 def _links_out(store: str) -> list[str]:
-    """Return links by which a rank that may not write the store could write elsewhere.
+    """Return symbolic links through which a rank could write outside the store.
 
-    Hidden folders are left out, and the look ends after `_LOOK_S`.
+    Hidden folders are skipped, and the search ends after `_LOOK_S`.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:
@@ -153,9 +157,10 @@ def _leads_out(link: str, store: str) -> bool:
 
 
 def _try_to_write(store: str) -> None:
-    """Write a little into the store and take it away again, as rank 0 would.
+    """Write a temporary file to the store and remove it, to find errors that rank 0 would get.
 
-    Only a write finds a quota; a file without a name leaves no trace, where the file system has it.
+    Only a real write detects an exceeded quota. If the file system supports unnamed files, the
+    file has no name and leaves no trace.
     """
     try:
         with tempfile.TemporaryFile(dir=store) as file:
@@ -170,7 +175,7 @@ def _try_to_write(store: str) -> None:
 
 
 def user_name() -> str:
-    """Return the user's name; the number where there is no name for it, as in many containers."""
+    """Return the user's name, or the user id if it has no name, as in many containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -178,12 +183,15 @@ def user_name() -> str:
 
 
 def state_folder(store: str) -> Path:
-    """Return where what is known of a store is kept between runs, outside of it; not made."""
+    """Return the folder, outside the store, for data about a store that outlives a run.
+
+    The folder is not made.
+    """
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
 class StoreOwner(Struct):
-    """Who has a store, for the message to others: a run, its process, and since when."""
+    """The run that owns a store, as recorded in the lock file for messages to other runs."""
 
     store: str
     run_id: str
@@ -196,18 +204,20 @@ class StoreOwner(Struct):
 
 @contextlib.contextmanager
 def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
-    """Keep every other run of this user off the store, and off what lies in it or holds it.
+    """Lock the store for one run against all other runs of this user.
 
-    The lock is a file in the state folder, so that the store stays clean, and is held by flock: the
-    system releases it with the process that holds it, however that ends, so that a dead owner never
-    has to be cleared away. Enter it in the process whose life is the run's.
+    The lock also covers folders inside the store and folders that contain it. The lock file is in
+    the state folder, so that the store stays clean. It is held by flock: the system releases it
+    when the owning process ends, however it ends, so a dead owner leaves nothing to clean up. Enter
+    the context in the process that lives as long as the run.
 
     Args:
-        store: Absolute, without symbolic links.
-        run_id: Of the run that asks, like `name`; both for the message to others.
+        store: Path of the store, absolute and without symbolic links.
+        run_id: Id of the run that takes the lock, for messages to other runs.
+        name: Name of that run, also for messages; may be empty.
 
     Raises:
-        StoreError: Another run has it; names that run, its process and its host.
+        StoreError: Another run owns the store; names that run, its process and its host.
     """
     kept = state_folder(store)
     folder, path = kept.parent, kept.with_suffix(".lock")
@@ -235,7 +245,11 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
 
 
 def _refuse_overlap(store: str, path: Path) -> None:
-    """Raise where a living run owns a folder that is, holds, or lies in `store`."""
+    """Raise StoreError if the lock at `path` belongs to a living run and overlaps `store`.
+
+    Folders overlap if they are the same or one contains the other. A lock file that nobody holds is
+    removed.
+    """
     with locked(path, wait=False) as free:
         if free:
             path.unlink(missing_ok=True)
@@ -251,7 +265,14 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 class Identity(Struct, frozen=True):
-    """A folder, as the machine that it was looked at on knows it: `kernel` is the running one's."""
+    """Identity of a folder on one machine.
+
+    Attributes:
+        path: Path of the folder.
+        kernel: Boot id of the machine's running kernel.
+        device: Number of the file system (`st_dev`).
+        inode: Inode number.
+    """
 
     path: str
     kernel: str
@@ -260,19 +281,20 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str) -> "Identity":
-        """Look at a folder.
+        """Return the identity of the folder at `path` on this machine.
 
         Raises:
-            OSError: It is not there.
+            OSError: The folder does not exist.
         """
         status = os.stat(path)
         return cls(path, boot_id(), status.st_dev, status.st_ino)
 
     def is_here(self, token: Callable[[], str]) -> bool:
-        """Return whether the folder is the same on this host.
+        """Return whether the same folder is at `path` on this host.
 
         Args:
-            token: Has a file made in the folder, where the notebook is, and gives its name.
+            token: Function that has the notebook's machine make a file in the folder, and returns
+                the file's name.
         """
         try:
             here = Identity.of(self.path)
