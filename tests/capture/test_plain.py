@@ -40,7 +40,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_come_back_as_they_were(value: Any) -> None:
     back = there_and_back(value)
     assert type(back) is type(value) and back == value and repr(back) == repr(value)
