@@ -1,8 +1,8 @@
-"""What a registered loader is in a rank: a DataLoader to everyone who asks, fed by fetchers.
+"""The remote loader: the DataLoader that replaces a registered loader in a rank.
 
-`RemoteLoader` is what the cell finds under the loader's name. Its dataset and samplers are with the
-fetchers; what stands for them here has the attributes of the registered loader's own, and raises
-where something would have no effect.
+In a rank, the name of a registered loader refers to a `RemoteLoader`, which receives its batches
+from fetchers. The dataset and the samplers are in the fetchers. Their stand-ins in the rank have
+the same attributes, and raise an exception if an operation would have no effect.
 """
 
 import functools
@@ -34,39 +34,48 @@ SETTINGS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "prefetch_factor"),
     *("persistent_workers", "in_order"),
 )
-"""Attributes of a DataLoader that a rank shows as they are."""
+"""Attributes of a DataLoader that a remote loader copies from the registered loader."""
 
 _SHOWN = ("generator", "collate_fn", "worker_init_fn")
 _NOT_SET = {*_SHOWN, *SETTINGS, "multiprocessing_context"} - {
     *("batch_size", "drop_last", "persistent_workers")
 }
-"""What a cell cannot set; of the others DataLoader itself refuses it."""
+"""Attributes that a cell cannot set; DataLoader itself rejects changes to its other attributes."""
 
 _OWN_BUFFER_BYTES = 256 << 20
-"""What one worker of a rank's own may have ready."""
+"""Memory limit for the prepared batches of each worker of a rank, in a run without fetchers."""
 
 _OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
-"""What DistributedSampler says of itself and not of the sampler that this one stands for."""
+"""Attributes of DistributedSampler that `RemoteSampler` must take from the real sampler."""
 
 _OURS = ("_taas_loader", "_taas_path", "_taas_copy")
-"""What stand-ins for datasets have themselves, by names that no dataset has."""
+"""Own attributes of stand-ins for datasets, with names that no dataset uses."""
 
 _one_route = threading.Lock()
 
 
 @dataclass(frozen=True)
 class LoaderShape:
-    """A loader as the notebook describes it; no part of its data.
+    """Description of a registered loader without its data, made in the notebook.
 
     Attributes:
-        batches: Of the first epoch; None where it does not say.
-        context: multiprocessing's start method of its workers, "" for the default.
-        drawn: How many samples its sampler draws; None where that does not say.
-        varies: The number of batches may change from epoch to epoch.
-        has_own_sampler: A sampler is not torch's: its order may differ from process to process.
-        seed: None: the run's.
-        has_state: An iterable-style dataset has a `state_dict` of its own.
-        shown: What else a rank may look at (`LoaderParts.shown`).
+        batches: Number of batches in the first epoch; None if the loader has no length.
+        samples: Length of the dataset; None if it has none.
+        iterable: Whether the dataset is iterable-style.
+        settings: Values of the attributes in `SETTINGS`.
+        context: multiprocessing's start method of the workers; "" for the default.
+        has_batch_sampler: Whether the loader has a batch sampler.
+        drawn: Number of samples that the sampler draws; None if the sampler has no length.
+        varies: Whether the number of batches may change from epoch to epoch.
+        has_own_sampler: Whether a sampler is not torch's own, so that its order may differ between
+            processes.
+        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.Part`).
+        seed: The loader's seed; None for the run's seed.
+        dataset: Name of the dataset's type.
+        attributes: Small attributes of the dataset, by name.
+        has_set_epoch: Whether the dataset has a method `set_epoch`.
+        has_state: Whether an iterable-style dataset has its own `state_dict`.
+        shown: Pickled samplers, generator and functions that a rank may read (`LoaderParts.shown`).
     """
 
     name: str
@@ -89,33 +98,41 @@ class LoaderShape:
 
     @property
     def num_workers(self) -> int:
-        """How many workers a local DataLoader would have."""
+        """Number of workers of the registered loader."""
         return int(self.settings["num_workers"])
 
 
 class Agreement(Protocol):
-    """Values that the ranks of an attempt share."""
+    """Key-value store that the ranks of an attempt share."""
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Return the value that the first rank gave for a key, which may be this one."""
+        """Store `value` if no rank has stored one for `key`; return the stored value."""
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store a value for the other ranks; remove the one of another key."""
+        """Store a value for the other ranks, and remove the value of the key `replaced`."""
 
     def read(self, key: str) -> bytes:
-        """Return a value that another rank publishes; wait for it."""
+        """Wait until another rank publishes a value, and return it."""
 
 
 @dataclass
 class Feed:
-    """What a rank knows of the run's data service.
+    """Rank's access to the run's data service.
 
     Attributes:
-        payload: Returns the pickled loader of a name.
-        directory: None: this rank has servers of its own, which `own` starts.
-        agreement: What the ranks agree on where each has servers of its own; None for one rank.
-        tls: Makes a client context, for fetchers on other hosts.
-        window_bytes: How much a rank asks for ahead.
+        payload: Returns the pickled loader for a name.
+        directory: Returns the addresses of a loader's fetchers. None in a run without fetchers:
+            then `own` starts the servers of this rank.
+        key: The run's key, which proves that the rank belongs to the run.
+        units: Value of `--units`; None for no limit.
+        seed: The run's seed.
+        tls: Makes a client context for fetchers on other hosts; None for plain TCP.
+        ledger: On-disk count of the batches that this rank received; None to keep no count.
+        window_bytes: Size of the batches to request ahead.
+        lease: Timeouts.
+        own: Starts this rank's servers in a run without fetchers.
+        agreement: Values that ranks share if each has its own servers; None for a single rank.
+        loaders: The remote loaders that exist in this rank.
     """
 
     rank: int
@@ -134,18 +151,18 @@ class Feed:
     loaders: "list[RemoteLoader]" = field(default_factory=list)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return what this rank was handed so far, for each loader."""
+        """Return the counts of each loader in this rank, by its name."""
         return {loader.name: loader.counted() for loader in self.loaders}
 
 
 class RemoteLoader(DataLoader[Any]):
-    """A registered loader in a rank.
+    """DataLoader in a rank that yields this rank's batches of a registered loader.
 
-    Iterating it gives this rank's share of an epoch. The first epoch is 0; every iterator begins
-    the next one, unless `sampler.set_epoch` or `load_state_dict` has said which.
+    The first epoch is 0. Each new iterator begins the next epoch, unless `sampler.set_epoch` or
+    `load_state_dict` has set another one.
     """
 
-    # accelerate shards what does not carry this mark; here every rank has its share.
+    # accelerate shards every loader without this mark; here each rank already has its share.
     _is_accelerate_prepared = True
 
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:
@@ -169,7 +186,7 @@ class RemoteLoader(DataLoader[Any]):
             sampler = own["sampler"] = RemoteSampler(self)
             batches = RemoteBatchSampler(self, sampler) if shape.has_batch_sampler else None
             own["batch_sampler"] = batches
-        # DataLoader's constructor would warn of workers that are not this host's.
+        # Set after DataLoader's constructor, which would warn of too many workers for this host.
         for name in _SHOWN:
             own.pop(name, None)
         own.update(settings)
@@ -190,7 +207,10 @@ class RemoteLoader(DataLoader[Any]):
         super().__setattr__(name, value)
 
     def shown(self) -> tuple[Any, ...]:
-        """Return its own sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`."""
+        """Return the sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`.
+
+        They are copies of those of the registered loader.
+        """
         if self._shown is None:
             self._shown = load_beside(bytes(self.shape.shown), self.dataset)
         return self._shown
@@ -201,10 +221,10 @@ class RemoteLoader(DataLoader[Any]):
         return self.shape.name
 
     def __len__(self) -> int:
-        """Return how many batches this rank gets of an epoch.
+        """Return the number of batches that this rank gets in an epoch.
 
         Raises:
-            TypeError: The loader does not know its length.
+            TypeError: The loader has no length.
         """
         batches, current = self.shape.batches, self._current
         if self.shape.varies:
@@ -218,7 +238,7 @@ class RemoteLoader(DataLoader[Any]):
         return steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
 
     def __iter__(self) -> Any:
-        """Begin the next epoch, or go on where `load_state_dict` said."""
+        """Begin the next epoch, or resume at the position that `load_state_dict` has set."""
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPlace(), 0
         self._turn += 1
@@ -226,24 +246,29 @@ class RemoteLoader(DataLoader[Any]):
         return self._current
 
     def counted(self) -> RankCounts:
-        """Return what this rank was handed so far; any thread may ask."""
+        """Return the counts of this loader; safe to call from any thread."""
         return self.counts if self._current is None else self._current.counted()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the next iterator gives; it still begins where a loaded state stands."""
+        """Set the epoch of the next iterator.
+
+        If `epoch` is the epoch of a loaded state, the iterator still resumes at the state's
+        position.
+        """
         if epoch != self.next_epoch:
             self.next_epoch, self._resume, self._states = epoch, EpochPlace(), {}
             self._resume_order = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands after the last batch handed out (torchdata's protocol).
+        """Return the position after the last yielded batch (torchdata's protocol).
 
-        With the state of an iterable-style dataset that has one, which fetchers are asked for.
+        If an iterable-style dataset has a `state_dict`, this method requests its state from the
+        fetchers and includes it.
         """
         return self.with_states(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return the same without a dataset's own state."""
+        """Return `state_dict()` without the dataset's own state; sends no request."""
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
             epoch, place, order = self._current.epoch, self._current.after, self._current.order
@@ -256,7 +281,7 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a state is of."""
+        """Return the parts of a state that identify its loader."""
         shape = self.shape
         return {
             "seed": self._seed,
@@ -265,13 +290,14 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, with any number of fetchers.
+        """Resume at `state` with the next iterator; the number of fetchers may differ.
 
-        That it is of another order shows when the epoch begins, and is raised there.
+        If the epoch's order has changed, the iterator raises `ValueError` when the epoch begins.
 
         Raises:
-            ValueError: The state is of another loader: another dataset, seed or number of streams;
-                or of another number of ranks and in the middle of a step.
+            ValueError: The state belongs to another loader (its dataset, seed or number of streams
+                differs), or it was saved with another number of ranks and its position is in the
+                middle of a step.
         """
         self._check(state)
         position, slot, first_slots = state["place"]
@@ -308,7 +334,10 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Add to a position where the streams of the dataset stood there, or a little before."""
+        """Return a position with the states of the dataset's streams, if the dataset has any.
+
+        A stream's state is the latest one that a worker has saved at or before the position.
+        """
         epoch, place = position["epoch"], EpochPlace(*position["place"])
         if not self.shape.has_state or place == EpochPlace():
             return position
@@ -321,19 +350,19 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def give_states(self, client: Client, streams: int) -> None:
-        """Tell those who prepare the epoch where its streams stood, if that was loaded."""
+        """Send the stream states of a loaded state to the workers that prepare the streams."""
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
             client.restore(item * streams + stream, state)
 
     def original(self) -> Any:
-        """Return the dataset itself, unpickled in this rank."""
+        """Return this rank's own copy of the dataset; unpickle it at the first call."""
         if self._original is None:
             self._original = pickle.loads(self.feed.payload(self.name))
         return self._original.dataset
 
     def client(self) -> Client:
-        """Make the client that the batches of one pass come from."""
+        """Return a new client for one pass."""
         with _one_route:
             if self._route is None:
                 self._route = self._new_route()
@@ -341,7 +370,7 @@ class RemoteLoader(DataLoader[Any]):
         return Client(route, 2 * self.feed.window_bytes, self.timeout)
 
     def forget_route(self) -> None:
-        """Leave this process's connections to the process that it was forked from."""
+        """Close this fork's copies of the parent process's connections."""
         if self._route is not None:
             self._route.leave()
         self._route = None
@@ -351,8 +380,8 @@ class RemoteLoader(DataLoader[Any]):
         if feed.directory is not None:
             tls = feed.tls() if feed.tls else None
             return Route(name, feed.directory, feed.key, tls, feed.lease)
-        # With as many workers as the loader has: one at least, so that the dataset sees what it
-        # would see in a fetcher: no rank, no random numbers of the cell.
+        # Use the loader's number of workers, but at least one, so that the dataset runs under the
+        # same conditions as in a fetcher: outside the rank, without the cell's random state.
         assert feed.own is not None
         count = max(1, self.shape.num_workers)
         served = ServedLoader(
@@ -384,7 +413,7 @@ _feed: Feed | None = None
 
 
 def _part_from_rank() -> None:
-    """Give a fork of the rank connections and a lock of its own."""
+    """Reset the lock and the connections in a fork of the rank, so that it makes its own."""
     global _one_route
     _one_route = threading.Lock()
     for loader in _feed.loaders if _feed is not None else ():
@@ -395,15 +424,16 @@ os.register_at_fork(after_in_child=_part_from_rank)
 
 
 def use_feed(feed: Feed | None) -> None:
-    """Set, in a rank and before its payload is read, where its loaders' batches come from."""
+    """Set the data service that this rank's loaders use; call before the payload is unpickled."""
     global _feed
     _feed = feed
 
 
 def arrive(shape: LoaderShape) -> DataLoader[Any]:
-    """Make a registered loader's `RemoteLoader`: what it is unpickled to.
+    """Return a new `RemoteLoader`; a registered loader is pickled as a call of this function.
 
-    In a process that is no rank, one that a rank spawned, it is what only says so when it is used.
+    In a process that is not a rank, such as a child that a rank has spawned, return a loader that
+    raises an exception when it is used.
     """
     if _feed is None:
         return _LoaderOfRanks(shape.name)
@@ -413,7 +443,7 @@ def arrive(shape: LoaderShape) -> DataLoader[Any]:
 
 
 class _LoaderOfRanks(DataLoader[Any]):
-    """A registered loader where there is none: in a child that a rank started by spawn."""
+    """Placeholder for a registered loader in a child that a rank spawned; raises on use."""
 
     def __init__(self, name: str) -> None:
         self._taas_name = name
@@ -438,17 +468,17 @@ class _LoaderOfRanks(DataLoader[Any]):
 
 
 class _Sampler:
-    """Mixed into what stands for a sampler, whose order the fetchers know.
+    """Mixin for stand-ins for samplers; the fetchers run the real samplers.
 
-    `set_epoch` chooses the epoch of the loader's next iterator; other attributes are those of the
-    registered loader's own, at `_place` of what it shows.
+    `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from a copy of
+    the real sampler, which is entry `_place` of `RemoteLoader.shown()`.
     """
 
     _loader: RemoteLoader
     _place: int
 
     def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the loader's next iterator gives."""
+        """Set the epoch of the loader's next iterator."""
         self._loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -464,9 +494,9 @@ class _Sampler:
 
 
 class RemoteSampler(_Sampler, DistributedSampler[Any]):
-    """Stands for the sampler; its length is this rank's share.
+    """Stand-in for the sampler; its length is that of this rank's share.
 
-    A DistributedSampler, so that Lightning sees that the loader is sharded already.
+    It is a DistributedSampler, so that Lightning sees that the loader is already sharded.
     """
 
     _place = 0
@@ -487,13 +517,13 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
 
 
 class RemoteBatchSampler(_Sampler, Sampler[Any]):
-    """Stands for the batch sampler; its length is this rank's share."""
+    """Stand-in for the batch sampler; its length is that of this rank's share."""
 
     _place = 1
 
     def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
         self._loader = loader
-        if loader.shape.settings["batch_size"] is not None:  # else it is the user's own
+        if loader.shape.settings["batch_size"] is not None:  # None: the user's own batch sampler
             self.sampler = sampler
 
     def __len__(self) -> int:
@@ -501,12 +531,13 @@ class RemoteBatchSampler(_Sampler, Sampler[Any]):
 
 
 class RemoteDataset(Dataset[Any]):
-    """Stands for a dataset that is with the fetchers, or for one inside of it.
+    """Stand-in for a dataset that the fetchers run, or for a dataset nested in it.
 
     Args:
-        path: What the dataset is called in messages.
-        copy: This rank's copy of a dataset inside of the loader's; None for the loader's own, of
-            which the length and the small attributes are known without one.
+        loader: The remote loader.
+        path: Name of the dataset in messages.
+        copy: This rank's copy of a nested dataset. None for the loader's own dataset, whose length
+            and small attributes are known without a copy.
     """
 
     def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:
@@ -555,7 +586,7 @@ class RemoteDataset(Dataset[Any]):
 
 
 class RemoteStream(RemoteDataset, IterableDataset[Any]):
-    """Stands for an iterable-style dataset."""
+    """Stand-in for an iterable-style dataset."""
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
@@ -565,7 +596,7 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
 
 
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
-    """Return the same method, which says when it changed what only this rank sees."""
+    """Return a wrapper of a dataset's method that warns if the call changes this rank's copy."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -1,15 +1,17 @@
-"""What a fetcher has ready of one loader, who waits for what, and which worker prepares what next.
+"""Scheduling for one loader of a fetcher: the prefetch buffer, pending requests, and workers.
 
-Runs in a fetcher's server, on its loop, and never waits: told by the ranks' connections what is
-wanted, it tells workers what to prepare (`worker`) and says whose answer has come.
+The scheduler runs in the event loop of the fetcher's server and never blocks. It receives the
+ranks' requests, chooses the next request for each worker (`worker`), and notifies the connections
+whose responses are ready.
 
-What is prepared is bounded in bytes. What ranks wait for comes first, the connections in turn, each
-in the order of its asking; when nobody waits, the fetcher works ahead on its own share. When memory
-is used up, it writes what nobody has asked for to disk, or waits, except that a connection may
-always have the batch that it has to send next: so a slow rank never starves another one.
+The memory of prepared batches is limited. Requests of ranks come first: the connections take
+turns, and each connection's requests keep their order. If no rank waits, workers prepare the
+fetcher's own share ahead. When the memory limit is reached, workers write batches that no rank has
+requested to disk, or pause. One exception: the batch that a connection must send next is always
+prepared, so that a slow rank cannot starve another rank.
 
-What lies here of epochs that all ranks should be past is forgotten. A rank that is not gets the
-same answers, prepared again.
+The scheduler drops the batches of epochs that all ranks should have finished. A rank that still
+requests one gets the same batch, prepared again.
 """
 
 import itertools
@@ -42,12 +44,19 @@ _NEXT_EPOCH_BATCHES = 2
 _KEEP_EPOCHS = 2
 _KEEP_COUNTS = 1 << 14
 _ANSWER_BYTES = 1280
-"""What a prepared answer in memory takes beside its data: of small batches, most."""
+"""Memory overhead of a prepared response; for small batches, most of their memory."""
 
 
 @dataclass
 class Disk:
-    """Where batches lie that memory has no room for, until a worker finds no room there either."""
+    """Disk space for batches that do not fit into memory.
+
+    Attributes:
+        folder: Folder with one file for each batch.
+        limit_bytes: Limit on the size of all files.
+        used_bytes: Size of all files.
+        is_full: Whether a worker failed to write a file; then the disk is not used again.
+    """
 
     folder: Path
     limit_bytes: int
@@ -56,14 +65,23 @@ class Disk:
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be written."""
+        """Whether workers may write more batches to disk."""
         return not self.is_full and self.used_bytes < self.limit_bytes
 
 
 class Prepared:
-    """What a worker prepared: a batch, a value, a failure, or that there is nothing.
+    """Reference-counted response that a worker prepared: a batch, a value, an error or VOID.
 
-    Its body lies on `disk`, else in the arena of `worker`, else it is `text`.
+    The creator is the first holder.
+
+    Args:
+        reply: The worker's reply.
+        worker: The worker whose arena holds the body; None if `text` is the body.
+        text: The body, if it is neither on disk nor in an arena.
+        disk: The disk that holds the body; None if the body is in memory.
+
+    Attributes:
+        memory_bytes: Memory of the body; 0 if it is on disk.
     """
 
     __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
@@ -84,11 +102,11 @@ class Prepared:
 
     @property
     def arena(self) -> WorkerHandle | None:
-        """Whose memory it lies in, if a rank of this host may map that."""
+        """The worker whose arena holds the body, so that ranks on this host may map it; or None."""
         return self._worker if self._disk is None else None
 
     def body(self) -> memoryview:
-        """Return its bytes."""
+        """Return the body."""
         if self._disk is not None:
             with self._file.open("rb") as file:
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -103,15 +121,15 @@ class Prepared:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else waits for it or is being sent it: then no rank may change it."""
+        """Whether it has several holders; then a rank must get a copy, as ranks may modify it."""
         return self._holders > 1
 
     def hold(self) -> None:
-        """Count one more who holds it."""
+        """Add a holder."""
         self._holders += 1
 
     def release(self) -> None:
-        """Count one less who holds it; the last one's release frees its memory."""
+        """Remove a holder; after the last one, free the memory or delete the file."""
         self._holders -= 1
         if self._holders:
             return
@@ -123,10 +141,12 @@ class Prepared:
 
 
 class Ahead:
-    """The order in which a fetcher's workers work ahead, each on what it has to prepare.
+    """Order in which the workers of a fetcher prepare their slots before ranks request them.
 
     Args:
-        is_filled: Says whether there is as much as is to be ready before ranks ask.
+        share: The slots that this fetcher prepares.
+        is_filled: Returns whether the prefetch buffer holds the minimum that must be ready before
+            ranks start (`--prefill`).
     """
 
     def __init__(self, share: FetcherShare, is_filled: Callable[[], bool] = lambda: True) -> None:
@@ -138,17 +158,20 @@ class Ahead:
         self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return what a worker is to prepare; None: nothing, for now."""
+        """Return the next request for a worker; None if there is nothing to prepare now."""
         if worker not in self._walks:
             self._walks[worker] = self._walk(worker, self._epoch, self._slot)
         return next(self._walks[worker], None)
 
     def restart(self) -> None:
-        """Go through it again: something that was being prepared is lost."""
+        """Start again at the current slot, because a worker has ended and its work is lost."""
         self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
-        """Take note that a rank had to ask for a batch: what is worth preparing lies behind it."""
+        """Record that a rank requested a batch before a worker prepared it ahead.
+
+        Preparing ahead continues after this slot.
+        """
         self._is_asked = True
         if epoch > self._epoch:
             self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
@@ -158,11 +181,11 @@ class Ahead:
             self.restart()
 
     def opened(self, epoch: int, opened: Opened | None) -> None:
-        """Take note of an epoch's length; None: its sampler raised."""
+        """Record an epoch's length; None if its sampler raised an exception."""
         self._opened[epoch] = opened
 
     def ended(self, epoch: int, slot: int) -> None:
-        """Take note that there is no batch in a slot: not worth going on behind it."""
+        """Record that a slot has no batch, so that no later slot of the epoch is prepared ahead."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
     def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
@@ -194,7 +217,7 @@ class Ahead:
         return self._is_asked or self._is_filled()
 
     def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
-        """Yield a worker's slots of an epoch, as long as there are any."""
+        """Yield a worker's slots of an epoch until the epoch's known end."""
         for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
             if at_end is not None and slot >= at_end:
@@ -203,10 +226,13 @@ class Ahead:
 
 
 class _Entry:
-    """How it stands with one request: queued, being prepared, or prepared; and who waits for it.
+    """State of one request: queued, being prepared or prepared.
 
     Attributes:
-        queued: The worker and the connection in whose queue it is, until a worker prepares it.
+        waiting: The connections that wait for the response, in order.
+        queued: Keys of the queue that holds the request: worker (None for any) and connection;
+            None if the request is not queued.
+        prepared: The response, once a worker has prepared it.
     """
 
     __slots__ = ("prepared", "queued", "waiting")
@@ -218,16 +244,18 @@ class _Entry:
 
 
 class Buffer:
-    """Answers that are ready or wanted.
+    """The prefetch buffer: prepared responses, and the requests that connections wait for.
+
+    In all methods, `who` is the connection that waits.
 
     Args:
-        budget_bytes: How much memory they may take.
-        ahead: What is prepared when nobody waits.
-        home: The worker that has to prepare a request; None: any may.
+        budget_bytes: Memory limit of all responses.
+        ahead: Requests to prepare when no connection waits.
+        home: Returns the worker that must prepare a request; None if any worker may.
 
     Attributes:
-        ready_batches: How many of the answers are batches.
-        ready_bytes: The memory of all of them.
+        ready_batches: Number of prepared batches, in memory or on disk.
+        ready_bytes: Memory of all prepared responses.
     """
 
     def __init__(
@@ -240,7 +268,7 @@ class Buffer:
         self._entries: dict[LoaderRequest, _Entry] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
-        # By worker, so that one with nothing to do need not look through what others have.
+        # One queue for each worker, so that an idle worker need not search the others' requests.
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
         self._doing = self._latest_epoch = self._batch_bytes = 0
@@ -248,21 +276,30 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether memory is used up, by what is being prepared, too: each like the latest batch."""
+        """Whether the memory limit is reached.
+
+        The memory of a batch in preparation is estimated by the size of the latest batch.
+        """
         return self._memory_bytes + self._doing * self._batch_bytes >= self._budget_bytes
 
     @property
     def oldest_epoch(self) -> int:
-        """The first epoch that ranks may still ask for."""
+        """First epoch that ranks are expected to request; earlier epochs are dropped."""
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
     @property
     def has_open(self) -> bool:
-        """Whether anything that is wanted has not been given to a worker."""
+        """Whether a request of a connection is waiting for a worker."""
         return bool(self._queues)
 
     def want(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
-        """Take note that `who` waits for what is requested, or only for what it counts."""
+        """Record that `who` waits for a response, and queue the request if it is new.
+
+        Args:
+            who: The connection that waits.
+            request: The request.
+            only_count: Whether `who` needs only the units that the batch counts.
+        """
         if only_count and self.units(request) is not None:
             return
         if request.epoch > self._latest_epoch:
@@ -281,16 +318,16 @@ class Buffer:
         entry.waiting[who] = None
 
     def forget(self, who: Hashable) -> None:
-        """Let `who` wait for nothing; what is prepared stays for whoever asks again."""
+        """Remove all of a connection's waits; prepared responses stay for later requests."""
         self._due.pop(who, None)
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
             self._leave(who, request)
 
     def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
-        """Return what `who` sends next; it is held for the caller, who releases it.
+        """Return the response that `who` sends next; the caller must release it.
 
         Returns:
-            None as long as it is not ready.
+            The response; None if it is not ready.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -304,7 +341,11 @@ class Buffer:
         return prepared
 
     def count(self, who: Hashable, request: LoaderRequest) -> int | None:
-        """Return what the batch that `who` asks for next counts (VOID: none); None: not known."""
+        """Return the units of the batch that `who` requests next.
+
+        Returns:
+            The units; VOID if the slot has no batch; None if that is not known yet.
+        """
         units = self.units(request)
         if units is None:
             self._stand_by(who, request)
@@ -313,24 +354,28 @@ class Buffer:
         return units
 
     def units(self, request: LoaderRequest) -> int | None:
-        """Return what a batch counts, also of one that lies here no more; None: not known."""
+        """Return the units of a batch, even if the batch was removed; None if not known."""
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
             return self._counts.get(request)
         return entry.prepared.reply.units
 
     def order(self, request: LoaderRequest) -> int:
-        """Return the hash that came with a batch (`Response.order`); 0 if it is not here."""
+        """Return the `Response.order` of a prepared batch; 0 if the batch is not in the buffer."""
         entry = self._entries.get(request)
         return 0 if entry is None or entry.prepared is None else entry.prepared.reply.order
 
     def choose(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
     ) -> LoaderRequest | None:
-        """Return what a worker is to prepare now; it counts as being done from here on.
+        """Return the request of a connection that a worker prepares next; None if there is none.
+
+        The request counts as being prepared from now on.
 
         Args:
-            follows: Whether it can without going back in a stream; None: it always can.
+            worker: Number of the worker.
+            follows: Returns whether the worker can prepare a batch without restarting its stream;
+                None for a map-style loader, where it always can.
         """
         if not self._queues:
             return None
@@ -345,7 +390,10 @@ class Buffer:
         return request
 
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
-        """Return what a worker prepares when nobody waits; it counts as being done from here on."""
+        """Return the request that a worker prepares ahead; None if there is none.
+
+        The request counts as being prepared from now on.
+        """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
                 self._entries[request] = _Entry()
@@ -354,7 +402,7 @@ class Buffer:
         return None
 
     def put(self, request: LoaderRequest, prepared: Prepared) -> KeysView[Hashable]:
-        """Lay what was prepared ready; return who waits for it."""
+        """Store a prepared response; return the connections that wait for it."""
         entry = self._entries[request]
         self._doing -= 1
         if request.kind is RequestKind.GET:
@@ -368,7 +416,7 @@ class Buffer:
         return entry.waiting.keys()
 
     def lost(self, request: LoaderRequest) -> None:
-        """Take note that who was preparing a request is gone."""
+        """Queue a request again because the worker that prepared it has ended."""
         entry = self._entries[request]
         self._doing -= 1
         if entry.waiting:
@@ -378,7 +426,10 @@ class Buffer:
             self.ahead.restart()
 
     def make_room(self) -> None:
-        """Throw away what nobody has asked for, the latest first: it can be prepared again."""
+        """Drop responses that no connection has requested, until memory is below the limit.
+
+        The last slots are dropped first. Workers can prepare them again.
+        """
         for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
@@ -395,21 +446,24 @@ class Buffer:
             self.ahead.ended(request.epoch, request.slot)
 
     def _stand_by(self, who: Hashable, request: LoaderRequest) -> None:
-        """Note that `who` can send nothing before this, which may have been here and forgotten."""
+        """Record that `who` can send nothing before this response.
+
+        The request is queued again if its response was dropped.
+        """
         self.want(who, request)
         self._due[who] = request
 
     def _wanted_of(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return what ranks want of a worker, the connections in turn."""
+        """Return the next request for a worker; the connections take turns."""
         homes = [home for home in (worker, None) if home in self._queues]
         if not homes:
             return None
         chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
         if follows is not None and chosen.kind is RequestKind.GET:
             queues = [queue for home in homes for queue in self._queues[home].values()]
-            # An epoch is finished first: a rank that is behind has little more to ask of it.
+            # Finish the oldest epoch first: ranks that are behind have few requests left in it.
             epoch = min(next(iter(queue)).epoch for queue in queues)
             chosen = next(one for queue in queues for one in queue if one.epoch == epoch)
             asked = (one for queue in queues for one in queue if one.epoch == epoch)
@@ -420,7 +474,7 @@ class Buffer:
         return chosen
 
     def _due_of(self, worker: int) -> LoaderRequest | None:
-        """Return what a connection waits for before all else."""
+        """Return a request for this worker whose response a connection must send next."""
         for request in self._due.values():
             entry = self._entries.get(request)
             if entry is not None and entry.queued and entry.queued[0] in (worker, None):
@@ -430,7 +484,14 @@ class Buffer:
     def _queue(
         self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False
     ) -> None:
-        """Have a worker prepare a request, when it is the turn of `who`."""
+        """Queue a request for its worker.
+
+        Args:
+            who: The connection in whose queue the request waits.
+            request: The request.
+            entry: The request's state.
+            at_once: Whether to put the request first in the connection's queue.
+        """
         home = self._home(request)
         queues = self._queues.setdefault(home, OrderedDict())
         asked = queues.get(who)
@@ -441,7 +502,7 @@ class Buffer:
         entry.queued = home, who
 
     def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
-        """Take a request out of its queue, if it is in one."""
+        """Remove a request from its queue, if it is queued."""
         if entry.queued is None:
             return
         home, who = entry.queued
@@ -454,7 +515,7 @@ class Buffer:
             del self._queues[home]
 
     def _leave(self, who: Hashable, request: LoaderRequest) -> None:
-        """Let `who` wait for a request no more, and nobody prepare it where nobody else does."""
+        """Remove a connection's wait for a request; drop the request if no other waits for it."""
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
             return
@@ -485,16 +546,18 @@ class Buffer:
 
 
 class Scheduler:
-    """One loader of a server: its buffer, its workers, and what they have counted.
+    """Scheduler of one loader of a server: owns its prefetch buffer, workers and counts.
 
     Args:
-        selector: Of the server's loop.
-        arenas: Numbers for the arenas of its workers.
-        ready: Called with a connection that an answer is ready for.
-        note: Called with a sentence for the user.
+        served: The loader's description.
+        selector: The selector of the server's loop.
+        arenas: Numbers for the arenas of new workers.
+        ready: Called with a connection when a response that it waits for is ready.
+        note: Called with a message for the user.
 
     Attributes:
-        counts: What is counted; what ranks were sent is counted by the server.
+        buffer: The prefetch buffer.
+        counts: The loader's counts; the server updates `counts.sent`.
     """
 
     def __init__(
@@ -507,7 +570,7 @@ class Scheduler:
     ) -> None:
         self._served, self._ready, self._note = served, ready, note
         self._selector, self._arenas = selector, arenas
-        # half: spans that ranks still read lie among those that are free again
+        # Use half of the file size: spans that ranks still read fragment the arena.
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = Buffer(budget_bytes, Ahead(served.share, self._is_filled), self._home)
@@ -522,7 +585,7 @@ class Scheduler:
         self._workers: dict[int, WorkerHandle] = {}
         self._suspects: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Forked before there is any connection that a child could keep open.
+        # Fork before any connection exists, because a child would keep it open.
         context: Any = multiprocessing.get_context("fork")
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
@@ -532,12 +595,12 @@ class Scheduler:
         selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
 
     def start(self) -> None:
-        """Start the workers; once the parents of all loaders' workers are forked."""
+        """Start the workers; call this after the constructors of all loaders' schedulers."""
         for number in range(self._served.share.workers):
             self._start(number)
 
     def stats(self) -> FetcherCounts:
-        """Return what it has counted."""
+        """Return the current counts."""
         disk = self._disk
         return structs.replace(
             self.counts,
@@ -551,11 +614,7 @@ class Scheduler:
         )
 
     def dispatch(self) -> None:
-        """Give every worker that has room something to do.
-
-        Raises:
-            RuntimeError: Workers end again and again.
-        """
+        """Send the next commands to every worker that has room for them."""
         for one in self._workers.values():
             if not (room := one.room):
                 continue
@@ -570,13 +629,13 @@ class Scheduler:
             one.send(self.buffer.oldest_epoch)
 
     def look(self) -> None:
-        """End the workers' parent if it is stopped; then all of this server ends."""
+        """Kill the workers' parent if it has been stopped (SIGSTOP); then the server fails."""
         self._stopped.end([self._parent.pid])
 
     def close(self) -> None:
         """End all workers."""
         self._selector.unregister(self._control)
-        # Closing it would say nothing: the parents of other loaders' workers have it, too.
+        # A plain close does not signal the end: other loaders' parent processes share the socket.
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         for one in self._workers.values():
@@ -584,7 +643,7 @@ class Scheduler:
         self._parent.join()
 
     def _choose(self, one: WorkerHandle) -> tuple[LoaderRequest | None, bool]:
-        """Return what a worker does next, and whether that goes to disk."""
+        """Return a worker's next request, or None, and whether its batch is written to disk."""
         follows = None if self._streams is None else self._follows
         request = self.buffer.choose(one.number, follows)
         if request is not None:
@@ -595,10 +654,10 @@ class Scheduler:
         return self.buffer.choose_ahead(one.number), is_full
 
     def _home(self, request: LoaderRequest) -> int | None:
-        """Return the worker that has to prepare what is requested; None: any may."""
+        """Return the worker that must prepare a request; None if any worker may."""
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
-            # One alone enumerates: a sampler may give another order each time it is asked.
+            # A sampler may give a different order in each process, so only worker 0 is asked.
             return 0
         has_indices = kind is RequestKind.GET and request.detail
         if kind is RequestKind.SAMPLE or has_indices:
@@ -606,13 +665,13 @@ class Scheduler:
         return self._served.share.home(request.slot, self._streams)[1]
 
     def _follows(self, request: LoaderRequest) -> bool:
-        """Return whether a stream need not go back for a batch."""
+        """Return whether a worker can prepare a batch without restarting its stream."""
         assert self._streams is not None
         item, stream = divmod(request.slot, self._streams)
         return item >= self._positions.get(stream, {}).get(request.epoch, 0)
 
     def _advance(self, stream: int, epoch: int, item: int) -> None:
-        """Record how far a worker reads a stream in an epoch; it keeps the last two epochs open."""
+        """Record the position of a stream in an epoch; workers keep `OPEN_EPOCHS` epochs open."""
         epochs = self._positions.setdefault(stream, {})
         epochs.pop(epoch, None)
         epochs[epoch] = item
@@ -620,7 +679,7 @@ class Scheduler:
             del epochs[next(iter(epochs))]
 
     def _is_filled(self) -> bool:
-        """Return whether there is as much as was asked for before the ranks."""
+        """Return whether the buffer holds the minimum to prepare before ranks start."""
         served, buffer = self._served, self.buffer
         ready_bytes = buffer.ready_bytes + (self._disk.used_bytes if self._disk else 0)
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
@@ -644,12 +703,12 @@ class Scheduler:
 
     def _hear(self, one: WorkerHandle) -> None:
         if one.is_gone:
-            return  # its parent has said so in the same moment
+            return  # its parent has reported the end in the same step
         try:
             for reply in one.hear():
                 self._take(one, one.told.pop(reply.number), reply)
         except EOFError:
-            # Its parent says how it ended; until then nothing is to be heard here.
+            # The parent's message, which says how the worker ended, is still to come.
             self._hang_up(one)
 
     def _take(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
@@ -679,10 +738,17 @@ class Scheduler:
             one.close()
 
     def _lose(self, ended: protocol.WorkerChange) -> None:
-        """Start a worker that has ended again; the first of its requests may be what ended it."""
+        """Restart a worker that has ended, and queue its pending requests again.
+
+        The first pending request may have ended the worker. After `_TRIES` such ends, the request
+        gets a LOST response.
+
+        Raises:
+            RuntimeError: More than `_MAX_LOST` workers have ended.
+        """
         number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
-        self._hear(one)  # what it said before it ended
+        self._hear(one)  # handle the replies that it sent before it ended
         self._hang_up(one)
         self._suspects.add(number)
         self._start(number)
