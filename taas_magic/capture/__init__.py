@@ -1,10 +1,13 @@
-"""What a cell needs from the notebook, and how it travels to the ranks and back.
+"""Find the notebook objects that a cell needs, and pickle them for the ranks and back.
 
-names.py          which names and modules a cell uses; pure
-modules.py        the project's own modules, as source; installed ones that are needed; `taas`
-pickling.py       values as bytes and shared memory, and back
-reducers.py       objects that pickle takes by name, or not at all; torch's storages; paths
-culprit.py        the path to what cannot be pickled
-process_state.py  what cells set in their process: warning filters, loggers, torch's settings, ...
-payload.py        a cell with all of that: capture, write, read
+names.py          find the names and modules that a cell uses; pure
+modules.py        ship the project's own modules as source; find the installed modules needed
+pickling.py       convert values to bytes and shared memory, and back
+reducers.py       reduce objects that pickle handles badly; torch's storages; paths
+culprit.py        find the path to an object that cannot be pickled
+plain.py          convert plain data to bytes that can be read without running code
+changes.py        find the captured values that a cell changed in rank 0
+home.py           pickle results in a rank and load them in the notebook
+process_state.py  copy process settings: warning filters, loggers, torch's settings, ...
+payload.py        capture, write and read a cell with everything it needs
 """

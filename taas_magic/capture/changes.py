@@ -1,8 +1,8 @@
-"""Which of the notebook's values a cell has changed in rank 0.
+"""Find the notebook's values that a cell has changed in rank 0.
 
-A plain cell would have left them changed; here the notebook keeps what it had. So they are named,
-once a run. What costs too much to compare, and what cannot be compared without running other code,
-is not watched.
+A plain cell would change them in the notebook. A `%%taas` cell changes only the ranks' copies, so
+the user gets a note with the changed names, once a run. Values are not watched if comparing them
+costs too much or needs to run other code.
 """
 
 import functools
@@ -19,9 +19,9 @@ from taas_magic.capture.modules import is_shipped
 from taas_magic.capture.reducers import LruCache
 
 _BUDGET = 10_000
-"""What comparing all values may cost, before the cell and again after it: about 10 ms.
+"""Cost limit for describing all values: about 10 ms before the cell, and again after it.
 
-Counted and not timed, so that the same values are watched on a busy machine.
+The cost is counted, not timed, so that the same values are watched on a busy machine.
 """
 
 _TENSOR_COST = 10
@@ -29,7 +29,7 @@ _OBJECT_COST = 3
 _BYTES_PER_COST = 200
 _WHOLE_BYTES = 4096
 _SAMPLES = 64
-"""Of a tensor or an array that is larger than `_WHOLE_BYTES` so many elements are compared."""
+"""Approximate number of elements compared in a tensor or array larger than `_WHOLE_BYTES`."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None))
 _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pandas"}
@@ -40,13 +40,13 @@ State = tuple[Any, ...]
 
 
 class Watch:
-    """The values of a payload as they were before the cell.
+    """Digests of a payload's values before the cell, to compare with the values after it.
 
     Args:
-        values: The notebook's values, by name, the cheap ones first.
-        out: Names of `--out`, which come back anyway.
+        values: The notebook's values by name, small ones first.
+        out: Variables listed in `--out`. They come back anyway, so they are not watched.
         stores: Names that the cell sets.
-        updates: Those of them that it sets from their own value (`total += 1`).
+        updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Watch:
             if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
                 continue
             is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
-            if is_set_anew:  # then the variable has another value after the cell
-                with suppress(TypeError):  # a list, say
+            if is_set_anew:  # after the cell, the name has another object: keep a way to this one
+                with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:
                 described = _described(value, self._known, budget)
@@ -73,7 +73,7 @@ class Watch:
                     self._before[name] = described
 
     def notes(self, namespace: Mapping[str, Any]) -> list[str]:
-        """Return what to say of the values that the cell has changed: one line, or none."""
+        """Return a list with one note that names the changed values; empty if none changed."""
         names = self._changed(namespace)
         classes = [name for name in names if isinstance(namespace[name], type)]
         values = [name for name in names if name not in classes]
@@ -111,7 +111,7 @@ def _said(names: list[str]) -> str:
 
 
 class _NotWatchedError(Exception):
-    """Comparing the values costs too much."""
+    """Raised if describing the values exceeds the cost limit."""
 
 
 class _Budget:
@@ -125,7 +125,7 @@ class _Budget:
 
 
 class _Digest:
-    """A file that keeps a digest of what is written."""
+    """File-like object that keeps only a digest of the bytes written to it."""
 
     def __init__(self, budget: _Budget) -> None:
         self._hash, self._budget = hashlib.blake2b(), budget
@@ -139,17 +139,20 @@ class _Digest:
 
 
 def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
-    """Return a digest of a value's content; None if it cannot be watched."""
+    """Return a digest of a value's content, or None if the value cannot be watched."""
     digest = _Digest(budget)
     try:
         _Describer(digest, known, budget).dump(value)
-    except Exception:  # what a value is made of may raise anything
+    except Exception:  # pickling parts of a value may raise anything
         return None
     return digest.value()
 
 
 class _Describer(pickle.Pickler):
-    """Writes what of a value a cell may change; it runs none of the user's code."""
+    """Pickler that writes the parts of a value that a cell may change.
+
+    It runs none of the user's code.
+    """
 
     def __init__(self, digest: _Digest, known: Collection[int], budget: _Budget) -> None:
         super().__init__(digest, protocol=5)
@@ -167,11 +170,11 @@ class _Describer(pickle.Pickler):
 
 
 def _loaded(*described: Any) -> None:
-    """Stand for a value in a description, which nobody loads."""
+    """Act as the constructor in the pickled description of a value; it is never called."""
 
 
 def _description(obj: Any) -> Any:
-    """Return what is compared of an object; of what is not watched only its class."""
+    """Return the parts of an object that are compared: only its class if it is not watched."""
     import torch
 
     kind = type(obj)
@@ -200,7 +203,8 @@ def _description(obj: Any) -> Any:
             return name, obj.__wrapped__
         case _ if name == "numpy.ndarray":
             return name, obj.dtype.str, obj.shape, _sample_of_array(obj)
-        case _ if kind.__module__.startswith("numpy.random"):  # drawing from it is no result
+        # a cell that draws random numbers changes the generator, which is not worth a note
+        case _ if kind.__module__.startswith("numpy.random"):
             return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
@@ -210,7 +214,7 @@ def _description(obj: Any) -> Any:
 
 
 def is_users(kind: type) -> bool:
-    """Return whether a class is the notebook's or the project's."""
+    """Return whether a class is defined in the notebook or in the project's modules."""
     return kind.__module__ == "__main__" or is_shipped(kind.__module__)
 
 
@@ -233,7 +237,7 @@ def _sample_of_array(array: Any) -> Any:
 
 
 def _parts_of_module(module: Any) -> State:
-    """Return a module's tensors, its children, and its plain attributes but for its mode."""
+    """Return a module's tensors, children and plain attributes, without `training`."""
     own = {
         name: value
         for name, value in vars(module).items()
@@ -263,7 +267,7 @@ def _attributes_of_class(cls: type) -> dict[str, Any]:
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Return an instance's attributes, without those that a `cached_property` has made."""
+    """Return an instance's attributes, without values that a `cached_property` cached."""
     kind = type(obj)
     found = dict(getattr(obj, "__dict__", {}))
     for base in kind.__mro__:
@@ -277,7 +281,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield what an instance of a class derived from a container holds."""
+    """Yield the elements of an instance whose class is derived from a built-in container."""
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
         if isinstance(obj, kind):
@@ -285,7 +289,7 @@ def _items(obj: Any) -> Iterator[Any]:
 
 
 def _tensors_of(value: Any) -> Iterator[Any]:
-    """Yield the parts of what comes back by `--out` that other values may hold, too."""
+    """Yield the parts of an `--out` value that other values may refer to."""
     import torch
 
     yield value

@@ -1,4 +1,7 @@
-"""The path from a variable to the innermost thing in it that cannot be pickled, or must not be."""
+"""Find the path from a variable to the innermost object in it that cannot travel.
+
+Such an object cannot be pickled, or must not be, as it belongs to one process.
+"""
 
 import functools
 import inspect
@@ -13,11 +16,11 @@ from taas_magic.errors import CaptureError
 
 Probe = Callable[[Any], object]
 Destination = Literal["ranks", "jobs", "notebook", "fetchers"]
-"""Where a value was to go: from the notebook to the ranks, or to a farm's jobs; as a result to the
-notebook; or, of a registered loader, to the fetchers."""
+"""Destination of a value: `ranks` or (on a farm) `jobs` for values of the notebook, `notebook` for
+results, `fetchers` for registered loaders."""
 
 Advice = Mapping[str, tuple[str, ...]]
-"""What to do, and the ends of the names of classes of which it is said; the first one counts."""
+"""Advice text -> suffixes of the class names that it applies to; the first match counts."""
 
 _BUDGET_S = 5.0
 _DEPTH = 40
@@ -64,13 +67,14 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Say what in the value of a variable cannot travel, and what to do about it.
+    """Return the error that names the part of a variable's value that cannot travel.
 
     Args:
-        probe: Pickles a value and raises where it cannot.
-        error: What pickling `value` raised.
-        note: Why the variable travels at all; shown in brackets.
-        to: Where it was to go: what to do differs.
+        name: Name of the variable; the path in the message starts with it.
+        probe: Function that pickles a value, and raises if it cannot be pickled.
+        error: Exception that pickling `value` raised.
+        note: Reason why the variable is captured, shown in parentheses; may be empty.
+        to: Destination of the value; the advice in the message depends on it.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
@@ -97,18 +101,18 @@ def refusal(
 
 
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
-    """Follow what cannot be pickled down to the innermost part for which `dump` raises.
+    """Search `value` for the innermost part that `dump` cannot pickle.
 
     Returns:
-        The path (`config['a'][3].db`) and the offending object. Where time or depth run out,
-        or only a copy made by pickling fails, the nearest part known to fail.
+        The path (`config['a'][3].db`) and the object. If time or depth run out, or if only a
+        copy made by pickling fails: the innermost part that is known to fail.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives
     path = name
     for _ in range(_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
-            break  # no part of it is to blame
+            break  # the object itself is the culprit, not one of its parts
         if _is_one_of(type(value), _LIVE):
             break
         for step, child in _parts(value):
@@ -128,7 +132,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what pickling `value` goes through next, each with its step in a path."""
+    """Yield (path step, part) for each part that pickling `value` visits next."""
     match value:
         case dict() if type(value) is dict:
             yield from _items(value)
@@ -189,7 +193,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     try:
         reduced = value.__reduce_ex__(5)
-    except Exception:  # this very object refuses
+    except Exception:  # this object itself cannot be pickled
         return
     if not isinstance(reduced, tuple):
         return
@@ -204,7 +208,10 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes as the user writes them: a torch module's children are attributes of it."""
+    """Yield (path step, value) of attributes, as the user writes them.
+
+    A torch module's children, parameters and buffers appear as its attributes.
+    """
     if not isinstance(state, dict):
         yield ".<state>", state
         return
@@ -216,7 +223,7 @@ def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's class, with its module where users would have to import it."""
+    """Return the name of a value's class, with its module unless it is built in or `__main__`."""
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
@@ -233,13 +240,13 @@ def _advice(value: Any, names: list[str]) -> str | None:
 
 
 def _is_compiled(value: Any) -> bool:
-    """Return whether a function is what `torch.compile` made of another one."""
+    """Return whether `torch.compile` made this function."""
     scope = value.__globals__ if isinstance(value, FunctionType) else {}
     return scope.get("__name__") == "torch._dynamo.eval_frame"
 
 
 def _by_name(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first class whose name ends in one that there is advice for."""
+    """Return the advice for the first class name that has a known suffix."""
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 
@@ -274,7 +281,10 @@ _CLASSES = {
     },
     "transformers": {"Trainer", "TrainingArguments"},
 }
-"""By package rather than by module: the modules that hold these classes have moved before."""
+"""Classes whose instances belong to the process that made them, by top-level package.
+
+Not by module, as these classes have moved between modules before.
+"""
 
 
 _DEALERS = {
@@ -287,7 +297,10 @@ _DEALERS = {
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
-"""What gives one rank its share: of a registered loader each has its share already."""
+"""Classes that select one rank's share of the data, by top-level package.
+
+A registered loader needs none: fetchers already divide its batches between the ranks.
+"""
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
 _LIVE = {
@@ -296,19 +309,23 @@ _LIVE = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
 }
-"""What lives in its own process, whatever part of it pickle meets first."""
+"""Classes of running objects. Messages name the object itself, not the part that pickle fails on.
+"""
 
 _DEALT = {"datasets": {"DistributedConfig"}}
-"""What says that a dataset is one rank's share."""
+"""Classes that mark a dataset as one rank's share, by top-level package."""
 
 
 def is_process_bound(kind: type) -> bool:
-    """Return whether instances of a class belong to the process that made them; imports nothing."""
+    """Return whether instances of a class belong to the process that made them.
+
+    The check imports nothing.
+    """
     return _is_one_of(kind, _CLASSES) or _is_one_of(kind, _DEALERS)
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class are, or make, one rank's share of the data."""
+    """Return whether instances of a class are, or select, one rank's share of the data."""
     return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
 
 

@@ -1,8 +1,8 @@
-"""Results on their way back: pickled in a rank, connected to the notebook when they are loaded.
+"""Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A function that comes back belongs to the notebook's namespace, as if the cell had run there. What
-it uses of the notebook is not sent. What it uses of the cell comes along, and is set in the
-notebook if the name is free there.
+A function that comes back belongs to the notebook's namespace, as if the cell had run there.
+Notebook variables that it uses are not sent. Variables of the cell that it uses are sent with it,
+and are set in the notebook if the name is free there.
 """
 
 import builtins
@@ -23,10 +23,10 @@ from taas_magic.capture.reducers import LruCache, notebooks_own
 
 @dataclass(frozen=True)
 class Scope:
-    """A rank's namespace, and which of its names are still the notebook's.
+    """A rank's namespace, and its names that still have the notebook's values.
 
     Attributes:
-        names: The namespace of the rank's `__main__`.
+        names: Namespace of the rank's `__main__`.
         kept: Names that came from the notebook and that nothing in the rank assigns.
     """
 
@@ -34,15 +34,16 @@ class Scope:
     kept: frozenset[str] = frozenset()
 
     def is_cells(self, name: str) -> bool:
-        """Return whether the cell has set a name."""
+        """Return whether the cell has set `name`."""
         return name in self.names and name not in self.kept and not name.startswith("__")
 
 
 class Along(NamedTuple):
-    """A value of the cell that a result uses.
+    """A variable of the cell that is sent with a result that uses it.
 
     Attributes:
-        owner: The result that uses it: a variable, or the last expression's value.
+        name: Name of the variable.
+        owner: The result that uses it: a variable, or the value of the last expression.
     """
 
     name: str
@@ -52,11 +53,11 @@ class Along(NamedTuple):
 
 @dataclass
 class Loaded:
-    """Results as the notebook has them.
+    """Results loaded in the notebook.
 
     Attributes:
-        values: By name.
-        notes: What the user should know about names that came along.
+        values: Results by name.
+        notes: Notes for the user about variables of the cell that were not set in the notebook.
     """
 
     values: dict[str, Any]
@@ -64,10 +65,10 @@ class Loaded:
 
 
 class HomePickler(ValuePickler):
-    """Pickles results after what they use of the cell.
+    """Pickler for results, which puts the cell's variables that a result uses before it.
 
     Attributes:
-        problems: Why values could not come along, by name.
+        problems: Reasons why variables of the cell could not be sent, by name.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -77,20 +78,21 @@ class HomePickler(ValuePickler):
         self._met: set[str] = set()
 
     def bring(self, values: Mapping[str, Any]) -> None:
-        """Add results by name, with all that they use of the cell.
+        """Add results by name, after all variables of the cell that they use.
 
-        Code that runs while a result is loaded (`__setstate__`, `__hash__`) finds its globals.
+        The order matters: code that runs while a result is loaded (`__setstate__`, `__hash__`)
+        needs its globals.
         """
         self._met |= values.keys()
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce what is still the notebook's own to its name; called by pickle."""
+        """Reduce an object that is still the notebook's own to its name; called by pickle."""
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
     def shared_ids(self) -> set[int]:
-        """Return identities of objects and storages that must not be pickled twice."""
+        """Return the ids of objects and storages that must not be pickled twice."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         mine = {key for key, (_, held) in memo.items() if _is_shared(held)}
         return mine | set(self._storages) | set(self.filled)
@@ -121,9 +123,9 @@ class HomePickler(ValuePickler):
             del self.coming[name]
 
     def _kept_name(self, obj: Any) -> str | None:
-        """Return the notebook's name for what is the notebook's own and cannot have changed."""
+        """Return the name of an object of the notebook that cannot have changed, else None."""
         kind, scope = type(obj), self.scope
-        if kind is object:  # a sentinel, which is compared by identity
+        if kind is object:  # a sentinel: code compares it by identity
             return next((n for n in scope.kept if scope.names.get(n) is obj), None)
         if kind is not LruCache and not (kind is FunctionType and _is_stateless(obj)):
             return None
@@ -139,7 +141,7 @@ def _is_stateless(function: FunctionType) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether two results that have this object must have the same one."""
+    """Return whether two results that refer to this object must get the same copy of it."""
     if isinstance(value, FunctionType | LruCache):
         return not is_importable(value)
     if isinstance(value, type | ModuleType | Enum):
@@ -150,7 +152,7 @@ def _is_shared(value: Any) -> bool:
 
 
 _came_along: dict[str, Any] = {}
-"""What earlier results brought along: the next ones may replace it."""
+"""Cell variables that earlier results set in the notebook; later results may replace them."""
 
 
 def load(
@@ -159,11 +161,17 @@ def load(
     namespace: dict[str, Any],
     out: Collection[str] = (),
 ) -> Loaded:
-    """Load what a `HomePickler` brought, and connect it to a notebook's namespace.
+    """Load the results of a `HomePickler`, and connect them to the notebook's namespace.
 
     Args:
-        namespace: The notebook's. A name that is free there gets what came along under it.
-        out: Names of all results, which replace the notebook's anyway.
+        stream: The pickle.
+        buffers: Its out-of-band buffers.
+        namespace: Namespace of the notebook. Variables of the cell that were sent with a result
+            are set in it if their name is free.
+        out: Names of all results, which replace the notebook's variables anyway.
+
+    Raises:
+        EOFError: The pickle has no results at its end.
     """
     notes: list[str] = []
     for loaded in load_each(stream, buffers, namespace):
@@ -184,7 +192,7 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether it makes no difference which of two values a name has."""
+    """Return whether two values are equivalent, so that either may have the name."""
     if here is there:
         return True
     if type(here) is not type(there):
@@ -193,12 +201,12 @@ def _is_same(here: Any, there: Any) -> bool:
         return list(_code_parts(here.__code__)) == list(_code_parts(there.__code__))
     try:
         return bool(here == there)
-    except Exception:  # of tensors, arrays and frames, or of the user's `__eq__`
+    except Exception:  # raised for tensors, arrays and data frames, or by the user's `__eq__`
         return False
 
 
 def _code_parts(code: CodeType) -> Iterator[Any]:
-    """Yield what a function does, without where it is written."""
+    """Yield the parts of a code object that define what it does, without file and lines."""
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,10 +1,10 @@
-"""What a cell's processes import: the project's modules as source, installed ones, and `taas`.
+"""Ship the project's modules as source, find the installed modules needed, and provide `taas`.
 
-The project's own modules travel to the ranks, read from disk when the cell starts. A module is
-local when its file lies in the project folder, or under an entry of `sys.path` that belongs to no
-Python installation. The interpreter's own modules and installed packages are expected on every
-host and do not travel. `import taas` gives `taas_magic.api`, whatever is installed: PyPI has
-another package of that name.
+The source of the project's own modules is read from disk when the cell starts, and sent to the
+ranks. A module is local if its file is in the project folder, or below an entry of `sys.path` that
+belongs to no Python installation. The standard library and installed packages are not sent; every
+host must have them. `import taas` gives `taas_magic.api`, whatever is installed: PyPI has another
+package of that name.
 """
 
 import ast
@@ -41,12 +41,12 @@ _SYSTEM = tuple(
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module as text.
+    """The source of a module.
 
     Attributes:
-        name: Its dotted name.
-        path: Its file on the notebook's machine; tracebacks show it.
-        source: The file's text; "" for a folder without `__init__.py`.
+        name: Dotted name.
+        path: File on the notebook's machine, as tracebacks show it.
+        source: Text of the file; "" for a folder without `__init__.py`.
     """
 
     name: str
@@ -56,15 +56,17 @@ class ModuleSource:
 
 
 def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
-    """Find the local modules among `names`, and those that they import, transitively.
+    """Find the local modules among `names`, and the local modules that these import, transitively.
 
-    Of `names`, dotted as imported, what is no module (`x.y` of `from x import y`) is skipped.
+    Args:
+        names: Dotted names. Names that are no module (`x.y` of `from x import y`) are skipped.
+        project: The notebook's folder.
 
     Returns:
-        The sources by name, parent packages included.
+        The sources by name, including parent packages.
 
     Raises:
-        CaptureError: A local module's file is not Python text.
+        CaptureError: The file of a local module is not Python text.
     """
     folders = local_folders(project)
     found: dict[str, ModuleSource] = {}
@@ -83,14 +85,14 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
 
 def local_folders(project: Path) -> tuple[Path, ...]:
-    """Return the project, and what else `sys.path` names that belongs to no Python installation."""
+    """Return the project folder and the entries of `sys.path` outside Python installations."""
     entries = (Path(entry).resolve() for entry in sys.path)
     others = (e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _within(e, _SYSTEM))
     return tuple(dict.fromkeys([project.resolve(), *others]))
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a file is in one of the folders, and nobody installed it there."""
+    """Return whether a file is in one of the folders and no installer put it there."""
     if not _INSTALLED.isdisjoint(path.parts):
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
@@ -101,7 +103,7 @@ def is_local(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def _top_level(path: PurePath) -> str:
-    """Return the module that a file belongs to, whose path is relative to an entry of sys.path."""
+    """Return the top-level module of a file, given its path relative to an entry of sys.path."""
     return path.parts[0].removesuffix(".py") if path.parts else ""
 
 
@@ -116,7 +118,12 @@ def _libraries(folder: Path) -> frozenset[str]:
 
 @cache
 def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
-    """Return the modules in the records of installed packages, as the folder was at a time."""
+    """Return the top-level modules that the RECORD files in a folder list.
+
+    Args:
+        folder: Folder with installed packages.
+        changed_ns: The folder's modification time, as part of the cache key.
+    """
     found = importlib.metadata.distributions(path=[str(folder)])
     records = (distribution.read_text("RECORD") or "" for distribution in found)
     paths = {line.partition(",")[0] for record in records for line in record.splitlines()}
@@ -126,8 +133,8 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
 def install(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from their shipped source.
 
-    They come before everything else on the import path; tracebacks show the shipped text even if
-    the file has changed since.
+    They take precedence over everything else on the import path. Tracebacks show the shipped text
+    even if the file has changed since.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
@@ -137,14 +144,14 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 
 
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
-    """Return notes on constants of the project's modules that are others in the notebook.
+    """Return notes on constants of the project's modules that differ in the notebook.
 
-    Ranks import the files. A notebook has another value where a cell has set it, or where the file
-    was edited and not imported again.
+    Ranks import the files. The notebook has another value if a cell has set it, or if the file was
+    edited and not imported again.
 
     Args:
-        modules: What travels.
-        cell: The cell's text, which may set them for itself.
+        modules: The modules that are sent to the ranks, by name.
+        cell: Text of the cell. Constants that it sets itself are left out.
     """
     found = []
     for name, module in modules.items():
@@ -173,10 +180,11 @@ def patches(
     """Yield notes on functions of modules and classes that the notebook has replaced by its own.
 
     Args:
-        modules: Those that a cell uses.
-        classes: Library classes of what travels.
-        attributes: Attribute names that the cell, or a function that travels, looks up.
-        cell: The cell's text, which may replace them for itself.
+        modules: Modules that the cell uses.
+        classes: Library classes that the captured values use.
+        attributes: Attribute names that the cell, or a captured function, looks up.
+        namespace: Namespace of the notebook.
+        cell: Text of the cell. Functions that it replaces itself are left out.
     """
 
     def is_notebooks(value: Any) -> bool:
@@ -220,11 +228,11 @@ def is_shipped(name: str) -> bool:
 def claim_taas() -> bool:
     """Make `import taas` give `taas_magic.api` in this process and its forks.
 
-    A rank, a fetcher and the kernel call it before any of the user's code runs. It costs a look
-    into `sys.modules` where `taas_magic.api` is imported.
+    Ranks, fetchers and the kernel call it before any of the user's code runs. If `taas_magic.api`
+    is already imported, the call costs one lookup in `sys.modules`.
 
     Returns:
-        Whether another module had the name.
+        Whether another package was imported as `taas` before.
     """
     api = importlib.import_module("taas_magic.api")
     before = sys.modules.get("taas", api)
@@ -233,7 +241,7 @@ def claim_taas() -> bool:
 
 
 def release_taas() -> None:
-    """Undo `claim_taas`: the next `import taas` looks for what is installed."""
+    """Undo `claim_taas`: the next `import taas` finds the installed package."""
     if sys.modules.get("taas") is sys.modules.get("taas_magic.api"):
         sys.modules.pop("taas", None)
 
@@ -253,7 +261,7 @@ class _ShippedFinder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.FileLoader):
-    """Compiles from the shipped text; no bytecode is read or written."""
+    """Loader that compiles the shipped text; it reads and writes no bytecode."""
 
     def __init__(self, module: ModuleSource) -> None:
         super().__init__(module.name, module.path)
@@ -283,8 +291,8 @@ def _find(
         package = found.get(parent)
         if package is None or not package.is_package:
             return None
-        # by its last name: the spec of a folder without `__init__.py` looks its parent up
-        # in sys.modules, where a module that the notebook has not imported is missing
+        # Search by the last part of the name only: for a folder without `__init__.py`, the spec
+        # looks up its parent in sys.modules, which fails if the notebook has not imported it.
         tail = name.rpartition(".")[2]
         return _source(name, PathFinder.find_spec(tail, [str(Path(package.path).parent)]))
     if name in _OURS or name in sys.builtin_module_names:
@@ -304,7 +312,7 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
 
 
 def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
-    """Return the text of a module; None if it has none."""
+    """Return the source of a module, or None if it has no Python source."""
     if spec is None:
         return None
     is_package = spec.submodule_search_locations is not None
@@ -321,7 +329,7 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Return a source as a tree; of a broken one, which fails where it runs, an empty one."""
+    """Parse a source; return an empty tree if it is broken, as it fails later, when it runs."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -330,12 +338,12 @@ def _tree(source: str) -> ast.Module:
 
 @dataclass(frozen=True)
 class _Text:
-    """What a module's text says.
+    """Results of parsing a module's source.
 
     Attributes:
         imports: Modules that it imports, anywhere in it.
         needs: Top-level modules without which it cannot be imported.
-        constants: What it sets once, and to a plain value, at its top level.
+        constants: Names that it sets once, at its top level, to a plain value.
     """
 
     source: str
@@ -345,11 +353,14 @@ class _Text:
 
 
 _texts: dict[tuple[str, str], _Text] = {}
-"""What was parsed, by name and file. Parsing a project of a thousand modules takes a minute."""
+"""Cache of parsed modules, by name and file.
+
+Parsing a project of a thousand modules takes a minute.
+"""
 
 
 def _read(module: ModuleSource) -> _Text:
-    """Return what a module's text says; it is parsed again only if it has changed."""
+    """Parse a module's source, unless the cache has the result for the same text."""
     text = _texts.get((module.name, module.path))
     if text is None or text.source != module.source:
         tree = _tree(module.source)
@@ -362,7 +373,7 @@ def _read(module: ModuleSource) -> _Text:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return what a module sets once, and to a plain value, at its top level."""
+    """Return the names that a module sets once, at its top level, to a plain value."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
     found = {}
@@ -373,22 +384,23 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
             ) if times[name] == 1:
                 with suppress(ValueError, TypeError):
                     plain = ast.literal_eval(value)
-                    hash(plain)  # what can be changed in place is left out
+                    hash(plain)  # leaves out values that can be changed in place
                     found[name] = plain
     return found
 
 
 def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
-    """Yield what an import may import: of `from x import y` both `x` and `x.y`.
+    """Yield the modules that an import may load: both `x` and `x.y` for `from x import y`.
 
     Args:
-        package: What a relative one starts from; "" leaves those out.
+        node: Any node; nodes that are no import yield nothing.
+        package: Package that relative imports start from; "" leaves relative imports out.
     """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         name = "." * node.level + (node.module or "")
-        with suppress(ImportError):  # from beyond the top: fails in the rank, too
+        with suppress(ImportError):  # a relative import beyond the top also fails in the rank
             base = importlib.util.resolve_name(name, package)
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
@@ -402,13 +414,14 @@ _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 def needed_modules(
     cell: str, referred: Iterable[str], travelling: Mapping[str, ModuleSource], texts: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the top-level modules that must be installed wherever a cell runs.
+    """Return the top-level modules that must be installed on every host that runs a cell.
 
     Args:
         cell: The cell as Python.
-        referred: Modules that what travels refers to or imports.
-        travelling: The project's own modules that travel, by name.
-        texts: Sources of the notebook's cells that defined what travels, as far as they are Python.
+        referred: Modules that the captured values refer to or import.
+        travelling: The project's own modules that are sent, by name.
+        texts: Sources of the cells that defined captured functions. Sources that are not Python
+            are ignored.
     """
     sure = set(imported(cell))
     optional = set[str]()
@@ -427,8 +440,8 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
 
     Args:
         source: Python.
-        functions: Also what functions import when they are called.
-        branches: Also what only a branch, or a `try` that knows what to do instead, imports.
+        functions: Whether to include imports inside functions.
+        branches: Whether to include imports inside a branch or a `try` that has handlers.
     """
     return _imported(_tree(source), functions, branches)
 
@@ -449,7 +462,7 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a loaded module can be found by others, too: some are made at run time."""
+    """Return whether an import can find this loaded module; some are made at run time."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

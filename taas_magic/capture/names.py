@@ -1,6 +1,6 @@
-"""What a cell uses of the notebook: names, in the order in which its statements run, and modules.
+"""Find the names and modules that a cell uses, in the order in which its statements run. Pure.
 
-`code_use` reads compiled code, `used_names` walks the source. Pure.
+`code_use` analyses compiled code; `used_names` analyses the source.
 """
 
 import ast
@@ -30,14 +30,14 @@ _DOLLAR = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class CodeUse:
-    """What one code object and the code nested in it use.
+    """Names and modules that a code object and the code nested in it use.
 
     Attributes:
         now: Global names read when the code itself runs.
         later: Global names read only when a function that it defines is called.
-        imports: Modules it imports; `from x import y` gives both `x` and `x.y`.
-        attributes: Attribute names it looks up on anything.
-        stores: Global names that it sets or deletes, sooner or later.
+        imports: Modules that it imports; `from x import y` gives both `x` and `x.y`.
+        attributes: Attribute names that it looks up on any object.
+        stores: Global names that it, or a function that it defines, sets or deletes.
     """
 
     now: frozenset[str]
@@ -48,13 +48,13 @@ class CodeUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Global names that the code reads, sooner or later."""
+        """Global names that the code, or a function that it defines, reads."""
         return self.now | self.later
 
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Read `code` without running it."""
+    """Analyse `code` without running it."""
     now: set[str] = set()
     later: set[str] = set()
     imports: set[str] = set()
@@ -96,12 +96,12 @@ def code_use(code: CodeType) -> CodeUse:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Return the functions, classes, lambdas and comprehensions written directly inside `code`."""
+    """Return the code of functions, classes, lambdas and comprehensions directly inside `code`."""
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code` and all that is nested in it."""
+    """Yield `code` and all code nested in it."""
     yield code
     for inner in nested_codes(code):
         yield from _all_codes(inner)
@@ -134,7 +134,12 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the variables of a source, or those that it sets; none if it is not Python."""
+    """Return the variables in a source; an empty set if it is not Python.
+
+    Args:
+        source: Python source.
+        stored: Return only the variables that the source sets or deletes.
+    """
     try:
         tree = ast.parse(source.strip())
     except (SyntaxError, ValueError):
@@ -152,12 +157,12 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that `source` may read.
 
-    A name that the cell has surely assigned before any possible read is its own and is left out.
-    What a function's body reads counts when a statement first loads the function's name.
+    A name is left out if the cell certainly assigns it before any possible read. The names that a
+    function's body reads count from the first statement that loads the function's name.
 
     Args:
-        source: Python, already through IPython's transformers; top-level `await` is allowed.
-        filename: What a SyntaxError shows.
+        source: Python, after IPython's transformers; top-level `await` is allowed.
+        filename: File name that a SyntaxError shows.
 
     Raises:
         SyntaxError: The cell is not Python.
@@ -169,23 +174,23 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
 
 
 def why_used_by(owner: str) -> str:
-    """Return the reason why a name travels that `owner` reads, for messages."""
+    """Return the reason, for messages, why a name is captured that `owner` reads."""
     return f"`{owner}` uses it"
 
 
 class UsedNames:
-    """What a cell takes from outside, found in one pass over its top-level statements.
+    """Notebook names that a cell uses, found in one pass over its top-level statements.
 
-    `_defined` is what is surely set so far; `_later` is what each definition's body will read once
-    its name is loaded; `_awaited` is what loaded bodies read, so that a definition that comes
-    after its first user still counts.
+    `_defined` holds the names that are certainly set so far. `_later` maps each definition to the
+    names that its body will read once its name is loaded. `_awaited` holds the names that loaded
+    bodies read, so that a definition after its first user still counts.
 
     Attributes:
-        why: Each name that the cell may read before it has surely set it, with the reason.
-        imports: Modules that the cell imports, in functions too.
-        attributes: Attribute names that the cell looks up on anything.
-        stores: Names that the cell sets or deletes, sooner or later.
-        updates: Those that one statement reads and sets: `total += 1`.
+        why: Reason for each name that the cell may read before it has certainly set the name.
+        imports: Modules that the cell imports, including those that its functions import.
+        attributes: Attribute names that the cell looks up on any object.
+        stores: Names that the cell, or a function in it, sets or deletes.
+        updates: Names that one statement both reads and sets, as in `total += 1`.
     """
 
     def __init__(self, stores: frozenset[str]) -> None:
@@ -204,12 +209,20 @@ class UsedNames:
         return self._later
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
-        """Go through statements that run one after the other."""
+        """Analyse statements that run one after the other."""
         for statement in statements:
             self._statement(statement)
 
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
-        """Walk statements that may not run; returns what is set where they did."""
+        """Analyse statements that may not run.
+
+        Args:
+            statements: The statements.
+            bound: Names that are set before the first of them runs, such as loop variables.
+
+        Returns:
+            The names that are certainly set if the statements have run.
+        """
         outside, self._defined = self._defined, self._defined | (bound or set())
         self.walk(statements)
         inside, self._defined = self._defined, self._defined & outside
@@ -319,7 +332,7 @@ def _statement_of(expression: ast.expr) -> ast.stmt:
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
-    """Yield names that a simple statement surely sets."""
+    """Yield the names that a simple statement certainly sets."""
     match node:
         case ast.Assign():
             for target in node.targets:
@@ -333,7 +346,7 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
 
 
 def _bound(target: ast.expr) -> set[str]:
-    """Return names that a target sets or deletes."""
+    """Return the names that a target of an assignment or `del` sets or deletes."""
     names = (node for node in ast.walk(target) if isinstance(node, ast.Name))
     return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
@@ -346,7 +359,7 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 
 
 def _may_swallow(context: ast.expr) -> bool:
-    """Return whether a `with` may leave its body early and carry on after it."""
+    """Return whether a context manager may swallow exceptions, so that its body ends early."""
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
@@ -367,13 +380,16 @@ _LISTED = 12
 def unknown_result(
     names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
 ) -> str | None:
-    """Return what is wrong with `--out`; None if each name may be there when the cell ends.
+    """Return a message for the first name of `--out` that cannot exist when the cell ends.
 
     Args:
-        names: Those of `--out`.
+        names: Names in `--out`.
         source: The cell as Python.
-        captured: Names of the notebook that travel to the ranks.
-        namespace: The notebook's; its functions may set names, too.
+        captured: Names of the notebook that the ranks get.
+        namespace: Namespace of the notebook, whose functions may set names as well.
+
+    Returns:
+        The message, or None if every name may exist.
     """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):
@@ -399,20 +415,20 @@ def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
 
 
 def _may_set_any(source: str, code: CodeType) -> bool:
-    """Return whether only running the cell tells what it sets: exec, a magic, a star import."""
+    """Return whether the cell may set any name, by `exec`, a magic or a star import."""
     stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
     is_star = any(alias.name == "*" for node in stars for alias in node.names)
     return is_star or any(not _SETS_ANY_NAME.isdisjoint(it.co_names) for it in _all_codes(code))
 
 
 def _set_by_global(code: CodeType) -> set[str]:
-    """Return names that code, or a function in it, sets by `global`."""
+    """Return the names that code, or a function in it, sets by `global`."""
     steps = (step for each in _all_codes(code) for step in dis.get_instructions(each))
     return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 
 
 def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
-    """Return names that functions and methods of the notebook set by `global`."""
+    """Return the names that functions and methods of the notebook set by `global`."""
     classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]
     functions = (value for value in found if isinstance(value, FunctionType))

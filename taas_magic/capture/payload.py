@@ -1,4 +1,4 @@
-"""A cell and all that it needs from the notebook, ready to travel to the ranks."""
+"""Capture a cell with everything that it needs from the notebook; write and read the payload."""
 
 import importlib
 import re
@@ -54,11 +54,12 @@ _OUTPUT = re.compile(r"_{1,3}|_\d+")
 
 @dataclass(frozen=True)
 class Captured:
-    """One notebook name that travels.
+    """A captured variable of the notebook.
 
     Attributes:
-        size_bytes: Its share of the payload.
-        why: Why it travels.
+        size_bytes: Bytes that it adds to the payload.
+        why: Reason for its capture, for messages.
+        type_name: Name of its class.
     """
 
     name: str
@@ -68,11 +69,12 @@ class Captured:
 
 
 class _Gathering:
-    """Pickles names one after the other, each after the names that its functions need.
+    """Pickler of notebook variables that puts each after the variables that its functions need.
 
     Args:
-        problems: Takes refusals; None has them raised.
-        to: Where the values go.
+        namespace: Namespace of the notebook.
+        problems: List that receives the messages of refused values. If None, a refusal is raised.
+        to: Destination of the values.
     """
 
     def __init__(
@@ -101,15 +103,16 @@ class _Gathering:
                 del self.pickler.coming[name]
 
     def refuse(self, error: CaptureError) -> None:
-        """Raise what prevents the cell from running, or note it."""
+        """Raise `error`, or append its message to `problems` if that list was given."""
         if self._problems is None:
             raise error
         self._problems.append(str(error))
 
     def _add(self, name: str, why: str) -> None:
-        """Pickle a name after those that pickling it shows to be needed.
+        """Pickle a variable after the variables that pickling it shows to be needed.
 
-        Code that runs while a value is loaded (`__setstate__`, `__hash__`) finds its globals.
+        The order matters: code that runs while a value is loaded (`__setstate__`, `__hash__`)
+        needs its globals.
         """
         value = self._namespace[name]
         if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -142,11 +145,11 @@ def is_users(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether a name is the shell's or the module's own, and not rebound by the user."""
+    """Return whether a name belongs to IPython or the module, and the user has not rebound it."""
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
-    if name in _SHELL_NAMES:  # IPython's `open` calls itself `io`'s
+    if name in _SHELL_NAMES:  # the `__module__` of IPython's `open` is `io`
         scope = getattr(value, "__globals__", {})
         owners = (getattr(value, "__module__", ""), type(value).__module__, scope.get("__name__"))
         return any(str(it).partition(".")[0] in ("IPython", "ipykernel") for it in owners)
@@ -168,12 +171,12 @@ class Cell:
     """A notebook cell as it runs on the ranks.
 
     Attributes:
-        source: The body that runs, IPython syntax allowed, head removed.
-        filename: The kernel's own compile name for this cell.
-        raw: The whole cell as the user sees it.
-        line_offset: Lines of the head that were removed above `source`.
-        execution_count: Its number in the notebook, once it has one.
-        compiler_flags: What `from __future__ import annotations` of an earlier cell has set.
+        source: Body that runs, without the head; may contain IPython syntax.
+        filename: File name under which the kernel compiles this cell.
+        raw: Whole cell as the user sees it.
+        line_offset: Number of lines of the head that were removed above `source`.
+        execution_count: Number of the cell in the notebook; None if it has none yet.
+        compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
     """
 
     source: str
@@ -185,33 +188,36 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What tracebacks call it: `Cell In[5]`."""
+        """Name of the cell in tracebacks, such as `Cell In[5]`."""
         return f"Cell In[{self.execution_count or '?'}]"
 
     @property
     def lines_above(self) -> int:
-        """Lines of the notebook's cell above what runs: IPython drops a body's first empty ones."""
+        """Number of lines of the notebook's cell above the code that runs.
+
+        IPython drops empty lines at the start of a body.
+        """
         dropped = self.source[: len(self.source) - len(self.source.lstrip())]
         return self.line_offset + dropped.count("\n")
 
 
 class CellSource(NamedTuple):
-    """The text of a cell that defined something, and what tracebacks call it: `Cell In[5]`."""
+    """Text of a cell, and its name in tracebacks (`Cell In[5]`)."""
 
     text: str
     label: str
 
 
 class Contents(Struct, frozen=True, kw_only=True):
-    """What is known of a payload without unpickling anything.
+    """Description of a payload that can be read without unpickling any value.
 
     Attributes:
-        captured: The names that travel, each after what it needs.
+        captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell reaches through a package's attributes.
-        stores: Names that the cell, or a function that travels, sets or deletes.
-        updates: Those of them that are set from their own value, or by a function.
+        stores: Names that the cell, or a captured function, sets or deletes.
+        updates: Subset of `stores`: set from their own value, or by a function.
     """
 
     cell: Cell
@@ -224,19 +230,19 @@ class Contents(Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names that travel and that nothing in a rank assigns: they stay the notebook's."""
+        """Captured names that nothing in a rank assigns, so that they keep the notebook's value."""
         return frozenset(captured.name for captured in self.captured) - self.stores
 
 
 class Payload(Contents, frozen=True, kw_only=True):
-    """What a run's ranks get.
+    """Everything that the ranks of a run get from the notebook.
 
     Attributes:
-        requires: Top-level modules that must be installed wherever the cell runs.
+        requires: Top-level modules that must be installed on every host that runs the cell.
         loaders: The registered loaders that the cell uses, packed, by name.
-        notes: What the user should know of what does not travel.
-        data: What the notebook set in its process, then the values in the order of `captured`,
-            pickled, with their buffers.
+        notes: Notes for the user about objects that are not sent to the ranks.
+        data: The pickled process state of the notebook, then the values in the order of
+            `captured`, with their buffers.
         choice: What of the notebook a session's ranks are sent; None outside of sessions.
     """
 
@@ -248,22 +254,23 @@ class Payload(Contents, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """What counts against the limit: the values and the project's modules."""
+        """Size that `[capture] limit` bounds: values, process state and the project's modules."""
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
 class LoadedPayload(Contents, frozen=True, kw_only=True):
-    """A payload as a rank reads it; the user's values are not unpickled yet."""
+    """A payload that a rank has read; the user's values are not unpickled yet."""
 
     archive: Archive
 
     def load_into(self, namespace: dict[str, Any]) -> None:
-        """Set the notebook's process state and put the captured values into a rank's namespace.
+        """Apply the notebook's process state and load the captured values into `namespace`.
 
-        Once per payload, as the last thing before the cell: it seeds torch where a cell did.
+        Call it once per payload, immediately before the cell, as it may seed torch. Values are
+        writable. They share the file's pages with the other ranks of the host until written to.
 
-        `sys.modules["__main__"].__dict__` must be this namespace. Values are writable, and share
-        the file's pages with the other ranks of the host until written to.
+        Args:
+            namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
 
         Raises:
             ImportError: A module that a value needs is not installed on this host.
@@ -279,17 +286,20 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
         process_state.apply(state)
 
     def watch(self, namespace: Mapping[str, Any], out: Collection[str]) -> Watch:
-        """Return what tells which of the captured values a cell changes; after `load_into`.
+        """Return a `Watch` that finds the captured values that the cell changes.
+
+        Call it after `load_into`.
 
         Args:
-            out: Names that come back anyway.
+            namespace: The rank's namespace.
+            out: Names in `--out`, which come back anyway.
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
         return Watch(values, out, self.stores, self.updates)
 
     def set_state(self) -> None:
-        """Set the notebook's process state alone, where loaders run and none of the cell does."""
+        """Apply only the notebook's process state, for processes that run loaders but no cell."""
         install(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         process_state.apply_filters(state)
@@ -297,7 +307,7 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
-    """Return the number of the cell that a kernel compiled under a name; None for other code."""
+    """Return the number of the cell that the kernel compiled as `filename`; None for other code."""
     label = shell.compile.format_code_name(filename)
     found = re.fullmatch(r"In\[(\d+)\]", label[1]) if label else None
     return int(found[1]) if found else None
@@ -316,21 +326,27 @@ def capture(
     known: RankNames | None = None,
     send: Collection[str] = (),
 ) -> Payload:
-    """Find and pickle what a cell uses (kernel). Nothing else of the notebook is touched.
+    """Find and pickle the notebook objects that a cell uses; runs in the kernel.
 
     Args:
-        namespace: The notebook's own dict, not a copy: functions are recognised by it.
-        transform: IPython syntax to Python (`InteractiveShell.transform_cell`).
+        cell: The cell.
+        namespace: The notebook's own dict, not a copy: functions of the notebook are recognised
+            by having it as their globals.
+        transform: Function that converts IPython syntax to Python
+            (`InteractiveShell.transform_cell`).
         project: The notebook's folder.
-        source_of: The text of the cell that the kernel compiled under a filename, if it was one.
-        problems: Takes what would be refused, for --dry-run, which goes on after it.
-        to: Where it goes: to jobs a registered loader goes as it is.
+        limit_bytes: Limit on the payload's size.
+        source_of: Function that returns the text of the cell that the kernel compiled under a
+            filename, or None if the file is no cell.
+        problems: List that receives the messages of refused values instead of an exception, so
+            that --dry-run can report all of them.
+        to: Destination of the values. Registered loaders are sent to `jobs` unchanged.
         known: What the ranks of the cell's session have; None: the ranks are new.
         send: Names whose values go to a session's ranks although its cells have assigned them.
 
     Raises:
-        CaptureError: A value cannot travel (with the path to what cannot), all are too large, or a
-            module cannot be read; of these only the last where there is `problems`.
+        CaptureError: A value cannot travel (the message has the path to it), the values are too
+            large, or a module cannot be read. With `problems`, only the last is raised.
         SyntaxError: The cell is not Python.
     """
     gathering = _Gathering(namespace, problems, to)
@@ -384,7 +400,7 @@ def capture(
 
 
 def write(payload: Payload, path: Path) -> None:
-    """Write a payload for the ranks of a run; the file appears whole, for its owner only."""
+    """Write a payload atomically to a file that only its owner can read."""
     about = Contents(**{name: getattr(payload, name) for name in Contents.__struct_fields__})
     write_archive(path, payload.data, about)
 
@@ -401,7 +417,11 @@ def read(path: Path) -> LoadedPayload:
 
 
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
-    """Return what a rank that imports only `xml` would lack, where `import xml.dom` binds it."""
+    """Return the submodules that the cell reaches only through attributes of a package.
+
+    For example, the notebook ran `import xml.dom` and the cell uses `xml.dom`. The cell's variable
+    is `xml`, and a rank that imports only `xml` would lack `xml.dom`.
+    """
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(
         name

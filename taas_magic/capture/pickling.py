@@ -1,6 +1,6 @@
-"""Values of the notebook as bytes and shared memory, and back.
+"""Convert values of the notebook to bytes and shared memory, and back.
 
-An archive is one file that holds a pickle and its out-of-band buffers, to be mapped, not read.
+An archive is one file with a pickle and its out-of-band buffers. Processes map it into memory.
 """
 
 import functools
@@ -53,27 +53,38 @@ from taas_magic.shared_files import replacing
 
 _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
-"""The magic, and how many sizes follow: of the description, the pickle and its buffers."""
+"""Header of an archive: the magic, and the number of sizes that follow it.
+
+The sizes are those of the description, the pickle and each of its buffers.
+"""
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickle and the memory that it refers to; the memory stays that of the pickled values."""
+    """A pickle and its out-of-band buffers, which are the memory of the pickled values."""
 
     data: bytes
     buffers: Sequence[PickleBuffer]
 
     @property
     def size_bytes(self) -> int:
-        """The pickle and the memory that it refers to."""
+        """Bytes of the pickle and its buffers."""
         return len(self.data) + sum(buffer.raw().nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive as mapped: `meta` is packed, the pickle and its buffers are untouched."""
+    """An archive that is mapped into memory; nothing in it is decoded yet.
+
+    Attributes:
+        meta: The packed description.
+        mapped: The mapped file.
+        pickle_at: Offset of the pickle.
+        pickle_bytes: Size of the pickle.
+        buffers: Out-of-band buffers of the pickle, as views of `mapped`.
+    """
 
     meta: bytes
     mapped: mmap.mmap
@@ -82,17 +93,17 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return the pickle, or the table of plain data that stands in its place."""
+        """Return the pickle, or the table of plain data that the archive has instead."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
-        """Return the mapping, placed at the pickle's first byte, to unpickle from."""
+        """Return the mapped file, positioned at the pickle's first byte."""
         self.mapped.seek(self.pickle_at)
         return self.mapped
 
 
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
-    """Write an archive that only its owner may read and that appears whole or not at all.
+    """Write an archive atomically, readable only by its owner.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
@@ -130,7 +141,7 @@ def read_archive(path: Path) -> Archive:
 
 
 def _spans(mapped: mmap.mmap) -> Iterator[slice]:
-    """Yield where the pieces of an archive lie; nothing of what is none."""
+    """Yield the spans of an archive's parts; nothing if the file is no archive."""
     try:
         magic, count = _BEGIN.unpack_from(mapped)
         sizes = struct.unpack_from(f"<{count}Q", mapped, _BEGIN.size) if magic == _MAGIC else ()
@@ -146,9 +157,10 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 Handler = Callable[[Any], Any]
 
 STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""What travels to the ranks instead of values of these types, or NotImplemented (registry.py).
+"""Reducers, by type, of values that ranks get a replacement for: registered loaders (registry.py).
 
-Each is given the value, and its pickler's `replaced`, in which it notes what the ranks will need.
+A reducer gets the value and the pickler's `replaced`, to which it adds the packed loader. It
+returns NotImplemented for a value that is sent as it is.
 """
 
 
@@ -156,14 +168,15 @@ Stream = io.BytesIO | mmap.mmap
 
 
 def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None) -> Pickled:
-    """Pickle one value; the memory of its arrays and tensors is referred to, not copied.
+    """Pickle one value, without copying the memory of its arrays and tensors.
 
     Args:
-        name: What a refusal calls the value.
-        namespace: As of `ValuePickler`.
+        obj: The value.
+        name: Name of the value in a CaptureError.
+        namespace: See `ValuePickler`.
 
     Raises:
-        CaptureError: Something in the value cannot travel; the message has the path to it.
+        CaptureError: An object in the value cannot travel; the message has the path to it.
     """
     pickler = ValuePickler(namespace)
     pickler.take(name, obj)
@@ -176,10 +189,10 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Load one value that `dump` made; its arrays and tensors lie in `buffers`, uncopied.
+    """Load one value that `dump` pickled; its arrays and tensors use `buffers` without a copy.
 
     Raises:
-        CaptureError: The value needs a class of a notebook that this process does not know.
+        CaptureError: The value needs a notebook's class that this process does not have.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     return next(load_each(stream, buffers, {} if namespace is None else namespace))
@@ -188,7 +201,10 @@ def loads(
 def load_each(
     stream: Stream, buffers: Sequence[PickleBuffer | memoryview], namespace: dict[str, Any]
 ) -> Iterator[Any]:
-    """Yield the values of one `ValuePickler` in the order they were added, without end."""
+    """Yield the values of one `ValuePickler` in the order in which they were added.
+
+    The generator does not stop after the last value: the caller must know how many there are.
+    """
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
     while True:
         with loading_into(namespace):
@@ -197,27 +213,28 @@ def load_each(
 
 
 class ValuePickler(cloudpickle.Pickler):
-    """Adds values to one pickle in which what they share stays shared.
+    """Pickler that adds several values to one pickle, in which shared objects stay shared.
 
     Args:
-        namespace: The namespace of `__main__`: functions defined in it travel without the globals
-            that they use, and have the loading side's namespace in its place. Without it they bring
-            copies of what they use.
-        to: Where they go, see `Destination`. What goes to fetchers has its memory in the pickle,
-            so that `pickle.loads` alone loads it.
+        namespace: Namespace of `__main__`. Functions defined in it are pickled without their
+            globals, and get the loading side's namespace. If None, functions are pickled with
+            copies of the globals that they use.
+        to: Destination of the values; see `Destination`. For `fetchers`, the pickle itself holds
+            the memory of arrays and tensors, so that `pickle.loads` alone can load it.
 
     Attributes:
-        memo: What was pickled so far, by identity (pickle's own).
-        needs: Names of the namespace that what was added looks up when it runs.
-        modules: Modules that what was added refers to or imports.
-        filenames: Files of the functions that travel by value.
-        stores: Names of the namespace that functions which were added set by `global`.
-        attributes: Attribute names that functions which were added look up.
-        classes: Classes that were added by their name, by identity.
-        replaced: Registered loaders that were met, packed, by name.
-        filled: Variables of closures that the pickle fills, by identity.
-        coming: Values by name that are being added. They may hold what runs when it is loaded, as a
-            class runs its base's `__init_subclass__`; so functions bring those that they look up.
+        memo: Objects pickled so far, by id (pickle's own attribute).
+        needs: Names of the namespace that the added functions look up when they run.
+        modules: Modules that the added values refer to or import.
+        filenames: Files of the functions that were pickled by value.
+        stores: Names of the namespace that the added functions set by `global`.
+        attributes: Attribute names that the added functions look up.
+        classes: Classes that were pickled by name, by id.
+        replaced: Registered loaders among the added values, packed, by name.
+        filled: Closure variables that the pickle fills, by id.
+        coming: Values that are being added, by name. Functions are pickled with those of them that
+            they look up, as loading may already call the functions: a class, for example, runs the
+            `__init_subclass__` of its base.
     """
 
     memo: Any
@@ -247,28 +264,36 @@ class ValuePickler(cloudpickle.Pickler):
         self._handlers: dict[type, Handler | None] = {}
 
     def add(self, value: Any) -> int:
-        """Pickle one more value; return the bytes that it added."""
+        """Pickle one more value; return the number of bytes that it adds, with its buffers."""
         at, first_buffer = self._file.tell(), len(self.buffers)
         self.dump(value)
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
 
     def take(self, name: str, value: Any, note: str = "") -> int:
-        """Add the value of a variable, for a refusal with a note why it travels; as `add`.
+        """Pickle the value of a variable; return the number of bytes that it adds.
+
+        Args:
+            name: Name of the variable, for the message of a CaptureError.
+            value: The value.
+            note: Reason for the variable's capture, for the message; may be empty.
 
         Raises:
-            CaptureError: Something in it cannot travel; the message has the path to it.
+            CaptureError: An object in the value cannot travel; the message has the path to it.
         """
         try:
             return self.add(value)
-        except CaptureError:  # of a registered loader: it says what to do itself
+        except CaptureError:  # raised for a registered loader, with advice of its own
             raise
         except Exception as error:
             raise refusal(name, value, self.probe, error, note, self._to) from error
 
     @contextmanager
     def undoing(self) -> Iterator[Callable[[], None]]:
-        """Give a function that forgets what was added since; an error forgets it as well."""
+        """Yield a function that removes everything added since the block began.
+
+        An exception in the block removes it as well.
+        """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
         at, first_buffer = self._file.tell(), len(self.buffers)
@@ -286,7 +311,7 @@ class ValuePickler(cloudpickle.Pickler):
             raise
 
     def pickled(self) -> Pickled:
-        """Return all that was added; the memory of its arrays and tensors is not copied."""
+        """Return everything that was added, without copying the memory of arrays and tensors."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_ids(self) -> set[int]:
@@ -295,14 +320,14 @@ class ValuePickler(cloudpickle.Pickler):
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
     def probe(self, value: Any) -> None:
-        """Pickle a value by the same rules and keep nothing; raises what prevents it."""
+        """Pickle a value by the same rules and discard the result; raise if it cannot travel."""
         pickler = ValuePickler(self._namespace, self._to)
-        pickler.replaced = self.replaced  # a loader may hold much: it is packed once
+        pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
         pickler.coming = self.coming
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce what travels otherwise than pickle would have it; called by pickle."""
+        """Reduce objects that need other rules than pickle's; called by pickle."""
         kind = type(obj)
         try:
             handler = self._handlers[kind]
@@ -376,11 +401,11 @@ class ValuePickler(cloudpickle.Pickler):
         return self._placed_in_main(function, self._with_cells(function.__closure__, reduced))
 
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
-        """Return a reduced function with the closure's own cells.
+        """Return a reduced function that keeps the cells of its closure.
 
         cloudpickle gives each function new cells, so functions that share a variable would each
-        have their own. A cell's content may refer to the function, so the cells travel empty, and
-        the state of the first function that has a cell fills it.
+        get their own. The content of a cell may refer to the function. So the cells are pickled
+        empty, and the state of the first function that has a cell fills it.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -390,9 +415,10 @@ class ValuePickler(cloudpickle.Pickler):
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
 
     def _placed_in_main(self, definition: Any, reduced: Any) -> Any:
-        """Return what also sets a notebook's definition in the `__main__` of a fetcher's worker.
+        """Return a reduced definition that loading also sets in the `__main__` of a worker.
 
-        There a process pool of a dataset pickles it by its name.
+        For fetchers only: a process pool that a dataset starts in a worker pickles the definition
+        by its name.
         """
         main = vars(sys.modules["__main__"])
         name = definition.__name__
@@ -402,7 +428,7 @@ class ValuePickler(cloudpickle.Pickler):
         return make, args, (fill, state), items, pairs, fill_in_main
 
     def _reduce_cell(self, cell: CellType) -> Any:
-        """Reduce a variable that closures share; one that a function fills travels empty."""
+        """Reduce a closure variable; if a function already fills it, it is pickled empty."""
         if id(cell) in self.filled:
             return make_cell, ()
         self.filled[id(cell)] = cell
@@ -410,7 +436,10 @@ class ValuePickler(cloudpickle.Pickler):
         return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """Return a rule for what pickles by its name: of the notebook's own the value travels."""
+        """Return a rule for definitions that pickle saves by name.
+
+        The rule keeps the name if it can be imported, else it pickles by value with `handler`.
+        """
 
         def reduce(definition: Any) -> Any:
             if is_importable(definition):
@@ -425,18 +454,21 @@ class ValuePickler(cloudpickle.Pickler):
         self.modules.add(module.__name__)
         if type(module) is ModuleType or sys.modules.get(module.__name__) is not module:
             return NotImplemented
-        # Of a subclass (torch.backends.cudnn), which cloudpickle does not take for a module.
+        # An instance of a subclass (torch.backends.cudnn): cloudpickle does not see it as a module.
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """Need a definition's own name: a DataLoader's processes send instances back by it."""
+        """Add a definition's own name to `needs`.
+
+        The worker processes of a DataLoader send instances back by the name of their class.
+        """
         name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
             self.needs[name] = None
 
 
 def _contents(cell: CellType) -> Iterator[Any]:
-    """Yield what a cell holds; nothing if its variable is not set yet."""
+    """Yield the content of a closure cell; nothing if its variable is not set yet."""
     try:
         yield cell.cell_contents
     except ValueError:
@@ -452,9 +484,10 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with its file's name, by which a traceback finds the notebook's cell.
+    """Reduce a code object with its file name, by which tracebacks find the notebook's cell.
 
-    From 3.1.3 on cloudpickle has one name for all, so that equal functions are equal pickles.
+    Since 3.1.3, cloudpickle replaces all file names by one, so that equal functions have equal
+    pickles.
     """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return _make_code, (make, args, code.co_filename)
@@ -469,7 +502,7 @@ def _refuse(why: str, value: Any) -> Any:
 
 
 def is_importable(definition: Any) -> bool:
-    """Return whether every process finds it under its name in an imported module."""
+    """Return whether a definition can be found by its name in an imported module."""
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)
     if module in (None, "__main__") or module not in sys.modules or not name:
