@@ -1,11 +1,11 @@
-"""Plain data <-> bytes that can be read without running code.
+"""Convert plain data to bytes that can be read without running code, and back.
 
-Plain data are tensors, arrays, numbers, texts, bytes, None, dates, paths, and containers of them.
-A value becomes a table of nodes; the memory of tensors and arrays lies beside the table. Reading
-the table calls only the constructors in this module. A pickle, in contrast, may call anything.
+Plain data are tensors, arrays, numbers, strings, bytes, None, dates, paths, and containers of them.
+A value becomes a table of nodes, with the memory of large tensors and arrays in separate buffers.
+Reading the table calls only the constructors in this module, while a pickle may call anything.
 
-As in a pickle, an object that a value holds twice arrives once, containers may hold themselves, and
-tensors that share a storage go on sharing it.
+As in a pickle, an object that a value holds twice stays one object, containers may hold themselves,
+and tensors that share a storage still share it.
 """
 
 import sys
@@ -34,27 +34,30 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DEPTH = 100
-"""How deep containers may be nested; Python hashes nested tuples without a check of its stack."""
+"""Limit on the nesting of containers.
+
+The limit is needed as Python hashes nested tuples without checking for a stack overflow.
+"""
 
 _INLINE_BYTES = 4096
-"""The memory of a value up to this size is written into the table."""
+"""Size up to which the memory of a value is written into the table."""
 
 Item = None | bool | int | float | str | tuple[int]
-"""A value inside a node: itself, or, in a tuple, the number of the node that it is."""
+"""A part of a node: a value, or a tuple with the number of the node that holds the value."""
 
 
 class NotPlainError(TypeError):
-    """Raised for a value that is, or holds, something that is no plain data."""
+    """Raised for a value that is not, or not only, plain data."""
 
 
 class Node(Struct, array_like=True):
-    """One object of a value.
+    """A row of the table: one object.
 
     Attributes:
-        kind: A key of `_MAKERS` or `_CONTAINERS`.
-        items: What it is made of.
-        data: Its memory, if that is small.
-        buffer: The number of the buffer that holds its memory; -1: none does.
+        kind: Key of `_MAKERS` or `_CONTAINERS`.
+        items: Parts of the object.
+        data: Memory of the object, if it is small.
+        buffer: Number of the buffer with the object's memory; -1 for none.
     """
 
     kind: str
@@ -64,17 +67,22 @@ class Node(Struct, array_like=True):
 
 
 class _Container(NamedTuple):
-    """How an object is read that is changed after it was made, and so may hold itself."""
+    """Functions to read a mutable container, which may hold itself.
+
+    Attributes:
+        make: Makes the container, still empty, from the parts of its node.
+        fill: Adds the elements, after all objects of the table were made.
+    """
 
     make: Callable[[list[Item]], Any]
     fill: Callable[[Any, list[Any]], None]
 
 
 class PlainWriter:
-    """Adds plain values to one table.
+    """Writer of the table for one plain value.
 
     Attributes:
-        buffers: The memory of large values; it stays that of the values.
+        buffers: Memory of large values, not copied.
     """
 
     def __init__(self) -> None:
@@ -85,10 +93,10 @@ class PlainWriter:
         self.buffers: list[PickleBuffer] = []
 
     def add(self, value: Any) -> None:
-        """Write a value that is read as the table's value; call it once.
+        """Write `value` as the value of the table; call it once.
 
         Raises:
-            NotPlainError: It is, or holds, something that is no plain data.
+            NotPlainError: The value is not, or not only, plain data.
         """
         number = self._item(value)
         self._nodes.append(Node("root", [number]))
@@ -99,7 +107,7 @@ class PlainWriter:
         return to_bytes(self._nodes)
 
     def shared_ids(self) -> set[int]:
-        """Return identities of objects and storages that must not be written twice."""
+        """Return the ids of objects and storages that must not be written twice."""
         mutable = {id(it) for it in self._held if _is_mutable(it)}
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
@@ -117,7 +125,7 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node; write the node first if there is none."""
+        """Return the number of a value's node; write the node if the table has none yet."""
         known = self._numbers.get(id(value))
         if known is not None:
             return known
@@ -129,7 +137,7 @@ class PlainWriter:
         finally:
             self._depth -= 1
         self._numbers[id(value)] = number
-        self._held.append(value)  # so that its identity is given to no other object
+        self._held.append(value)  # keeps the object alive, so that no other one gets its id
         return number
 
     def _write(self, value: Any) -> int:
@@ -155,7 +163,7 @@ class PlainWriter:
         raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is no plain data")
 
     def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
-        """Write a container; it has a number before its parts, which may hold it, are written."""
+        """Write a container; it gets its number before its parts, as these may refer to it."""
         number = self._append(Node(type(value).__name__))
         self._numbers[id(value)] = number
         self._nodes[number].items = self._items(parts(value))
@@ -211,14 +219,16 @@ class PlainWriter:
 
 
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
-    """Return the value of a table that `PlainWriter` wrote; whoever sent it, no code of it runs.
+    """Return the value of a table that `PlainWriter` wrote.
+
+    Safe for data from an untrusted sender: a forged table cannot run code.
 
     Args:
         data: The table.
-        buffers: The memory beside it. Tensors and arrays use it without copying it.
+        buffers: Buffers of the writer. Tensors and arrays use their memory without copying it.
 
     Raises:
-        ValueError: The table is damaged, or forged.
+        ValueError: The table is damaged or forged.
     """
     nodes = from_bytes(data, list[Node])
     made: list[Any] = []
@@ -227,7 +237,7 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
         for node in nodes:
             below = [it[0] for it in node.items if isinstance(it, tuple)]
             if (container := _CONTAINERS.get(node.kind)) is not None:
-                depths.append(0)  # it is filled when all nodes are made
+                depths.append(0)  # containers are filled after all nodes are made
                 made.append(container.make(node.items))
                 continue
             if any(not 0 <= number < len(made) for number in below):
@@ -244,7 +254,7 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
             raise ValueError("it has no value")
     except ValueError:
         raise
-    except Exception as error:  # a forged table may have any constructor raise anything
+    except Exception as error:  # with a forged table, a constructor may raise anything
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return made[-1]
 
@@ -271,7 +281,7 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _is_dense(tensor: "torch.Tensor") -> bool:
-    """Return whether a tensor is what its storage, shape and strides say, and nothing else."""
+    """Return whether storage, dtype, shape and strides describe a tensor completely."""
     import torch
 
     return (
@@ -284,7 +294,7 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 
 
 def _is_simple(dtype: Any) -> bool:
-    """Return whether a dtype of numpy is known by its text: no objects, fields or extensions."""
+    """Return whether its string describes a numpy dtype: no objects, fields or extensions."""
     import numpy
 
     return dtype.kind in "biufcSUmM" and not dtype.metadata and numpy.dtype(dtype.str) == dtype
@@ -297,7 +307,7 @@ def _pairs(values: dict[Any, Any]) -> list[Any]:
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
-"""What a defaultdict that travels may make its values by."""
+"""Factories that a plain defaultdict may have, by name."""
 
 
 def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
@@ -320,7 +330,7 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
     Counter: _pairs,
     defaultdict: _parts_of_defaultdict,
 }
-"""What containers that may hold themselves are made of."""
+"""Functions that return the parts of a mutable container, which may hold itself, by type."""
 
 
 def _instant(value: datetime | time) -> list[Any]:
@@ -345,7 +355,7 @@ _REDUCERS: dict[type, Callable[[Any], Sequence[Any]]] = {
     PosixPath: lambda value: [path_to_home(str(value))],
     PurePosixPath: lambda value: [path_to_home(str(value))],
 }
-"""What objects that cannot be changed are made of."""
+"""Functions that return the parts of an immutable object, by type."""
 
 
 def _fill_dict(value: dict[Any, Any], items: list[Any]) -> None:
@@ -484,4 +494,4 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "numpy.generic": _make_scalar,
     "ndarray": _make_array,
 }
-"""All that reading a table may call."""
+"""Constructors, by kind of node: with `_CONTAINERS`, everything that reading a table calls."""

@@ -1,10 +1,10 @@
-"""What the notebook's cells set in their process, and not in a variable.
+"""Copy the settings that the notebook's cells made in the kernel's process to the ranks.
 
-`collect` reads it in the kernel when a cell starts, `apply` sets it in a rank after the cell's
-values are loaded. docs/capture.md has the table of what travels and what does not.
+`collect` reads the settings in the kernel when a cell starts. `apply` sets them in a rank after
+the cell's values are loaded. docs/capture.md lists the settings that are copied.
 
-Only what differs from the defaults travels, as plain values: a rank imports no library for it but
-matplotlib, and that only where the notebook changed its rcParams.
+Only settings that differ from the defaults are sent, as plain values. So a rank imports no library
+for them, except matplotlib if the notebook changed its rcParams.
 """
 
 import importlib
@@ -25,7 +25,10 @@ from taas_magic.errors import CaptureError
 State = dict[str, Any]
 
 _SEED_LIMIT = 1 << 32
-"""Torch seeds itself with 64-bit random numbers; what is smaller was chosen by the user."""
+"""Limit below which a torch seed counts as chosen by the user.
+
+Torch seeds itself with random 64-bit numbers, which are hardly ever that small.
+"""
 
 _DEFAULT_RECURSION_LIMIT = 1000
 _NUMPY_PRINTS = {
@@ -45,29 +48,38 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 
 
 def collect() -> State:
-    """Read what differs from the defaults in this process (kernel); imports nothing."""
+    """Read the settings of this process (the kernel) that differ from the defaults.
+
+    It imports no library.
+    """
     return {name: found for name, part in _PARTS.items() if (found := part.collect())}
 
 
 def apply_filters(state: State) -> None:
-    """Set the notebook's warning filters (rank), before what may warn is imported."""
+    """Set the notebook's warning filters in this process (a rank).
+
+    Call it before importing modules that may warn.
+    """
     _apply_filters(state.get("warnings", ()))
 
 
 def apply(state: State) -> None:
-    """Set in this process (a rank) what `collect` read in the kernel."""
+    """Apply the settings that `collect` read in the kernel to this process (a rank)."""
     for name, value in state.items():
         _PARTS[name].apply(value)
 
 
 def without_device(state: State) -> State:
-    """Return the same without torch's default device: a fetcher's processes cannot share a GPU."""
+    """Return `state` without torch's default device, for fetchers.
+
+    The processes of a fetcher cannot share a GPU.
+    """
     of_torch = {name: value for name, value in state.get("torch", {}).items() if name != "device"}
     return {**state, "torch": of_torch}
 
 
 class _Filter(NamedTuple):
-    """One of `warnings.filters`, with texts in place of patterns and of the class."""
+    """An entry of `warnings.filters`, with strings instead of patterns and the class."""
 
     action: str
     message: str
@@ -90,9 +102,10 @@ def _text(pattern: Any) -> str:
 
 
 def _apply_filters(filters: Sequence[_Filter]) -> None:
-    """Put those that this process lacks before its own, in their order.
+    """Insert the filters that this process lacks before its own, in the given order.
 
-    A filter for a category of a library that is not imported here has nothing to filter yet.
+    A filter for a category of a library that is not imported here is skipped: nothing can issue
+    such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):
@@ -110,11 +123,11 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """A logger; of a library's only the level counts.
+    """Settings of a logger; for a library's logger, only the level is used.
 
     Attributes:
-        is_own: Whether it was probably made by a cell: libraries name theirs after a module.
-        handlers: Of its own ones stream, level and pickled formatter.
+        is_own: Whether a cell probably made the logger: libraries name theirs after a module.
+        handlers: Stream name, level and pickled formatter of each handler.
     """
 
     is_own: bool
@@ -124,7 +137,10 @@ class _Logger(NamedTuple):
 
 
 def _collect_loggers() -> dict[str, Any]:
-    """Return levels of all loggers; handlers only of the root and of those that no library made."""
+    """Return the changed settings of all loggers.
+
+    Handlers are included only for the root logger and loggers that no library made.
+    """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
     for name, logger in [("", logging.root), *manager.loggerDict.items()]:
@@ -141,7 +157,10 @@ def _collect_loggers() -> dict[str, Any]:
 
 
 def lost_loggers() -> list[str]:
-    """Return notes on loggers whose lines would be lost: their level travels, and no handler."""
+    """Return notes on loggers whose lines would be lost.
+
+    Ranks get the level of such a logger, but none of its handlers.
+    """
     found = _collect_loggers().get("loggers", {})
     root = found.get("", _Logger(True, logging.WARNING))
     notes = []
@@ -158,26 +177,29 @@ def lost_loggers() -> list[str]:
 
 
 def _shows(handler: logging.Handler) -> bool:
-    """Return whether a handler shows anything, and is not the kernel's own."""
+    """Return whether a handler writes its records somewhere and is not the kernel's own."""
     is_kernels = type(handler.formatter).__module__.startswith("traitlets")
     return not isinstance(handler, logging.NullHandler) and not is_kernels
 
 
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
-    """Return a handler that writes to the cell's output and is nothing but that; else None."""
+    """Return the settings of a plain handler that writes to the cell's output, else None."""
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
     stream, formatter = stream_name(handler.stream), handler.formatter
     if stream is None or type(formatter) not in (type(None), logging.Formatter):
         return None
-    try:  # a cell may have given it a `converter`
+    try:  # a cell may have set a `converter` on the formatter that cannot be pickled
         return stream, handler.level, pickling.dump(formatter).data
     except CaptureError:
         return None
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
-    """Set levels and handlers; a library that is not imported here sets up its own loggers."""
+    """Set levels and handlers of loggers.
+
+    Loggers of libraries that are not imported here are skipped: a library sets up its own.
+    """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
     for name, state in found["loggers"].items():
@@ -188,7 +210,7 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
         if not state.is_own:
             continue
         logger.propagate = state.propagate
-        if not logger.handlers:  # a module that was imported with the values may have its own
+        if not logger.handlers:  # a module imported while loading the values may have added some
             for stream, level, formatter in state.handlers:
                 handler = logging.StreamHandler(getattr(sys, stream))
                 handler.setLevel(level)
@@ -201,12 +223,14 @@ def _collect_argv() -> list[str]:
 
 
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Return whether `sys.argv` is what the interpreter made of its command line.
+    """Return whether `sys.argv` is unchanged since the interpreter set it.
+
+    For example, `python -m ipykernel_launcher -f …` gives
+    `['/…/ipykernel_launcher.py', '-f', '…']`.
 
     Args:
         argv: `sys.argv`.
-        orig_argv: `sys.orig_argv`: `python -m ipykernel_launcher -f …`, which gives
-            `['/…/ipykernel_launcher.py', '-f', '…']`.
+        orig_argv: `sys.orig_argv`, the command line.
     """
     program, *words = argv or [""]
     before = orig_argv[: len(orig_argv) - len(words)]
@@ -237,7 +261,7 @@ def _collect_torch() -> dict[str, Any]:
     seed = torch.initial_seed()
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it refuses once its newer way was used, torch.backends.fp32_precision
+    except RuntimeError:  # raised once the newer torch.backends.fp32_precision was used
         precision = "highest"
     values_and_defaults = {
         "dtype": (str(torch.get_default_dtype()).rpartition(".")[2], "float32"),
@@ -305,7 +329,7 @@ def _collect_matplotlib() -> bytes:
 
 
 def _apply_matplotlib(pickled: bytes) -> None:
-    # A host without matplotlib draws nothing; one with another version keeps what it knows.
+    # A host without matplotlib draws nothing. Another version takes only the names that it knows.
     if importlib.util.find_spec("matplotlib") is None:
         return
     own = importlib.import_module("matplotlib").rcParams
@@ -313,7 +337,10 @@ def _apply_matplotlib(pickled: bytes) -> None:
 
 
 def _imported(name: str) -> Any:
-    """Return a module that this process imports, whole even if a thread is at it; or None."""
+    """Return a module that this process has imported, or None.
+
+    If a thread is just importing the module, wait until it is complete.
+    """
     return importlib.import_module(name) if name in sys.modules else None
 
 
@@ -337,4 +364,7 @@ _PARTS = {
     "warnings": _Part(_collect_filters, _apply_filters),
     "logging": _Part(_collect_loggers, _apply_loggers),
 }
-"""In the order in which they are set: filters and loggers after the libraries that they are of."""
+"""Kinds of settings, in the order in which they are applied.
+
+Warning filters and loggers come after the libraries that they belong to.
+"""

@@ -1,7 +1,8 @@
-"""How objects travel that pickle takes by name, not at all, or whole.
+"""Reduce objects that pickle would save by name, not at all, or with too much content.
 
-The notebook's classes, what functools and typing made of its functions, its streams, its namespace;
-torch's storages, as memory beside the pickle; paths in the project, which mean a host's copy there.
+These are the notebook's classes, objects that functools and typing made from its functions, its
+streams and its namespace. Torch's storages become buffers outside of the pickle. A path in the
+project becomes the path of the host's copy.
 """
 
 import builtins
@@ -40,10 +41,10 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
 
     Args:
         cls: A class of the notebook.
-        reduced: What cloudpickle makes of it.
-        coming_home: Whether it goes back to the notebook that it may have come from.
+        reduced: The class as cloudpickle reduces it.
+        coming_home: Whether it is sent to the notebook, where it may have come from.
     """
-    if len(reduced) < 6:  # NoneType and its like are found, not made
+    if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
     if coming_home and cls in _received:
         return _known_class, (_ids[cls], cls.__qualname__)
@@ -51,17 +52,18 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
     if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
-        # cloudpickle sets it later, when the class is made and has no slots
+        # cloudpickle would set it after the class is made, when it has no effect
         args[3]["__slots__"] = vars(cls)["__slots__"]
     attributes = {name: state[0][name] for name in vars(cls) if name in state[0]}
-    state = (attributes | state[0], *state[1:])  # cloudpickle sorts them by name
+    state = (attributes | state[0], *state[1:])  # restores the order: cloudpickle sorts by name
     return _make_class, (class_id, make, args), (class_id, fill, state), None, None, _fill_class
 
 
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the class of that id if this process has it: a result that comes home finds its own.
+    """Return the class with this id if this process has it, else make it.
 
-    Making it again would run `__init_subclass__` of its bases again.
+    So a result that the notebook loads gets the notebook's own class. Making the class again would
+    run `__init_subclass__` of its bases again.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known
@@ -86,7 +88,7 @@ def _known_class(class_id: str, name: str) -> type:
 
 
 def make_cell() -> CellType:
-    """Make an empty cell: a variable that closures share."""
+    """Make an empty cell, which holds a variable that closures share."""
     return CellType()
 
 
@@ -94,7 +96,7 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Fill cells with what they hold."""
+    """Set the content of cells."""
     for cell, content in contents:
         cell.cell_contents = content
 
@@ -102,9 +104,9 @@ def fill_cell(made: CellType, contents: Contents) -> None:
 def fill_function(
     function: FunctionType, given: tuple[Callable[[Any, Any], None], Any, Contents]
 ) -> None:
-    """Set a function's state, and fill the cells that it brings.
+    """Set the state of a function, and fill the closure cells that were pickled with it.
 
-    Its globals may be those of a notebook, which has names of its own: they are kept.
+    The function's globals may be the notebook's namespace: names that exist there are kept.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
@@ -115,7 +117,7 @@ def fill_function(
 
 
 def fill_in_main(definition: Any, given: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """Set the state of a function or class, and set it in `__main__` under its name."""
+    """Set the state of a function or class, and add it to `__main__` under its name."""
     fill, state = given
     vars(sys.modules["__main__"]).setdefault(definition.__name__, definition)
     fill(definition, state)
@@ -143,18 +145,28 @@ MADE_ANEW: dict[type, Collection[str]] = {
     functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
     - {"dispatcher", "func"},
 }
-"""What these have of their constructors and cannot be pickled: a lock (Python 3.10, 3.11); a cache
-of weak references (Python 3.13)."""
+"""Attributes that cannot be pickled, by type; the constructor makes them again.
+
+They are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13).
+"""
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce one of `MADE_ANEW`, or of a class derived from it, without what is made anew."""
+    """Reduce an instance of a type in `MADE_ANEW` without the attributes that are made again.
+
+    Args:
+        kind: The type in `MADE_ANEW`.
+        descriptor: An instance of it, or of a class derived from it.
+    """
     state = {name: v for name, v in vars(descriptor).items() if name not in MADE_ANEW[kind]}
     return _make_descriptor, (type(descriptor), kind), state
 
 
 def _make_descriptor(cls: Any, kind: Any) -> Any:
-    """Make one that has nothing but what its constructor makes; the state brings the rest."""
+    """Make a descriptor with only the attributes that its constructor makes.
+
+    The pickled state sets the other attributes.
+    """
     made = cls.__new__(cls)
     kind.__init__(made, len)
     return made
@@ -205,7 +217,7 @@ _target: ContextVar[dict[str, Any] | None] = ContextVar("_target", default=None)
 
 
 class NotebookNamespace(dict[str, Any]):
-    """Stands for the notebook's namespace in a pickle; loads as the loading side's."""
+    """Placeholder for the notebook's namespace in a pickle; loads as the loading side's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _current_namespace, ()
@@ -213,13 +225,13 @@ class NotebookNamespace(dict[str, Any]):
 
 @contextmanager
 def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
-    """Have what a `NotebookNamespace` stands for be `namespace`, in this context, for the block."""
+    """Make each `NotebookNamespace` load as `namespace` within the block, in this context."""
     token = _target.set(namespace)
     try:
         yield
     finally:
         _target.reset(token)
-        if namespace:  # cloudpickle leaves a dict where a namespace has the module
+        if namespace:  # cloudpickle sets `__builtins__` to a dict; a namespace has the module
             namespace["__builtins__"] = builtins
 
 
@@ -230,7 +242,7 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str) -> Any:
-    """Return what the notebook has under a name: a rank had it from there, and left it as it is."""
+    """Return the notebook's own object called `name`, which the rank left unchanged."""
     namespace = _current_namespace()
     if name not in namespace:
         raise CaptureError(f"the result uses `{name}` of the notebook, which has none any more")
@@ -238,7 +250,7 @@ def notebooks_own(name: str) -> Any:
 
 
 def stream_name(file: Any) -> str | None:
-    """Return `stdout` or `stderr` if a file is this process's, as Python or the kernel made it."""
+    """Return `stdout` or `stderr` if a file is that stream of this process, else None."""
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
             return stream
@@ -248,7 +260,11 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
-    """Reduce stdout and stderr to those of the loading side; raises TypeError for other files."""
+    """Reduce stdout and stderr to those of the loading side.
+
+    Raises:
+        TypeError: The file is any other open file.
+    """
     stream = stream_name(file)
     if stream is not None:
         return getattr, (sys, stream)
@@ -256,16 +272,17 @@ def reduce_file(file: Any) -> Any:
 
 
 def this_shell() -> Any:
-    """Return the IPython shell of the process that loads; None where there is none."""
+    """Return the IPython shell of the loading process, or None if it has none."""
     from IPython import get_ipython
 
     return get_ipython()
 
 
-# Torch gives pickle no buffers of its own and writes every storage into the pickle. A tensor is
-# rebuilt from a typed storage, that from an untyped one, and only the untyped one holds bytes:
-# handing pickle those bytes as a buffer serves every dtype, and views that share a storage still
-# share it. Torch is imported only when these are called, by processes that have it already.
+# Torch does not use out-of-band buffers: it writes every storage into the pickle. A tensor is
+# rebuilt from a typed storage, and a typed storage from an untyped one, which alone holds bytes.
+# So it is enough to give pickle those bytes as a buffer: this works for every dtype, and views that
+# share a storage still share it. These functions import torch when they are called, which happens
+# only in processes that have imported it already.
 
 Storages = MutableMapping[int, "torch.UntypedStorage"]
 
@@ -274,8 +291,8 @@ def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
     """Reduce a storage to a buffer over its bytes.
 
     Args:
-        storage: On any device; what is not on the CPU is copied there first.
-        seen: This pickle's storages by identity: torch may show one storage as several objects.
+        storage: Storage on any device; it is copied to the CPU if it is elsewhere.
+        seen: Storages in this pickle, by `_cdata`: torch may have several objects for one storage.
     """
     first = seen.setdefault(storage._cdata, storage)
     if first is not storage:
@@ -286,15 +303,15 @@ def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
 
 
 def _reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
-    """Reduce a typed storage to its one untyped storage and a dtype."""
+    """Reduce a typed storage to its untyped storage and a dtype."""
     untyped = storage._untyped_storage
     return rebuild_typed, (seen.setdefault(untyped._cdata, untyped), storage.dtype)
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor of one of torch's newer dtypes (uint16 …), all others as torch does it.
+    """Reduce a tensor with one of torch's newer dtypes (uint16 …); leave all others to torch.
 
-    Torch rebuilds these only from a typed storage, but pickles an untyped one.
+    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed one.
     """
     import torch
 
@@ -307,17 +324,17 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     """Wrap a buffer as a storage without copying it.
 
-    It moves to this rank's own GPU if it was on one and this process is a rank with CUDA.
+    If the storage was on a GPU and this process is a rank with CUDA, it moves to the rank's GPU.
     """
     import torch
 
-    empty = memoryview(buffer).nbytes == 0  # torch.frombuffer refuses an empty one
+    empty = memoryview(buffer).nbytes == 0  # torch.frombuffer refuses empty buffers
     host = torch.empty(0, device="cpu") if empty else torch.frombuffer(buffer, dtype=torch.uint8)
     return host.to(target_device(device)).untyped_storage()
 
 
 def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "torch.TypedStorage":
-    """Give a storage that was rebuilt its dtype back; nothing is copied."""
+    """Make a typed storage from a rebuilt untyped one, without copying."""
     import torch
 
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
@@ -326,7 +343,7 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 
 
 def target_device(device: str) -> str:
-    """Return where a value that lived on `device` belongs in this process."""
+    """Return the device of this process for a value that was on `device` in the other one."""
     import torch
 
     local_rank = os.environ.get("LOCAL_RANK")
@@ -336,7 +353,10 @@ def target_device(device: str) -> str:
 
 
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
-    """Make a generator, afresh on another kind of device: the state means nothing there."""
+    """Make a generator and set its state, unless it is now on another type of device.
+
+    A generator's state has no meaning on another type of device.
+    """
     import torch
 
     target = target_device(device)
@@ -347,7 +367,7 @@ def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
 
 
 def reduce_loader(loader: Any) -> Any:
-    """Reduce a DataLoader without the running iterator that persistent processes leave in it."""
+    """Reduce a DataLoader without the iterator that `persistent_workers` keeps in it."""
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced: Reduced = loader.__reduce_ex__(5)
@@ -356,19 +376,22 @@ def reduce_loader(loader: Any) -> Any:
 
 
 def _reduce_torch_name(value: Any) -> Reduced:
-    """Reduce what torch pickles by a name that some module, perhaps the notebook, has torch by."""
+    """Reduce an object such as `torch.channels_last` to its name in torch.
+
+    Torch pickles it by its name in whichever module holds it, which may be the notebook.
+    """
     import torch
 
     return getattr, (torch, str(value).removeprefix("torch."))
 
 
 def _reduce_script(script: Any) -> Reduced:
-    """Reduce what `torch.jit` compiled to what `torch.jit.save` writes."""
+    """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes."""
     import torch
 
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated; the user has been told
+        warnings.simplefilter("ignore")  # the user has already seen that torch.jit is deprecated
         torch.jit.save(script, file)
     values = [*script.parameters(), *script.buffers()] if hasattr(script, "parameters") else []
     device = values[0].device.type if values else "cpu"
@@ -376,7 +399,7 @@ def _reduce_script(script: Any) -> Reduced:
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
-    """Load what was compiled; a function comes back as a module that is called alike."""
+    """Load a module of `torch.jit`; a function becomes a module that is called in the same way."""
     import torch
 
     with warnings.catch_warnings():
@@ -386,7 +409,11 @@ def _rebuild_script(data: bytes, device: str) -> Any:
 
 
 def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
-    """Return what to do with instances of these classes; the first match counts."""
+    """Return the reducers of torch's classes, in the order in which they are tried.
+
+    Args:
+        seen: Storages in this pickle, by `_cdata`.
+    """
     import torch.utils.data
 
     return {
@@ -403,7 +430,7 @@ def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
 
 
 def storage_id(storage: "torch.UntypedStorage") -> int:
-    """Return the identity of a storage: torch may show one storage as several objects."""
+    """Return an id of a storage that all of torch's objects for this storage share."""
     return int(storage._cdata)
 
 
@@ -418,26 +445,31 @@ def _same(value: Any) -> Any:
     return value
 
 
-# Paths in the project travel as the notebook has them, and mean a host's copy there: ranks and
-# fetchers of a host that does not share the project have both places in their environment. A path
-# that is a text may be anything, and stays as it is; path objects are paths, and so is what a zarr
-# store of the file system has.
+# Path objects in the project are pickled as paths on the notebook's machine, and load as paths of
+# the host's copy. On a host that does not share the project, the environment of ranks and fetchers
+# has both folders. Strings stay unchanged, as they may mean anything. The exception is the path of
+# a zarr store in the file system, which is known to be a path.
 
 _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
-    """Return what a host's processes have in their environment where `copy` is the project."""
+    """Return the environment variables for processes on a host that has a copy of the project.
+
+    Args:
+        home: Project folder on the notebook's machine.
+        copy: Folder of the host's copy.
+    """
     return {_HOME: home, _COPY: copy}
 
 
 def project_home() -> str:
-    """Return the project on the notebook's machine; "" where this process has no copy of it."""
+    """Return the project folder on the notebook's machine; "" if this process uses no copy."""
     return os.environ.get(_HOME, "")
 
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
-    """Reduce a path; one in the project becomes that of the loading host's copy."""
+    """Reduce a path; a path in the project loads as a path in the loading host's copy."""
     return _path, (type(path), path_to_home(str(path)))
 
 
@@ -446,17 +478,17 @@ def _path(kind: type[PurePath], text: str) -> PurePath:
 
 
 def path_to_home(path: str) -> str:
-    """Return a path of this process as the notebook's machine has it."""
+    """Convert a path in this process to the path on the notebook's machine."""
     return _moved(path, _COPY, _HOME)
 
 
 def path_from_home(path: str) -> str:
-    """Return a path of the notebook's machine as this process has it."""
+    """Convert a path on the notebook's machine to the path in this process."""
     return _moved(path, _HOME, _COPY)
 
 
 def reduce_directory_store(store: Any) -> tuple[Any, ...]:
-    """Reduce a `DirectoryStore` of zarr 2, whose path is a text."""
+    """Reduce a `DirectoryStore` of zarr 2, whose path is a string."""
     state = {**vars(store), "path": _moved(store.path, _COPY, _HOME)}
     return _directory_store, (type(store), state)
 
@@ -468,7 +500,13 @@ def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _moved(path: str, source: str, target: str) -> str:
-    """Return a path below `source` as one below `target`; both are variables of the environment."""
+    """Convert a path below one folder to the same path below another; leave other paths as is.
+
+    Args:
+        path: The path.
+        source: Environment variable with the folder that `path` may be in.
+        target: Environment variable with the other folder.
+    """
     at, to = os.environ.get(source), os.environ.get(target)
     if not at or not to or not (path == at or path.startswith(at.rstrip("/") + "/")):
         return path
