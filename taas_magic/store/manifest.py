@@ -1,12 +1,14 @@
-"""What of a project store travels between the notebook's machine and a host, and how.
+"""Rules for which files of a project store travel to and from hosts, and the messages for it.
 
-Version control, caches, secrets and what `.taasignore` names stay; what shells, ssh, git, Python or
-this package would believe never comes from a host. Case and invisible characters tell no names
-apart here: file systems may not tell them either. Of the rest, regular files are known by their
-hash (`Hashes`), and all that lies in a store is its `Manifest`. Files are cut into pieces, of which
-a message carries so many as the link bears, at most `CHUNK_BYTES`.
-Paths are checked on both sides: a host may be hostile to the notebook, and the notebook's tree may
-hold names that a host cannot have.
+Version control, caches, secrets and the files named in `.taasignore` do not travel. A file that
+shells, ssh, git, Python or this package would execute or read as settings is never accepted from a
+host. These rules compare names without regard to case and invisible characters, because a file
+system may not distinguish them. Regular files are identified by their hash (`Hashes`), and a
+`Manifest` lists all files of a store that travel. Files are cut into pieces. The size of a message
+is adapted to the speed of the link and is at most `CHUNK_BYTES`.
+
+Both sides check paths: a host may be hostile to the notebook, and the notebook's folder may contain
+names that are impossible on a host.
 """
 
 import hashlib
@@ -78,7 +80,7 @@ SECRETS = (
     r"\.config/(?:gcloud|gh|hub|op|rclone|doctl)",
     r"\.cache/huggingface/(?:stored_)?tokens?",
 )
-"""Names of files and folders that hold keys, as patterns."""
+"""Patterns of names of files and folders that hold keys."""
 
 BELIEVED = (
     r"\.git",
@@ -103,19 +105,19 @@ BELIEVED = (
     r"taas\.toml",
     r"\.taasignore",
 )
-"""Names of what runs, or changes what runs, without being asked; as patterns."""
+"""Patterns of names of files that tools run or read as settings without being asked."""
 
 _TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
-"""First bytes of what `torch.save` writes: a zip archive, or a pickle in its older format."""
+"""First bytes of a file from `torch.save`: a zip archive, or a pickle in its older format."""
 
 _IMPORT_LINE = re.compile(rb"[\n\r\v\f\x1c-\x1e\x85\xa8\xa9]import[ \t]")
-"""A line, as any version of Python divides a text into lines."""
+"""Pattern of an import line after any line separator of any version of Python."""
 
 _OVERLAP_BYTES = 16
 
 
 def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Match such a name anywhere on a path, and all that lies below it."""
+    """Return a pattern for paths with a part that matches any of `patterns`."""
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 
 
@@ -123,14 +125,15 @@ _SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(BELIEVED)
 
 
 def is_believed(path: str) -> bool:
-    """Return whether a shell, ssh, git, Python or this package would believe a file at a path."""
+    """Return whether shells, ssh, git, Python or this package run or obey a file at `path`."""
     return _BELIEVED.fullmatch(known_as(path)) is not None
 
 
 class PathFileCheck:
-    """Looks through a `.pth` file as it arrives; checkpoints have the same suffix.
+    """Checker that tells an arriving checkpoint from a path file of Python; both end in `.pth`.
 
-    Python runs the lines of one that begin with `import`, where it looks for packages.
+    In folders where Python looks for packages, it runs those lines of a `.pth` file that begin with
+    `import`.
     """
 
     def __init__(self) -> None:
@@ -138,7 +141,7 @@ class PathFileCheck:
         self._has_import = False
 
     def add(self, data: bytes) -> None:
-        """Look through the next bytes of the file."""
+        """Check the next bytes of the file."""
         self._begins = self._begins or data[:_OVERLAP_BYTES]
         seen = self._end + data
         self._has_import = self._has_import or _IMPORT_LINE.search(seen) is not None
@@ -146,12 +149,12 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether `torch.save` wrote it, and Python would find no line to run in it."""
+        """Whether the file looks like one from `torch.save` and has no line that Python runs."""
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
 def known_as(path: str) -> str:
-    """Return a path as the file system sees it that tells the fewest names apart."""
+    """Return a normal form of `path`, equal for all paths that any file system may confuse."""
     seen = path.lower()
     if not path.isascii():
         seen = unicodedata.normalize("NFKC", path).casefold()
@@ -160,12 +163,12 @@ def known_as(path: str) -> str:
 
 
 class Ignore:
-    """Patterns of what stays where it is.
+    """Patterns of files that do not travel.
 
     Args:
-        lines: Of a `.taasignore`, in gitignore's language; they come after the defaults, so that
-            `!__pycache__/` takes one back, and `!.env` a secret. `!*/` takes back neither: what
-            is the user's own must be named.
+        lines: Lines of a `.taasignore`, in gitignore's syntax. They come after the defaults, so
+            that `!__pycache__/` includes a folder of the defaults and `!.env` includes a secret.
+            `!*/` includes neither: each must be named.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -177,11 +180,11 @@ class Ignore:
         self._named = GitIgnoreSpec.from_lines(named)
 
     def is_secret(self, path: str) -> bool:
-        """Return whether a path is, or lies in, what holds keys; unless the user named it."""
+        """Return whether `path` may hold keys and no `!` line of the user names it."""
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_back(self, path: str) -> str:
-        """Return why what a host wrote does not come into the store; "" when it does."""
+        """Return why a file that a host wrote is not accepted into the store; "" if it is."""
         if self.is_secret(path):
             return "it may hold a secret"
         if is_believed(path):
@@ -191,15 +194,20 @@ class Ignore:
         return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
-        """Return whether a path stays; of a folder that does, nothing in it is looked at."""
+        """Return whether a path does not travel; a folder that does not is not searched.
+
+        Args:
+            path: Path relative to the store.
+            folder: Whether the path is a folder.
+        """
         if not folder:
             return self._spec.match_file(path)
-        # to the spec, `*` outdoes `!*/`, as it does for what lies in the folder
+        # for the spec, `*` overrides `!*/`, for a folder as for files in it; here the last one wins
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether a path, or a folder that it lies in, stays."""
+        """Return whether a path does not travel, by itself or because a parent folder does not."""
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
@@ -208,7 +216,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _takes_any_folder_back(line: str) -> bool:
-    """Return whether a line is one like `!*/`, `!*` or `!.*/`, which names no folder."""
+    """Return whether a line includes any folder again without naming it: `!*/`, `!*`, `!.*/`."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 
@@ -217,7 +225,7 @@ _ALWAYS = Ignore()
 
 
 _FRESH_NS = 2_000_000_000
-"""A file that changed so recently may change again without a new time stamp: NFS counts seconds."""
+"""Age in nanoseconds below which a file may change without a new time stamp: NFS counts seconds."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -225,22 +233,22 @@ Key = tuple[int, int, int, int]
 _NO_KEY = (0, 0, 0, 0)
 
 FOLDER = "folder"
-"""What stands for a folder where a file has its hash."""
+"""Value that a folder has in place of a hash."""
 
 
 class Hashes:
-    """SHA-256 of files by path, and folders that are known.
+    """Cache of the SHA-256 of files, and of known folders, by path.
 
-    A hash is valid while inode, size and both times are the same (git's index does so).
+    A hash is valid while inode, size and both times are unchanged, as in git's index.
 
     Args:
-        file: Where they are kept between runs.
+        file: File that stores the cache between runs.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._known: dict[str, tuple[Key, str]] = {}
-        with suppress(OSError, ValueError):  # it is a cache: what is unreadable is new
+        with suppress(OSError, ValueError):  # without the cache, every file is hashed again
             stored = unpack(file.read_bytes(), list[tuple[str, Key, str]])
             self._known = {path: (key, sha256) for path, key, sha256 in stored}
 
@@ -248,17 +256,17 @@ class Hashes:
         return path in self._known
 
     def paths(self) -> list[str]:
-        """Return the paths of which a hash is known."""
+        """Return all known paths."""
         return list(self._known)
 
     def of(self, tree: Tree, seen: Seen) -> str:
-        """Return the hash of a regular file; reads it only if it is new or has changed.
+        """Return the hash of a regular file; read the file only if it is new or has changed.
 
         Returns:
-            `FOLDER` of a folder.
+            The hash; `FOLDER` for a folder.
 
         Raises:
-            OSError: It cannot be read, or is a regular file no more.
+            OSError: The file cannot be read, or is no longer a regular file.
         """
         if seen.is_folder:
             return FOLDER
@@ -276,35 +284,41 @@ class Hashes:
         return digest.hexdigest()
 
     def remember(self, path: str, sha256: str, status: os.stat_result | None = None) -> None:
-        """Take down what lies at a path: a folder, or a file, which is as `status` says."""
+        """Record the hash of a file, or a folder.
+
+        Args:
+            path: Path of the file or folder.
+            sha256: Hash of the file, or `FOLDER`.
+            status: Status of the file at the time of the hash; None for a folder.
+        """
         self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 
     def forget(self, path: str) -> None:
-        """Hash the file anew when it is asked for next."""
+        """Remove a path, so that its file is hashed again when next needed."""
         self._known.pop(path, None)
 
     def keep_only(self, paths: set[str]) -> None:
-        """Forget all other paths."""
+        """Remove all paths that are not in `paths`."""
         self._known = {path: known for path, known in self._known.items() if path in paths}
 
     def is_content(self, path: str, sha256: str) -> bool:
-        """Return whether the file's content, or a folder, was that when it was last looked at."""
+        """Return whether the last known hash at `path` is `sha256` (`FOLDER` for a folder)."""
         known = self._known.get(path)
         return known is not None and known[1] == sha256
 
     def is_same(self, path: str, status: os.stat_result) -> bool:
-        """Return whether a file is the known one, but for when it was moved to its place."""
+        """Return whether a file is the known one; ctime may differ, since a move changes it."""
         known = self._known.get(path)
         return known is not None and known[0][:3] == _key(status)[:3]
 
     def save(self) -> None:
-        """Keep them for the next run."""
+        """Write the cache to its file for the next run."""
         with replacing(self._file) as file:
             file.write(pack([(path, *known) for path, known in self._known.items()]))
 
 
 def blocks(file: FileIO) -> Iterator[bytes]:
-    """Yield a file, in blocks."""
+    """Yield the content of a file in blocks of `_BLOCK_BYTES`."""
     while block := file.read(_BLOCK_BYTES):
         yield block
 
@@ -318,10 +332,14 @@ _NAMED_AT_MOST = 5
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """One file or folder: where it lies, and what it is.
+    """One file or folder of a store.
 
     Attributes:
-        sha256: Of a folder `FOLDER`.
+        path: Path relative to the store.
+        size: Bytes; 0 for a folder.
+        sha256: Hash of the file; `FOLDER` for a folder.
+        executable: Whether the file's owner may execute it.
+        mtime_ns: Time of the last change of the content.
     """
 
     path: str
@@ -332,7 +350,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, seen: Seen, sha256: str) -> "Entry":
-        """Return the entry of a regular file with that hash, or of a folder."""
+        """Return the entry of a regular file with the hash `sha256`, or of a folder."""
         status = seen.status
         if seen.is_folder:
             return cls(seen.path, 0, FOLDER)
@@ -346,18 +364,19 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct):
-    """All that travels, and what does not though nobody asked for that.
+    """List of all files and folders that travel, and of those that cannot.
 
     Attributes:
-        entries: In the order of a walk: a folder comes before what lies in it.
-        skipped: Why, by path as it can be shown.
+        entries: Files and folders; a folder comes before its contents.
+        skipped: Reason for each path that was left out although no ignore rule names it. The paths
+            are printable (`shown`).
     """
 
     entries: list[Entry]
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
-        """Return this with what has an unsafe path among the skipped, whoever sent it."""
+        """Return a copy with unsafe paths moved to `skipped`; the sender may be hostile."""
         unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
             [entry for entry in self.entries if entry.path not in unsafe],
@@ -366,12 +385,13 @@ class Manifest(Struct):
 
 
 class ChangeList(Struct):
-    """What other hosts have changed, oldest first.
+    """Changes that other hosts have made, oldest first.
 
     Attributes:
-        number: Of the last change.
-        entries: Files and folders as they are now: one may be of another kind than before.
-        removed: Files and folders that are gone, inner ones first.
+        number: Number of the last change.
+        entries: Changed files and folders as they are now. A file may have become a folder, or the
+            reverse.
+        removed: Paths that were removed; a folder comes after its contents.
     """
 
     number: int
@@ -380,10 +400,10 @@ class ChangeList(Struct):
 
 
 def ignore_of(tree: Tree) -> Ignore:
-    """Return the rules of a store's own `.taasignore`, where it has one.
+    """Return the ignore rules of a store: the defaults, and its `.taasignore` if it has one.
 
     Raises:
-        StoreError: A line of it is no pattern.
+        StoreError: A line of `.taasignore` is not a valid pattern.
     """
     lines: list[str] = []
     with suppress(FileNotFoundError), tree.open_file(FILE_NAME) as file:
@@ -395,14 +415,22 @@ def ignore_of(tree: Tree) -> Ignore:
 
 
 def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[Cases, Manifest]:
-    """Return what a store has, as it travels; what a kill left unfinished is removed.
+    """Search a store for all files that travel, and remove leftovers of killed writers.
 
-    What cannot travel is left out, and said. Only what has changed since the last time is hashed;
-    a file that is gone meanwhile is left out.
+    Files that cannot travel are listed as skipped. Only files that changed since the last call are
+    hashed. A file that disappears meanwhile is left out.
+
+    Args:
+        tree: The store.
+        hashes: Known hashes; updated.
+        limit_bytes: Maximum total size of the files.
+
+    Returns:
+        All names found, to detect names that differ by case alone, and the manifest.
 
     Raises:
-        StoreError: It is too much to travel; names the biggest entries and what to do. Or a line of
-            `.taasignore` is no pattern.
+        StoreError: The files are too large or too many; names the largest entries and the remedy.
+            Or a line of `.taasignore` is not a valid pattern.
     """
     ignore = ignore_of(tree)
     cases, skipped, secrets = Cases(), dict[str, str](), list[str]()
@@ -472,7 +500,7 @@ def _biggest(files: list[Seen]) -> str:
 
 
 CHUNK_BYTES = 4 << 20
-"""What one message carries at most; and what is in memory of a file at a time."""
+"""Maximum bytes of file content in one message, and in memory at a time for one file."""
 
 MAX_PARTS = 1000
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
@@ -481,15 +509,16 @@ _QUICK_S, _SLOW_S = 0.25, 1.0
 _T = TypeVar("_T")
 
 Part = tuple[str, int, int]
-"""Path, offset, bytes."""
+"""Part of a file: path, offset, number of bytes."""
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """The next bytes of a file; or a folder that was made.
+    """The next bytes of a file, or a folder that was made.
 
     Attributes:
-        entry: The file; its hash is "" while more follows.
-        offset: Of the bytes; 0 begins the file anew.
+        entry: The file or folder. The hash of a file is "" in all pieces except the last.
+        offset: Position of `data` in the file; 0 starts the file again.
+        data: Content; empty for a folder.
     """
 
     entry: Entry
@@ -498,21 +527,21 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """What a host asks of a run's folder, or of the project store, where it does not share them.
+    """Request for files of the run folder or the project store, from a host that shares neither.
 
     Attributes:
-        run_id: The run, or its fetchers; the agent says it.
+        run_id: Id of the run or of its fetchers; set by the agent.
     """
 
     run_id: str = ""
 
 
 class ListRunFiles(FileRequest[dict[str, int]]):
-    """Tell the bytes of each file that a host needs for its ranks and fetchers, by its name."""
+    """Request the names and sizes in bytes of the files that a host's ranks and fetchers need."""
 
 
 class ReadRunFile(FileRequest[bytes]):
-    """Give a part of such a file."""
+    """Request `size` bytes at `offset` of a file listed by `ListRunFiles`."""
 
     name: str
     offset: int
@@ -520,7 +549,14 @@ class ReadRunFile(FileRequest[bytes]):
 
 
 class WriteRunFile(FileRequest[None]):
-    """Take a part of a result, a log or a ledger; with the last part the file is there."""
+    """Request to store a part of a result, a log or a ledger.
+
+    Attributes:
+        name: Name of the file.
+        offset: Position of `data` in the file.
+        data: Content of the part.
+        last: Whether this part completes the file, which then appears under its name.
+    """
 
     name: str
     offset: int
@@ -529,40 +565,46 @@ class WriteRunFile(FileRequest[None]):
 
 
 class MakeToken(FileRequest[str]):
-    """Make a file that is in the store until the run ends: who sees it shares the store."""
+    """Request to make a file in the store that stays until the run ends; returns its name.
+
+    A host that sees the file shares the store.
+    """
 
 
 class ListStore(FileRequest[Manifest | None]):
-    """Tell what travels to every host, as the store was when the first one asked.
+    """Request the manifest of the store, as it was when the first host asked.
 
-    The answer is None while the store is being looked through: a host must ask again.
+    The response is None while the store is being searched; the host must then ask again.
 
     Attributes:
-        fresh: Look again, since something was not as it said.
+        fresh: Search the store again, because a file differed from the last manifest.
     """
 
     fresh: bool = False
 
 
 class ReadStore(FileRequest[list[bytes | None]]):
-    """Give parts of files that are in the list or in the news; None is what cannot be read."""
+    """Request parts of files that the manifest or a change list names.
+
+    The response holds one item for each part; None if the part cannot be read.
+    """
 
     parts: list[Part]
 
 
 class ListChanges(FileRequest[ChangeList]):
-    """Tell what other hosts have changed after a change."""
+    """Request the changes that other hosts have made after change number `since`."""
 
     since: int
 
 
 class PublishFiles(FileRequest[dict[str, str]]):
-    """Take over what a host has changed; answered by why, by path, of what is refused.
+    """Request to apply a host's changes to the store; returns the reason for each refused path.
 
     Attributes:
-        pieces: Folders come before what lies in them.
-        removed: Files and folders that are gone there, inner ones first; they go after all that is
-            new is in its place, and a folder in which something lies stays.
+        pieces: New content; a folder comes before its contents.
+        removed: Removed files and folders; a folder comes after its contents. They are removed
+            after all new files are in place. A folder that is not empty stays.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -570,33 +612,33 @@ class PublishFiles(FileRequest[dict[str, str]]):
 
 
 class Ask(Protocol):
-    """Asks the desk."""
+    """Function that sends a request to the notebook's side (`Desk`) and returns the response."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
-        """Block until the desk has answered; any thread may call it."""
+        """Send a request and block until its response; any thread may call this."""
 
 
 class Pace:
-    """How much one message should carry: so little that it never fills a slow link for long.
+    """Adaptive size of messages, so that no message occupies a slow link for long.
 
-    What watches over the run, its logs and its leases, goes the same way.
+    The run's logs and lease messages use the same link.
 
     Attributes:
-        size: Bytes.
+        size: Bytes of file content that the next message should carry.
     """
 
     def __init__(self) -> None:
         self.size = _FIRST_BYTES
 
     def ask(self, ask: Ask, request: FileRequest[_T]) -> _T:
-        """Ask, and let the time that it takes decide how much is asked next."""
+        """Send a request, and adapt `size` to the time until its response."""
         began = time.monotonic()
         answer = ask(request)
         self.took(time.monotonic() - began)
         return answer
 
     def took(self, seconds: float) -> None:
-        """Take down how long a message was on its way."""
+        """Adapt `size` to the seconds that a request took."""
         if seconds < _QUICK_S:
             self.size = min(2 * self.size, CHUNK_BYTES)
         elif seconds > _SLOW_S:
@@ -604,7 +646,7 @@ class Pace:
 
 
 def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
-    """Yield what to ask for, message by message; the parts of a file come in order."""
+    """Yield the parts to request in each message; the parts of a file come in order."""
     batch: list[Part] = []
     room = pace.size
     for entry in entries:

@@ -1,8 +1,9 @@
-"""A host's own copy of a project store, brought up to date before and while a run's ranks run.
+"""A host's copy of a project store, updated before and while the ranks of a run work in it.
 
-Before they start, what changed in the store travels here (`bring_in`); while they run, what other
-hosts send back does, too (`News`). What is written here is sent back by `outbound.py`. All of it is
-free of any transport: a host asks the notebook's side, `desk.py`, by a function, `Ask`.
+Before the ranks start, `bring_in` fetches files that changed in the store. While they run, `News`
+fetches changes that other hosts made. `outbound.py` sends files written in the mirror back to the
+store. None of these modules depends on a transport: a host sends its requests to the notebook's
+side, `desk.py`, through a function of type `Ask`.
 """
 
 import hashlib
@@ -44,28 +45,29 @@ from taas_magic.store.tree import (
 )
 
 MAX_MIRRORS = 16
-"""Copies of one store on a host: one for each run at a time."""
+"""Maximum number of copies of one store on a host; simultaneous runs need one each."""
 
 KEPT_S = 30 * 24 * 3600.0
-"""How long a mirror that nobody uses is kept."""
+"""Seconds since its last use after which an unused mirror is removed."""
 
 
 class Mirror:
-    """A copy that is this run's while it is open.
+    """A host's copy of the project store, reserved for one run until `close`.
 
     Attributes:
-        path: The copy itself, the ranks' working directory.
-        tree: The same, to be changed.
-        hashes: What is known to lie in it, and in the store alike.
+        path: Path of the copy; the ranks' working directory.
+        tree: Tree of the copy, for changes.
+        staging: Descriptor of the folder in which arriving files are written.
+        hashes: Files and folders known to be the same in the copy and in the store.
 
     Args:
-        folder: Of the mirror; its lock is held by the caller.
-        until_end: Releases the lock.
+        folder: Folder of the mirror, whose lock the caller holds.
+        until_end: Exit stack that releases the lock.
     """
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
         self._until_end = until_end
-        shutil.rmtree(folder / "arriving", ignore_errors=True)  # what a kill has left
+        shutil.rmtree(folder / "arriving", ignore_errors=True)  # leftovers of a killed run
         for name in ("tree", "arriving"):
             (folder / name).mkdir(exist_ok=True)
         self.path = os.path.realpath(folder / "tree")
@@ -77,21 +79,22 @@ class Mirror:
         self.hashes = Hashes(folder / "hashes.json")
 
     def close(self) -> None:
-        """Keep what is known of it, and give it free."""
+        """Save the hashes, and release the mirror for other runs."""
         self.hashes.save()
         self._until_end.close()
 
 
 def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
-    """Take the first free mirror of a store on this host; make one if there is none.
+    """Reserve the first free mirror of a store on this host; make one if none is free.
 
     Args:
-        store: Its path, where the notebook is.
-        owner: Whose store it is: machine and user of the notebook.
-        cache: Where mirrors are; None is `$XDG_CACHE_HOME/taas/projects`, by default in ~/.cache.
+        store: Path of the store on the notebook's machine.
+        owner: Machine and user of the notebook.
+        cache: Folder of all mirrors; None for `$XDG_CACHE_HOME/taas/projects`, by default in
+            ~/.cache.
 
     Raises:
-        StoreError: None can be made, or all are in use.
+        StoreError: No mirror can be made, or `MAX_MIRRORS` are in use.
     """
     cache = cache or Path(probe.cache_folder()) / "projects"
     try:
@@ -109,7 +112,10 @@ def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
 
 
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
-    """Yield this host's own: hosts may share a home folder on a file system without locks."""
+    """Yield the possible mirror folders of a store.
+
+    Their names depend on the host: hosts may share a home folder on a file system without locks.
+    """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
     for number in range(MAX_MIRRORS):
@@ -117,7 +123,7 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
 
 
 def _forget_old(cache: Path, before: float) -> None:
-    """Remove mirrors that were last used before a time, and that nobody uses now."""
+    """Remove unused mirrors whose last use is before the time `before`."""
     for lock in cache.glob("*/lock"):
         with suppress(FileNotFoundError):
             if lock.stat().st_mtime < before:
@@ -127,27 +133,30 @@ def _forget_old(cache: Path, before: float) -> None:
 
 
 ATTEMPTS = 3
-"""How often a file is asked for that arrived damaged or changed meanwhile."""
+"""Attempts to fetch files that arrive damaged or that change meanwhile."""
 
 _ASK_AGAIN_S = 0.05
 
 
 def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
-    """Make the mirror what the store is; only what is not in it travels.
+    """Update the mirror to the content of the store; only missing content is fetched.
 
     Args:
-        fresh: The store as it is now; else as it was when the first host of the run asked.
+        mirror: Mirror to update.
+        ask: Sends requests to the notebook's side.
+        fresh: Fetch the store as it is now, not as it was when the first host of the run asked.
 
     Returns:
-        What lies in it now.
+        Manifest of the mirror's new content.
 
     Raises:
-        StoreError: The disk is full, or a file was damaged on its way again and again.
+        StoreError: The mirror cannot be written, for example because the disk is full, or a file
+            was damaged in all `ATTEMPTS`.
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
         listed = ask(ListStore(fresh or attempt > 0))
-        while listed is None:  # the store is being looked through
+        while listed is None:  # the store is being searched
             time.sleep(_ASK_AGAIN_S)
             listed = ask(ListStore())
         want = listed.safe()
@@ -167,13 +176,13 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
 
 
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
-    """Change the mirror to what is wanted; return which files did not arrive."""
+    """Change the mirror to the manifest `want`; return the files that did not arrive."""
     tree, there = mirror.tree, _look(mirror, {entry.path for entry in want.entries})
     kinds = {entry.path: entry.is_folder for entry in want.entries}
     folders = [path for path, is_folder in kinds.items() if is_folder]
     missing = [path for path in folders if path not in there or not there[path].is_folder]
     for path in missing:
-        with suppress(OSError):  # it is made when what blocks it is gone
+        with suppress(OSError):  # a file may be in the way; made below, after its removal
             tree.make_folder(path)
     to_fetch = _copy_what_is_here(mirror, want, there)
     for path, entry in reversed(there.items()):
@@ -187,7 +196,11 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
 
 
 def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
-    """Copy wanted files whose content lies in the mirror, as after a renaming; return the rest."""
+    """Copy files whose content the mirror already has, for example after a rename.
+
+    Returns:
+        Entries of the files that must be fetched.
+    """
     lies_at = {entry.sha256: path for path, entry in there.items()}
     rest = []
     for entry in want.entries:
@@ -202,13 +215,14 @@ def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry
 
 
 def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
-    """Return what lies in a mirror, by path, outer folders first; the files are hashed.
+    """Return the files and folders of a mirror by path, outer folders first; hash the files.
 
-    What can neither stay nor be of use is removed.
+    Other entries are removed: files that are neither wanted nor known, and files that cannot be
+    read.
     """
     found: dict[str, Entry] = {}
     for seen in mirror.tree.walk():
-        with suppress(OSError):  # it is no regular file, or cannot be read
+        with suppress(OSError):  # it is not a regular file, or cannot be read
             if seen.is_folder or seen.path in wanted or seen.path in mirror.hashes:
                 found[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
         if seen.path not in found:
@@ -217,7 +231,11 @@ def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Make a file from one of the mirror that has its content; return whether that was possible."""
+    """Make the file of `entry` from `source`, a file of the mirror with the same content.
+
+    Returns:
+        Whether that succeeded.
+    """
     with suppress(OSError), mirror.tree.open_file(source) as file:
         arrival = Arrival(mirror.staging)
         try:
@@ -231,7 +249,7 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
 
 
 def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSError]:
-    """Get files from the desk; return why, by path, of those that did not get to their places."""
+    """Fetch files from the notebook's side; return the errors of those that failed, by path."""
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
     arrivals: dict[str, Arrival] = {}
@@ -254,15 +272,16 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
 
 
 def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
-    """Put a file that has arrived into its place in the mirror, and take down that it is known.
+    """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
     Raises:
-        DamagedError: It is not what was sent; it is discarded.
+        DamagedError: The file differs from the one sent; it is discarded.
     """
     try:
         arrival.verify(entry.path, entry.size, entry.sha256)
         os.utime(arrival.file, ns=(entry.mtime_ns, entry.mtime_ns))
-        # known before it is there, so that nobody takes its appearance for a rank's doing
+        # record the hash before the file appears, so that `Outbound` does not take it for a file
+        # that a rank wrote
         mirror.hashes.remember(entry.path, entry.sha256, os.fstat(arrival.file))
         arrival.place(mirror.tree, entry.path, executable=entry.executable)
     finally:
@@ -273,14 +292,16 @@ def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
 
 
 ASK_S = 0.25
-"""How often the desk is asked for news."""
+"""Seconds between two requests for the changes of other hosts."""
 
 
 class News:
-    """Follows the other hosts, in a thread of its own.
+    """Thread that applies the other hosts' changes of the store to this mirror.
 
     Args:
-        note: Tells the user why it cannot go on.
+        mirror: Mirror to update.
+        ask: Sends requests to the notebook's side.
+        note: Shows the user why a file, or all further changes, did not arrive.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -290,16 +311,19 @@ class News:
         self._thread = threading.Thread(target=self._follow, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
-        """Follow the other hosts from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def finish(self) -> None:
-        """End the thread; returns when it has taken over what it was at."""
+        """Stop the thread after the changes that it is applying now, and wait for it."""
         self._over.set()
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Take over what is new by now; a file that changes again meanwhile is news once more."""
+        """Apply all changes since the last call.
+
+        A file that changes while it is fetched is in the next list of changes, too.
+        """
         told = self._ask(ListChanges(self._number))
         for path in told.removed:
             if not why_unsafe(path):
@@ -308,20 +332,24 @@ class News:
         for folder in (entry.path for entry in entries if entry.is_folder):
             self._mirror.hashes.remember(folder, FOLDER)
             self._mirror.tree.make_folder(folder)
-        known = self._mirror.hashes.is_content  # folders are by now
+        known = self._mirror.hashes.is_content  # true for the folders made above
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         for path, error in _fetch(self._mirror, new, self._ask).items():
-            if not isinstance(error, DamagedError):  # which changed again: it is news once more
+            if not isinstance(error, DamagedError):  # damaged: it changed, and will be listed again
                 self._note(f"{shown(path)}, of another host, did not get here: {error.strerror}")
         self._number = told.number
 
     def _remove(self, path: str) -> bool:
-        """Remove a file or an empty folder; return whether nothing is there."""
+        """Remove a file or an empty folder; return whether nothing is at the path now."""
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 
     def _makes_way(self, entry: Entry) -> bool:
-        """Remove a file where a folder comes, or the reverse; return whether it can come."""
+        """Remove a file in the way of a new folder, or a folder in the way of a new file.
+
+        Returns:
+            Whether the new file or folder can be made.
+        """
         for path in (*reversed([*folders_of(entry.path)]), entry.path):
             status = self._mirror.tree.status(path)
             is_folder = path != entry.path or entry.is_folder

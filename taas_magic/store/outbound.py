@@ -1,11 +1,14 @@
-"""Send what is written in a mirror back into the project store, as soon as it is closed.
+"""Send files that are written in a mirror back to the project store, as soon as they are closed.
 
-An event only makes a path worth a look; `_Sender` goes by what is there then. So a file that is
-rewritten a thousand times is sent when there is time for it, as it is by then; a temporary file
-that was renamed is not sent; what somebody is still writing waits until it is closed; and where
-events were lost, or there is no inotify(7), a look at everything does.
+An event only marks a path to be checked; `_Sender` sends what it then finds at the path. This has
+four consequences:
 
-Neither a package nor polling takes the place of inotify: docs/decisions.md has the measurements.
+- A file that is rewritten a thousand times is sent as it is when the sender gets to it.
+- A temporary file that was renamed is not sent.
+- A file that is still being written is sent after it is closed.
+- If events were lost, or inotify(7) is missing, checking all paths is enough.
+
+Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
 
 import ctypes
@@ -40,7 +43,7 @@ from taas_magic.store.rule import is_below
 from taas_magic.store.tree import Seen, UnsafeError, folders_of, shown, why_unsafe
 
 BLIND_S = 0.5
-"""How long to wait between two looks where nothing tells of changes."""
+"""Seconds between two checks of all paths if there are no inotify events."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -54,11 +57,11 @@ _EVENT = struct.Struct("iIII")
 
 
 class _Watch:
-    """Watches a folder and all folders in it, also those that come.
+    """Inotify watch of a folder and all folders below it, including new ones.
 
     Args:
-        root: The folder.
-        skips: Whether a folder, by its path from there, need not be watched.
+        root: Path of the folder.
+        skips: Returns whether a folder, by its path relative to `root`, need not be watched.
     """
 
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
@@ -79,14 +82,17 @@ class _Watch:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """End the `wait` of another thread, and all that follow."""
+        """Make the current `wait` in another thread, and all later ones, return at once."""
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
-        """Wait until something has changed, a time has passed, or `wake` is called.
+        """Wait until something changes, the timeout passes, or `wake` is called.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths that are worth a look, and whether everything is: something may have been missed.
+            Paths to check, and whether all paths must be checked because events may be missing.
         """
         if self._is_blind:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
@@ -106,7 +112,7 @@ class _Watch:
         return paths, overflowed or self._is_blind
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield the watch, the mask and the name of each event that has come."""
+        """Yield the watch, the mask and the name of each pending event."""
         while self._inotify >= 0:
             try:
                 data = os.read(self._inotify, 1 << 16)
@@ -121,10 +127,10 @@ class _Watch:
                 yield watch, mask, os.fsdecode(name)
 
     def _add(self, path: str) -> list[str]:
-        """Watch a folder and those in it; return all that is there already.
+        """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        The watch of a folder that was moved goes on; here it gets its new path. Of one that was
-        moved out of the tree, events name the old path, at which there is nothing to be seen.
+        If a folder is moved, its watch stays active and gets the new path here. If it is moved out
+        of the tree, its events name the old path, at which a check finds nothing.
         """
         if path and self._skips(path):
             return []
@@ -149,11 +155,11 @@ def _below(folder: str, name: str) -> str:
 
 
 def is_being_written(file: FileIO) -> bool:
-    """Return whether any process has the file open to write it, as far as this system can say.
+    """Return whether any process has the file open for writing; False if it cannot be determined.
 
-    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only where nobody writes; it is
-    given back at once. Who opens the file in that moment would have a signal sent to this process,
-    which is made one that is ignored.
+    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has it open
+    for writing. The lease is released at once. If a process opens the file in that moment, the
+    system sends this process a signal; it is set to SIGURG, which is ignored by default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -161,33 +167,36 @@ def is_being_written(file: FileIO) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False  # this file system has no leases
+        return False  # this file system does not support leases
     with suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
 
 
 def has_changed(file: FileIO, before: os.stat_result) -> bool:
-    """Return whether a file is another than it was."""
+    """Return whether the size or modification time of a file differs from `before`."""
     now = os.fstat(file.fileno())
     return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
 SMALL_BYTES = 1 << 18
-"""Files up to this size go many to a message."""
+"""Maximum size of a file that is sent as one piece, together with others in one message."""
 
 _FRESH_NS = 100_000_000
 
 
 class _Sender:
-    """Sends what one host has written.
+    """Sender of the changes in one host's mirror.
 
     Args:
-        note: Tells the user, at once, what could not be sent.
+        mirror: Mirror to send from.
+        ask: Sends requests to the notebook's side.
+        note: Shows the user, at once, which file could not be sent.
 
     Attributes:
-        large: What is left of large files that are on their way, by path.
-        written: See `Outbound`, like `refused`.
+        large: Remaining pieces of the large files that are being sent, by path.
+        written: See `Outbound`.
+        refused: See `Outbound`.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -202,9 +211,9 @@ class _Sender:
         self.refused: dict[str, str] = {}
 
     def send(self, paths: Iterable[str]) -> None:
-        """Send what there is to be said of some paths, outer folders first.
+        """Send the changes at `paths`, which come with outer folders first.
 
-        Of a large file nothing is: see `send_large`.
+        Large files are only added to `large`; `send_large` sends them.
         """
         for path in paths:
             try:
@@ -219,7 +228,10 @@ class _Sender:
         self._send()
 
     def send_large(self) -> None:
-        """Send the next piece of the first large file; one that changes on its way is left."""
+        """Send the next piece of the first large file.
+
+        Sending of that file stops if the file changes meanwhile or the store refuses it.
+        """
         path, pieces = next(iter(self.large.items()))
         try:
             piece = next(pieces, None)
@@ -231,21 +243,23 @@ class _Sender:
             del self.large[path]
 
     def send_all(self, paths: Iterable[str]) -> None:
-        """Send all that there is to be said of some paths, and of large files before."""
+        """Send the changes at `paths`, and then all large files, including pending ones."""
         self.send(paths)
         while self.large:
             self.send_large()
 
     def _pieces(self, path: str) -> Iterator[Piece]:
-        """Read a file, a small one as one piece; end where somebody writes it: it will be closed.
+        """Yield the pieces of a file; a small file is one piece.
+
+        If the file is being written, the iterator ends: an event follows when the file is closed.
 
         Raises:
-            UnsafeError: It cannot be read.
+            UnsafeError: The file cannot be read.
         """
         try:
             file = self._mirror.tree.open_file(path)
         except (FileNotFoundError, NotADirectoryError):
-            return  # that is an event of its own
+            return  # the removal is an event of its own
         except OSError as error:
             raise UnsafeError(path, str(error.strerror)) from error
         with file:
@@ -263,7 +277,11 @@ class _Sender:
                 offset += len(data)
 
     def _look(self, path: str) -> None:
-        """Take down what there is to be said of a path."""
+        """Queue the change at `path` for the next message.
+
+        Raises:
+            UnsafeError: The path, or the kind of entry at it, may not be sent.
+        """
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
             raise UnsafeError(path, why)
@@ -284,7 +302,7 @@ class _Sender:
             self._asked.pieces.append(Piece(Entry.of(seen, FOLDER), 0, b""))
 
     def _add_gone(self, path: str) -> None:
-        """Have what is known to be in the store at a path, and below it, removed there, too."""
+        """Queue the removal from the store of all that is known at `path` and below it."""
         hashes = self._mirror.hashes
         self.refused.pop(path, None)
         gone = [path] if path in hashes else []
@@ -298,23 +316,23 @@ class _Sender:
         self._asked.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
-        """Read a small file, and have a large one sent, if it is not the one that the store has."""
+        """Queue a small file, or add a large one to `large`, if it differs from the store's."""
         if status.st_size > SMALL_BYTES:
-            # the time stamp of a new file does not tell
+            # a recent time stamp may not change with the next write
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
             if not (settled and self._mirror.hashes.is_same(path, status)):
                 self.large[path] = self._pieces(path)
             return
         piece = next(self._pieces(path), None)
         if piece is None or not piece.entry.sha256:
-            return  # whoever writes it will close it
+            return  # it is being written; an event follows when it is closed
         if self._mirror.hashes.is_content(path, piece.entry.sha256):
             self._mirror.hashes.remember(path, piece.entry.sha256, self._statuses.pop(path))
         else:
             self._asked.pieces.append(piece)
 
     def _send(self) -> dict[str, str]:
-        """Send what was taken down; return why, by path, of what was refused."""
+        """Send the queued changes; return the reason for each refused path."""
         asked, self._asked = self._asked, PublishFiles()
         if asked == self._asked:
             return {}
@@ -338,26 +356,28 @@ class _Sender:
         self.refused[path] = why
         if why not in self._stays:
             self._note(f"{shown(path)} did not get into the project store: {why}")
-        self._stays.add(why)  # said of the first one: there may be thousands
+        self._stays.add(why)  # one note for each reason: there may be thousands of files
 
 
 SETTLE_S = 0.05
-"""How long a change is left alone: a file that was written beside its place is soon renamed."""
+"""Seconds from a change to its check, so that a temporary file is renamed before the check."""
 
 QUIET_S = 0.2
-"""How long a file that was just sent is left alone."""
+"""Minimum seconds between two checks of the same file."""
 
 
 class Outbound:
-    """One host's way back, in a thread of its own.
+    """Thread that sends changes in a host's mirror back to the project store.
 
     Args:
-        note: Tells the user what could not be sent.
-        shared: Folders, relative, that alone are sent; None sends all, as rank 0's host does.
+        mirror: Mirror to watch.
+        ask: Sends requests to the notebook's side.
+        note: Shows the user which files could not be sent.
+        shared: Relative paths of the only folders to send; None sends all, as on rank 0's host.
 
     Attributes:
-        written: Bytes of each file that got into the store, by path.
-        refused: Why, by path, of what did not.
+        written: Bytes of each file that arrived in the store, by path.
+        refused: Reason for each path that did not arrive.
     """
 
     def __init__(
@@ -378,11 +398,11 @@ class Outbound:
         self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
 
     def start(self) -> None:
-        """Watch the mirror, and send from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def finish(self) -> None:
-        """Return when all that was written is in the store, or cannot get there."""
+        """Send all remaining changes, stop the thread, and wait for it."""
         self._finishing.set()
         self._watch.wake()
         self._thread.join()
@@ -402,7 +422,7 @@ class Outbound:
             self._note(f"what is written no longer gets into the project store: {error}")
 
     def _mark(self, paths: Iterable[str], everything: bool) -> None:
-        """Take down what to look at, and when."""
+        """Schedule checks of `paths`; if `everything`, also of all paths that differ."""
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*paths, *(self._differing() if everything else ())):
@@ -414,10 +434,10 @@ class Outbound:
         return is_ours and not self._ignore.leaves_out_within(path)
 
     def _in_order(self, paths: set[str]) -> list[str]:
-        """Return what is to be looked at for some paths, outer folders first.
+        """Return all paths to check because of changes at `paths`, outer folders first.
 
-        With a path go the folders that it lies in: they may not have been told of yet. With a known
-        folder goes all that is known below it: another one may have come in its place.
+        They include the parent folders of each path, which may not have been sent yet. For a known
+        folder, they include all known paths below it, because another folder may have replaced it.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
@@ -429,7 +449,7 @@ class Outbound:
     def _send_due(self) -> None:
         """Send the small files that are due, and the next piece of a large one.
 
-        What changes on its way is looked at again after that.
+        A large file that is being sent is not checked again until it is sent.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]
@@ -441,7 +461,7 @@ class Outbound:
             self._sender.send_large()
 
     def _differing(self) -> Iterator[str]:
-        """Yield paths at which the mirror is not as the store is known to be."""
+        """Yield all paths at which the mirror differs from the known content of the store."""
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):

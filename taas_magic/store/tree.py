@@ -1,11 +1,11 @@
-"""A folder whose files are reached by descriptors alone, and how a file arrives in it.
+"""Access to a folder by descriptors only (`Tree`), and atomic arrival of a file (`Arrival`).
 
-A path is relative, its parts are joined by `/`. It is checked, then walked part by part (openat(2)
-with O_NOFOLLOW), so that a link, also one that takes the place of a folder at the worst moment,
-ends the walk instead of leading it away.
+Paths are relative, with parts joined by `/`. A path is checked, then opened part by part (openat(2)
+with O_NOFOLLOW). So a symbolic link stops the access instead of redirecting it, even if the link
+replaces a folder during the access.
 
-A file that arrives is written beside its place, verified, and moved there in one step. It is locked
-until then: so whoever looks the store through next tells what a dead writer has left.
+An arriving file is written under a temporary name, verified, and moved to its path in one step. It
+is locked until then, so that a later search of the store recognizes leftovers of dead writers.
 """
 
 import errno
@@ -23,10 +23,10 @@ from taas_magic.shared_files import lock
 
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 3500
-"""Below PATH_MAX (4096), so that a mirror's own folder fits before it."""
+"""Maximum bytes of a relative path; below PATH_MAX (4096) to leave space for a mirror's path."""
 
 ARRIVING = ".taas-arriving-"
-"""How the name of a file begins that is on its way into a tree."""
+"""Prefix of the temporary name of an arriving file."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -43,7 +43,7 @@ _KINDS = {
 
 
 def why_astray(path: str) -> str:
-    """Return why a path cannot be walked inside a tree; "" when it can."""
+    """Return why a path does not stay inside a tree; "" if it does."""
     if not path:
         return "it has no name"
     if "\0" in path:
@@ -56,7 +56,7 @@ def why_astray(path: str) -> str:
 
 
 def why_unsafe(path: str) -> str:
-    """Return why a path may not travel to another machine; "" when it may."""
+    """Return why a path may not travel to another machine; "" if it may."""
     if why := why_astray(path):
         return why
     try:
@@ -70,15 +70,15 @@ def why_unsafe(path: str) -> str:
 
 
 def shown(path: str) -> str:
-    """Return a path as it can be printed and sent, whatever bytes its name is made of."""
+    """Return a printable form of a path, with backslash escapes for bytes that are not UTF-8."""
     return path.encode(errors="backslashreplace").decode()
 
 
 def parted(path: str) -> tuple[str, str]:
-    """Return the folder of a path and its last part.
+    """Return the parent folder and the last part of a path.
 
     Raises:
-        UnsafeError: The path is unsafe.
+        UnsafeError: The path does not stay inside a tree.
     """
     if why := why_astray(path):
         raise UnsafeError(path, why)
@@ -87,25 +87,25 @@ def parted(path: str) -> tuple[str, str]:
 
 
 def folders_of(path: str) -> Iterator[str]:
-    """Yield the folders that a path lies in, the inner ones first."""
+    """Yield the folders that contain `path`, innermost first."""
     while path := path.rpartition("/")[0]:
         yield path
 
 
 class Cases:
-    """Finds paths that a file system which does not tell upper from lower case would take for one.
+    """Detector of paths that are equal on a file system that ignores case.
 
-    Of two such paths the first one known is kept.
+    Of two such paths, the first one stays known.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Return the known path that this one differs from by case alone.
+        """Return the known path, or parent folder, from which `path` differs by case alone.
 
         Returns:
-            "" if there is none, and then the path is known.
+            The known path. If there is none, "", and `path` is known from now on.
         """
         ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
         prefixes = {_folded(path[:end]): path[:end] for end in ends}
@@ -117,7 +117,7 @@ class Cases:
         return ""
 
     def forget(self, path: str) -> None:
-        """Forget a path that is gone; what lies below it must be forgotten on its own."""
+        """Remove a path from the known ones; paths below it must be removed separately."""
         self._known.pop(_folded(path), None)
 
 
@@ -126,7 +126,7 @@ def _folded(path: str) -> str:
 
 
 class UnsafeError(OSError):
-    """Raised for an unsafe path or what is no regular file; says which and why."""
+    """Error for an unsafe path, or one that is not a regular file; names path and reason."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -135,24 +135,24 @@ class UnsafeError(OSError):
 
 @dataclass(frozen=True)
 class Seen:
-    """Something in a tree: its path and status."""
+    """Path and status of a file, folder or other entry of a tree."""
 
     path: str
     status: os.stat_result
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, and no link to one."""
+        """Whether it is a folder, not a link to one."""
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
     def oddity(self) -> str:
-        """What it is if it is neither a regular file nor a folder; else ""."""
+        """Kind of the entry if it is neither a regular file nor a folder; else ""."""
         return "" if self.is_folder else oddity(self.status)
 
 
 def oddity(status: os.stat_result) -> str:
-    """Return what something is that is no regular file; "" for one."""
+    """Return the kind of an entry that is not a regular file; "" for a regular file."""
     kind = stat.S_IFMT(status.st_mode)
     return "" if kind == stat.S_IFREG else _KINDS.get(kind, "no regular file")
 
@@ -163,13 +163,13 @@ def _refuse_odd(path: str, status: os.stat_result) -> None:
 
 
 class Tree:
-    """A folder, held open.
+    """A folder held open by a descriptor, with safe access to the files in it.
 
     Args:
-        root: The folder's path, which may lead over links: it is the user's own word.
+        root: Path of the folder. It may contain symbolic links, because the user chose it.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -177,20 +177,21 @@ class Tree:
         self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Free the descriptor; nothing can be reached by it any more."""
+        """Close the descriptor; the tree cannot be used afterwards."""
         os.close(self._descriptor)
 
     @contextmanager
     def folder(self, path: str, make: bool = False) -> Iterator[int]:
-        """Yield the descriptor of a folder; "" is the root.
+        """Yield the descriptor of a folder.
 
         Args:
-            path: Relative.
-            make: Make it, and the folders that it lies in, if they are missing.
+            path: Relative path; "" for the root.
+            make: Make the folder and its parents if they are missing.
 
         Raises:
-            UnsafeError: The path is unsafe, or leads over what is no folder.
-            FileNotFoundError: It is not there.
+            UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
+            NotADirectoryError: A part of the path is a file.
+            FileNotFoundError: The folder does not exist.
         """
         if path and (why := why_astray(path)):
             raise UnsafeError(path, why)
@@ -208,11 +209,11 @@ class Tree:
             os.close(here)
 
     def open_file(self, path: str) -> FileIO:
-        """Open a regular file to read it.
+        """Open a regular file for reading.
 
         Raises:
-            UnsafeError: It is something else, or its path is unsafe.
-            OSError: It is not there, or cannot be read.
+            UnsafeError: The path is unsafe, or the entry is not a regular file.
+            OSError: The file does not exist, or cannot be read.
         """
         folder, name = parted(path)
         with self.folder(folder) as here:
@@ -226,10 +227,10 @@ class Tree:
         return FileIO(descriptor)
 
     def status(self, path: str) -> os.stat_result | None:
-        """Return the status of what lies at a path, itself; None if nothing does.
+        """Return the status of the entry at `path`, without following links; None if none exists.
 
         Raises:
-            UnsafeError: The path is unsafe, or leads over a link.
+            UnsafeError: The path is unsafe, or contains a link.
         """
         folder, name = parted(path)
         try:
@@ -239,17 +240,21 @@ class Tree:
             return None
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and those that it lies in, where they are missing."""
+        """Make a folder and its parents if they are missing."""
         with self.folder(path, make=True):
             pass
 
     def flush_folder(self, path: str) -> None:
-        """Force a folder's own entries to the disk: what was moved into it stays there."""
+        """Force a folder's list of entries to the disk, so that files moved into it stay there."""
         with suppress(FileNotFoundError), self.folder(path) as here:
             os.fsync(here)
 
     def remove(self, path: str) -> bool:
-        """Remove what lies at a path, a folder if it is empty; return whether nothing is there."""
+        """Remove a file or an empty folder.
+
+        Returns:
+            True if nothing is at the path now; False if a folder there is not empty.
+        """
         status, (folder, name) = self.status(path), parted(path)
         if status is None:
             return True
@@ -266,14 +271,17 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove a file if it is an arrival whose writer is dead: nobody has its lock."""
+        """Remove the file if it is an arrival whose writer is dead, so that nobody holds its lock.
+
+        Do nothing for any other file.
+        """
         if path.rpartition("/")[2].startswith(ARRIVING):
-            with suppress(OSError), self.open_file(path) as file:  # it is gone, or being written
+            with suppress(OSError), self.open_file(path) as file:  # it may be gone by now
                 if lock(file.fileno(), shared=True):
                     self.remove(path)
 
     def entries(self, path: str) -> list[Seen]:
-        """Return what lies in a folder, sorted; nothing where it is gone or not ours to read."""
+        """Return the sorted entries of a folder; empty if it is missing or cannot be read."""
         prefix = f"{path}/" if path else ""
         found = []
         with suppress(OSError), self.folder(path) as here, os.scandir(here) as entries:
@@ -284,7 +292,10 @@ class Tree:
         return sorted(found, key=lambda seen: seen.path)
 
     def walk(self, takes: Callable[[Seen], bool] = lambda seen: True) -> Iterator[Seen]:
-        """Yield all that `takes` takes; a folder comes before what lies in it."""
+        """Yield all entries for which `takes` is true; a folder comes before its contents.
+
+        Folders for which `takes` is false are not searched.
+        """
         folders = [""]
         while folders:
             below = []
@@ -308,7 +319,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
 
 
 class DamagedError(UnsafeError):
-    """Raised where what arrived is not what was sent; names the file."""
+    """Error for an arrived file that differs from the one sent; names the file."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
@@ -319,16 +330,16 @@ _BEGINS_BYTES = 16
 
 
 class Arrival:
-    """One file that arrives; `place` or `discard` ends it.
+    """One arriving file. Call `place` or `discard` at the end.
 
     Args:
-        staging: Descriptor of a folder on the destination's file system, in which it is written.
+        staging: Descriptor of the folder to write the file in; on the destination's file system.
 
     Attributes:
-        name: Its name there until it is placed.
-        file: Its descriptor.
-        received: How many bytes have come.
-        begins: The first of them.
+        name: Temporary name in the staging folder.
+        file: Descriptor of the file.
+        received: Number of bytes received.
+        begins: The first bytes received, at most `_BEGINS_BYTES`.
     """
 
     def __init__(self, staging: int) -> None:
@@ -339,17 +350,18 @@ class Arrival:
         except OSError:
             os.close(self._staging)
             raise
-        with suppress(OSError):  # this file system has no locks: then leftovers stay
+        with suppress(OSError):  # this file system has no locks; leftovers are then not removed
             lock(self.file, wait=True)
         self._hash = hashlib.sha256()
         self.received, self.begins = 0, b""
         self._is_open = True
 
     def write(self, data: bytes) -> None:
-        """Take the file's next bytes.
+        """Append the file's next bytes.
 
         Raises:
-            OSError: The disk is full; the arrival is to be discarded.
+            OSError: The bytes cannot be written, for example because the disk is full; the caller
+                must discard the arrival.
         """
         view = memoryview(data)
         self.begins += bytes(view[: _BEGINS_BYTES - len(self.begins)])
@@ -359,28 +371,30 @@ class Arrival:
             view = view[os.write(self.file, view) :]
 
     def verify(self, path: str, size: int, sha256: str) -> None:
-        """Make sure that all of it came as it was sent.
+        """Check that the file arrived complete and unchanged.
 
         Raises:
-            DamagedError: It did not.
+            DamagedError: Its size or hash differs.
         """
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
 
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
-        """Move it to its place, in the stead of the file that is there; an old file's mode stays.
+        """Move the file to `path`, replacing an old file but keeping its mode.
 
         Args:
-            path: Relative; the folders that it lies in are made where they are missing.
+            tree: Tree of the destination.
+            path: Relative path; missing parent folders are made.
+            executable: Whether those who may read the file may also execute it.
 
         Raises:
-            UnsafeError: The path is unsafe, or something that is no file is there.
-            OSError: It cannot be written.
+            UnsafeError: The path is unsafe, or the entry at the path is not a regular file.
+            OSError: The file cannot be moved.
         """
         old = tree.status(path)
         if old is not None and (what := oddity(old)):
             raise UnsafeError(path, f"{what} of that name is there")
-        # without an old file, the mode that this process gives new ones
+        # without an old file, the mode that this process's umask gives new files
         mode = (old or os.fstat(self.file)).st_mode & 0o777
         may_run = (mode & 0o444) >> 2
         os.fchmod(self.file, mode | may_run if executable else mode & ~0o111)
@@ -390,7 +404,7 @@ class Arrival:
         self._close()
 
     def discard(self) -> None:
-        """Leave nothing of it; do nothing to one that was placed or discarded."""
+        """Remove the file; do nothing if it was already placed or discarded."""
         if self._is_open:
             with suppress(FileNotFoundError):
                 os.unlink(self.name, dir_fd=self._staging)
