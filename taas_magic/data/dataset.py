@@ -1,9 +1,9 @@
-"""What a loader yields, prepared slot by slot: the one place where the user's dataset runs.
+"""Preparation of a loader's batches, slot by slot; the only module that runs the user's dataset.
 
-Every worker uses it, a fetcher's and, where there are no fetchers, a rank's own. A slot's batch
-depends on (seed, epoch, slot) and on nothing that was prepared before: map-style loaders by
-indexing, iterable-style ones by replaying their stream (or from the dataset's own `state_dict`,
-where it has one).
+All workers use it: those of fetchers, and those of ranks in a run without fetchers. The batch of a
+slot depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is
+indexed. An iterable-style dataset is replayed from the start of its stream, or from a state if the
+dataset has a `state_dict`.
 """
 
 import pickle
@@ -23,8 +23,11 @@ from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import seed_of
 
 OPEN_EPOCHS = 2
-"""In how many epochs a stream is open at once, where its ranks are not in the same one. With a
-single cursor each change between the epochs would be a replay of the stream."""
+"""Number of epochs in which a stream may be open at the same time.
+
+Ranks may be in different epochs. With a single cursor, each change between the epochs would replay
+the stream.
+"""
 
 _SNAPSHOT_EVERY = 64
 _MOST_SNAPSHOTS = 256
@@ -33,11 +36,11 @@ _OURS = str(Path(__file__).parent)
 
 
 class Ended(Exception):
-    """There is no batch in this slot."""
+    """Raised when a slot has no batch."""
 
 
 def own_units(batch: object) -> int | None:
-    """Return what a batch itself says that it counts in `--units` (`hints["units"]`), else None."""
+    """Return the units that a batch counts by `hints["units"]`; None if it has no such hint."""
     hints = getattr(batch, "hints", None)
     if not isinstance(hints, dict) or "units" not in hints:
         return None
@@ -46,9 +49,9 @@ def own_units(batch: object) -> int | None:
 
 @dataclass
 class LoaderParts:
-    """A DataLoader's parts, by its own names; no iterator that it keeps, and none of its methods.
+    """Attributes of a DataLoader, by the same names, without its methods and iterators.
 
-    An iterable-style loader has no `sampler`, and only some map-style ones a `batch_sampler`.
+    For an iterable-style loader `sampler` is None. Some map-style loaders have no `batch_sampler`.
     """
 
     dataset: Any
@@ -63,13 +66,13 @@ class LoaderParts:
     persistent_workers: bool = False
 
     def shown(self) -> bytes:
-        """Pickle what ranks may look at, without the dataset."""
+        """Pickle the attributes that ranks may read, without the dataset."""
         order = self.sampler, self.batch_sampler, self.generator
         return dump_beside((*order, self.collate_fn, self.worker_init_fn), self.dataset)
 
 
 class Plain(IterableDataset[Any]):
-    """A registered iterable that is no DataLoader: what it yields are the batches."""
+    """Dataset for a registered iterable that is not a DataLoader; its items are the batches."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
@@ -79,19 +82,19 @@ class Plain(IterableDataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return a batch as it is (collate_fn of a loader whose samples are batches)."""
+    """Return `batch` unchanged (`collate_fn` of a loader whose samples are batches)."""
     return batch
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:
-    """Return a DataLoader that yields what a loader of any kind yields."""
+    """Return `loader` if it is a DataLoader, else a DataLoader that yields its items."""
     if isinstance(loader, DataLoader):
         return loader
     return DataLoader(Plain(loader), batch_size=None, collate_fn=as_it_is)
 
 
 def order_start(loader: Any) -> bytes:
-    """Return where a loader's sampler and generator stand: its order can begin there later."""
+    """Pickle the state of a loader's samplers and generator, so that its order can begin there."""
     loader = as_data_loader(loader)
     return dump_beside(_order_of(loader), loader.dataset)
 
@@ -104,7 +107,13 @@ def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
 
 
 def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
-    """Return a loader's parts, its sampler and generator as at `start`; None: as they are."""
+    """Return a loader's parts.
+
+    Args:
+        loader: A DataLoader or any other iterable of batches.
+        start: State of the samplers and the generator, from `order_start`; None for the current
+            state.
+    """
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_beside(start, loader.dataset)
     rest = [getattr(loader, it.name) for it in fields(LoaderParts)[4:]]
@@ -112,11 +121,21 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class Source:
-    """Prepares the batches of one loader.
+    """Prepares the batches of one loader in a worker.
 
     Args:
-        payload: The pickled loader, or its parts (`LoaderParts`).
-        worker_id: What `get_worker_info().id` is for a map-style dataset of a loader with workers.
+        payload: The pickled loader, or its pickled `LoaderParts`.
+        name: Name of the loader.
+        seed: Seed of the loader.
+        where: The fetcher and its host, for messages.
+        worker_id: Value of `get_worker_info().id` for a map-style dataset of a loader with workers.
+        loader: The unpickled loader, if a parent process has unpickled it.
+
+    Attributes:
+        streams: Number of streams of an iterable-style loader; None for a map-style one.
+
+    Raises:
+        Failed: `worker_init_fn` raised an exception.
     """
 
     def __init__(
@@ -146,10 +165,10 @@ class Source:
             self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> Opened:
-        """Return how long an epoch is; enumerate its order.
+        """Return an epoch's length and order hash; for a map-style loader, enumerate its order.
 
         Raises:
-            Failed: The sampler raised.
+            Failed: The sampler raised an exception.
         """
         if self._order is not None:
             self._at = f"epoch {epoch}, its order"
@@ -157,13 +176,14 @@ class Source:
             return Opened(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if goes_on(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
-            # The dataset counts epochs that it begins afresh here, and would not locally.
+            # With a local loader the dataset would count its epochs; here each epoch starts with a
+            # fresh copy, so that the counter does not advance.
             counters = (cursor.counter for cursor in self._cursors.values())
             counter = next(filter(None, counters), "")
         return Opened(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
-        """Return the hash of the order of an epoch that was begun; 0 where there is none."""
+        """Return the hash of an epoch's order; 0 for an iterable-style loader."""
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def indices(self, epoch: int, slot: int) -> Any:
@@ -175,14 +195,16 @@ class Source:
         return self._enter(epoch).indices
 
     def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
-        """Return the batch in a slot.
+        """Return the batch of a slot.
 
         Args:
-            indices: What to use instead of this process's own order.
+            epoch: Number of the epoch.
+            slot: The batch's place in the epoch's order.
+            indices: Indices to use instead of those of this process's own order.
 
         Raises:
-            Ended: There is none.
-            Failed: The dataset, its sampler or collate_fn raised.
+            Ended: The slot has no batch.
+            Failed: The dataset, the sampler or `collate_fn` raised an exception.
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
@@ -193,18 +215,18 @@ class Source:
         """Return `dataset[index]`.
 
         Raises:
-            Failed: It raised.
+            Failed: The dataset raised an exception.
         """
         self._at = f"dataset[{index!r}]"
         dataset: Any = self.loader.dataset
         return self._guarded(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return where the dataset of a slot's stream stood, by its own `state_dict`.
+        """Return the latest known state at or before `slot` of the dataset of its stream.
 
         Returns:
-            How many items the stream had given then, not more than there are before `slot`, and the
-            state; None: not known.
+            The number of items that the stream had given before the state, and the result of the
+            dataset's `state_dict`; None if no state is known.
         """
         if self.streams is None:
             return None
@@ -213,7 +235,7 @@ class Source:
         return None if snapshots is None else snapshots.before(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Have the stream of a slot begin there, in a dataset that has loaded this state."""
+        """Make the stream of `slot` start at `slot`, with a dataset that loads `state`."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
@@ -221,12 +243,16 @@ class Source:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Forget earlier epochs, which nobody asks for any more."""
+        """Drop the states of epochs before `epoch`, which ranks no longer request."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
     def _enter(self, epoch: int) -> Epoch:
-        """Return the order of an epoch, of which a map-style dataset has been told."""
+        """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed.
+
+        Raises:
+            TypeError: The loader is iterable-style.
+        """
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
         if epoch != self._entered:
@@ -240,7 +266,7 @@ class Source:
             return work(*arguments)
         except (Ended, Failed, KeyboardInterrupt):
             raise
-        except BaseException as error:  # sys.exit, too: it would end a worker without a word
+        except BaseException as error:  # includes sys.exit, which would end the worker silently
             where = f'in {self._where} (loader "{self._name}", {self._at})'
             raise Failed(error, where) from None
         finally:
@@ -283,14 +309,14 @@ class Source:
                 for key in others[: 1 - OPEN_EPOCHS]:
                     del self._cursors[key]
                 cursor = self._new_cursor(epoch, stream, item)
-        self._cursors[epoch, stream] = cursor  # behind those that were used before it
+        self._cursors[epoch, stream] = cursor  # last, because the dict is in order of use
         while cursor.item < item:
             try:
                 self._advance(cursor)
             except Ended:
                 raise
             except Exception:
-                continue  # what it raises is the answer to another question
+                continue  # the error belongs to an earlier slot
         return self._advance(cursor)
 
     def _snapshots_of(self, epoch: int, stream: int) -> "Snapshots":
@@ -314,7 +340,7 @@ class Source:
         return Cursor(loader, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """Do what a local worker does first; return what `get_worker_info()` shall answer."""
+        """Run `worker_init_fn` as a local worker does; return the value of `get_worker_info()`."""
         workers = max(1, loader.num_workers)
         number = worker_id % workers
         info = torch_worker.WorkerInfo(
@@ -329,15 +355,16 @@ class Source:
 
 
 def goes_on(loader: Any) -> bool:
-    """Return whether a local DataLoader iterates one and the same dataset in every epoch."""
+    """Return whether a local DataLoader would iterate the same dataset object in every epoch."""
     return not loader.num_workers or bool(loader.persistent_workers)
 
 
 def _with_own_memory(loader: Any) -> Any:
-    """Keep a loader's batches out of /dev/shm, which has 64 MB in a container.
+    """Replace a loader's `default_collate`, so that its batches are not made in /dev/shm.
 
-    Where `get_worker_info()` answers, torch's default_collate makes batches there, for a process
-    that is to map them; here they are copied once into a worker's arena.
+    If `get_worker_info()` is set, torch's `default_collate` makes batches in /dev/shm, for another
+    process to map. Here batches are copied into the worker's arena anyway, and /dev/shm has only
+    64 MB in a container.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -353,18 +380,21 @@ def _collate(samples: Any) -> Any:
 
 
 def streams_of(loader: Any) -> int | None:
-    """Return how many streams an iterable-style loader is cut into; None for a map-style one."""
+    """Return the number of streams of an iterable-style loader; None for a map-style one."""
     workers: int = max(1, loader.num_workers)
     return workers if isinstance(loader.dataset, IterableDataset) else None
 
 
 @dataclass
 class Cursor:
-    """One stream of one epoch, and how far it has been read.
+    """Iterator over one stream of one epoch.
 
     Attributes:
-        counter: Attribute in which the dataset counts its epochs, known at the stream's end; ""
-            for none. It has grown by one, and did not change from one batch to the next.
+        item: Index of the stream's next batch.
+        info: Value of `get_worker_info()` for the dataset; None without workers.
+        counter: Name of the attribute in which the dataset counts its epochs; "" for none, or
+            before the stream's end. It is an int that grew by one over the epoch and did not change
+            between the first batches.
     """
 
     loader: Any
@@ -382,15 +412,16 @@ class Cursor:
         """Return the stream's next batch.
 
         Raises:
-            Ended: It has none.
+            Ended: The stream has ended.
         """
         if self._ended:
-            self.loader = self.info = self._samples = None  # ranks may still ask for the end
+            # Free the dataset, but keep the cursor: ranks may request more slots at the end.
+            self.loader = self.info = self._samples = None
             raise Ended
         if self.item <= _LOOKS_AT_INTS:
             self._ints.append(_ints_of(self.loader.dataset))
         at = self.item
-        self.item += 1  # what raises has had its turn: a local loader goes on behind it, too
+        self.item += 1  # even if the batch raises: a local loader also continues with the next one
         if self._samples is None:
             self._samples = iter(self.loader.dataset)
         else:
@@ -420,10 +451,10 @@ class Cursor:
 
 
 class Snapshots:
-    """Where a stream's dataset stood now and then in one epoch, by its own `state_dict`.
+    """States of a stream's dataset at several items of one epoch, from its `state_dict`.
 
-    Taken only behind items that the dataset has given: one that has loaded a state, or whose
-    `__iter__` is a generator, does not say where it is to begin before it has begun.
+    A snapshot is taken only after the dataset has yielded an item. Before its first item, a dataset
+    that has loaded a state, or whose `__iter__` is a generator, does not report its start position.
     """
 
     def __init__(self) -> None:
@@ -431,32 +462,32 @@ class Snapshots:
         self._every = _SNAPSHOT_EVERY
 
     def pass_by(self, dataset: Any, item: int) -> None:
-        """Take note of a dataset before an item, if it has a state and it is time."""
+        """Store the dataset's state before `item`, if it has a `state_dict` and one is due."""
         if item % self._every or not hasattr(dataset, "state_dict"):
             return
         self._states[item] = cloudpickle.dumps(dataset.state_dict(), protocol=5)
         if len(self._states) > _MOST_SNAPSHOTS:
-            # Half of them are kept, so that all of a long stream can be gone back to.
+            # Keep every second one, so that the snapshots still cover all of a long stream.
             self._every *= 2
             first = min(self._states)
             kept = {at: one for at, one in self._states.items() if at % self._every == 0}
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Take a state that was loaded: what is known of the stream begins there."""
+        """Replace all snapshots by a loaded state, which belongs to `item`."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
-        """Return the latest item, not behind `item`, where the stream can begin; 0 is one."""
+        """Return the latest item at or before `item` at which the stream can begin; 0 if none."""
         return max((at for at in self._states if at <= item), default=0)
 
     def before(self, item: int) -> tuple[int, Any] | None:
-        """Return the last known state before `item`, and the item that it is of."""
+        """Return the latest snapshot at or before `item`, as (item, state); None if none."""
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
 
     def restore(self, dataset: Any, item: int) -> int:
-        """Bring a fresh dataset as near to `item` as is known; return where it stands."""
+        """Load the latest snapshot at or before `item` into a fresh dataset; return its item."""
         found = self.before(item)
         if found is None or not hasattr(dataset, "load_state_dict"):
             return 0
@@ -471,7 +502,7 @@ def _ints_of(dataset: Any) -> dict[str, int]:
 
 
 class Failed(Exception):
-    """The user's code raised; `raised` raises it again wherever it is sent."""
+    """Exception of the user's code; `raised` is the form that can be sent and raised again."""
 
     def __init__(self, error: BaseException, where: str) -> None:
         self.raised = Raised.of(error, where)
@@ -480,11 +511,13 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Raised:
-    """What the user's code raised, in a form that can be sent; raised again as DataLoader does.
+    """Exception of the user's code in a form that can be sent; re-raised as DataLoader does.
 
     Attributes:
-        kind: Its type; RuntimeError where that cannot be sent.
-        text: It and its traceback, as Python prints them.
+        kind: Type of the exception; RuntimeError if the type cannot be sent.
+        text: The exception and its traceback, as Python prints them.
+        where: The process and the batch in which the exception occurred.
+        parts: The exceptions of an exception group.
     """
 
     kind: type[BaseException]
@@ -494,8 +527,8 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> "Raised":
-        """Take an exception that was caught."""
-        # A group (PEP 654) has come with Python 3.11 only.
+        """Return the sendable form of a caught exception."""
+        # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
         parts = getattr(error, "exceptions", ()) if is_group else ()
         frames = error.__traceback__
@@ -506,16 +539,16 @@ class Raised:
         return cls(type(error), text, where, tuple(cls.of(part, where) for part in parts))
 
     def plain(self) -> "Raised":
-        """Return the same as a RuntimeError, which can be sent in any case."""
+        """Return a copy with the type RuntimeError, which can always be sent."""
         return replace(self, kind=RuntimeError, parts=())
 
     def reraise(self) -> NoReturn:
-        """Raise it here, with the first traceback in its message.
+        """Raise the exception here, with the original traceback in its message.
 
         Raises:
-            Exception: Of the same type where one can be made of a message alone.
-            RuntimeError: Else, as for an exception that would end the process (`sys.exit`) or the
-                loop (`StopIteration`).
+            Exception: An exception of the original type, if its constructor accepts a message.
+            RuntimeError: Otherwise; also for an exception that would end the process (`sys.exit`)
+                or the loop (`StopIteration`).
         """
         raise self._made() from None
 
@@ -533,7 +566,7 @@ class Raised:
                 made = make(message=text)
             else:
                 made = make(_AsItIs(text) if self.kind is KeyError else text)
-        except Exception:  # a constructor that takes something else: torch says so, too
+        except Exception:  # the constructor needs other arguments; torch does the same
             return RuntimeError(text)
         if text not in str(made) and hasattr(made, "add_note"):
             made.add_note(text)
@@ -541,7 +574,7 @@ class Raised:
 
 
 class _AsItIs(str):
-    """A KeyError shows the repr of its argument: of this one, the text with its lines."""
+    """String whose repr is its text, because KeyError shows the repr of its argument."""
 
     __slots__ = ()
 

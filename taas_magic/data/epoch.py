@@ -1,6 +1,6 @@
 """One rank's iterator over its share of one epoch.
 
-What comes next is what the course says (`sharding`), from what the fetchers answer (`client`).
+A course (`sharding`) decides the order of the slots; a client (`client`) requests their batches.
 """
 
 import itertools
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _THREAD_FROM_BYTES = 1 << 20
-"""Batches from this size on are received by a thread of their own."""
+"""Size of a batch from which on a separate thread receives the batches."""
 
 _LOOK_EVERY = 16
 _MOST_STEPS = 256
 _READY_BATCHES = 2
 _SAMPLE_EVERY = 16
 _LEFT_S = 30.0
-"""A pass that nobody asked for so long is taken to be left."""
+"""Seconds without a call of `next`, after which a pass no longer adds to `span_s`."""
 
 _EVERY_EPOCH_ALIKE = (
     'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
@@ -87,7 +87,13 @@ _KEPT_ORDERS = 3
 
 
 class Step(NamedTuple):
-    """What a rank is handed in one step, and where the epoch goes on after it."""
+    """Batch of a rank for one step.
+
+    Attributes:
+        received: The batch.
+        row_units: Units that the step's batches count, over all ranks.
+        after: Position in the epoch after the step.
+    """
 
     received: Delivered
     row_units: int
@@ -95,9 +101,9 @@ class Step(NamedTuple):
 
 
 def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
-    """Yield from `source`; measure now and then what of its time this thread computed."""
+    """Yield from `source`, and measure the wall and CPU time of every 16th step."""
     wall_s = cpu_s = 0.0
-    # The first one waits for the fetchers to begin, which says nothing about receiving.
+    # Skip the first batch, whose time includes the start of the fetchers.
     for number, item in enumerate(source, 1):
         if number % _SAMPLE_EVERY == 2:
             counts.receive_s += time.perf_counter() - wall_s
@@ -108,11 +114,19 @@ def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
 
 
 class EpochIterator(Iterator[Any]):
-    """One iterator: one rank's share of one epoch, from `place` on.
+    """Iterator over one rank's batches of one epoch, from `place` on.
 
     Args:
-        turn: How many iterators the loader had before.
-        order: The hash that its order has to have; 0: any.
+        loader: The remote loader.
+        epoch: Number of the epoch.
+        place: Position in the epoch to begin at.
+        turn: Number of earlier iterators of the loader.
+        order: Required hash of the epoch's order; 0 accepts any order.
+
+    Attributes:
+        after: Position after the last yielded batch.
+        opened: The fetchers' description of the epoch; None until the first `next`.
+        ended: Whether the pass has ended or was closed.
     """
 
     def __init__(
@@ -149,7 +163,7 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass, without waiting; its connections are closed or kept for the next one."""
+        """End the pass without waiting; its connections are closed or kept for the next pass."""
         if self.ended:
             return
         self.ended = True
@@ -168,7 +182,10 @@ class EpochIterator(Iterator[Any]):
         self.close()
 
     def counted(self) -> RankCounts:
-        """Return the loader's counts, with the time of this pass if it goes on; any thread may."""
+        """Return the loader's counts, including the time of this pass so far.
+
+        Safe to call from any thread.
+        """
         found = structs.replace(self._loader.counts)
         now, began, waits_since = time.perf_counter(), self._began, self._waits_since
         if began:
@@ -209,13 +226,13 @@ class EpochIterator(Iterator[Any]):
         return Walk(self._client, opened, part, *bounds, self._compare).steps()
 
     def _agreed(self, client: Client, opened: Opened) -> Opened:
-        """Return an epoch in the order of the rank that opened it first.
+        """Return the epoch in the order of the rank that opened it first.
 
-        Without fetchers each rank runs the sampler itself, which may draw from something that is
-        not seeded.
+        In a run without fetchers each rank runs the sampler itself, and the sampler may draw from
+        an unseeded generator. Then the ranks use the order of the first rank.
 
         Raises:
-            RunLost: This rank has another order, and the sampler has no length.
+            RunLost: This rank's order differs, and the sampler has no length.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         if agreement is None or opened.streams is not None or not loader.shape.has_own_sampler:
@@ -234,9 +251,10 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Compare a batch of a stream with that of the saved state, and with the other ranks'.
+        """Warn if a batch of a stream differs from that of the saved state or of other ranks.
 
         Args:
+            slot: The batch's slot.
             order: The batch's hash.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
@@ -282,12 +300,15 @@ def _pinned(received: Delivered) -> Delivered:
 
 
 class Walk:
-    """A rank's way through an epoch: asks ahead along its course, and learns what that needs.
+    """Requests a rank's batches ahead, in the order of its course, and yields the steps.
 
     Args:
-        client: Who is asked; it was opened for the epoch.
-        window_bytes: As many batches are asked for ahead as fit into this.
-        compare: Called with the slot and the hash of those batches of streams that have a hash.
+        client: Client on which the epoch was opened.
+        opened: The fetchers' description of the epoch.
+        part: The rank's part of the loader.
+        place: Position in the epoch to begin at.
+        window_bytes: Size of the batches to request ahead.
+        compare: Called with the slot and the hash of each batch of a stream that has a hash.
     """
 
     def __init__(
@@ -316,7 +337,7 @@ class Walk:
         self._kept: dict[int, Delivered] = {}
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps to the epoch's end."""
+        """Yield the steps until the end of the epoch."""
         for step in itertools.count(self._first):
             received = self._take(step)
             if received is None:
@@ -324,7 +345,7 @@ class Walk:
             yield Step(received, self._course.row_units(step), self._course.place(step + 1))
 
     def _take(self, step: int) -> Delivered | None:
-        """Return the batch to hand out at a step; None at the end."""
+        """Return this rank's batch of a step; None at the end of the epoch."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
         while (slot := self._course.at(step)) is NoSlot.WAIT:
@@ -349,7 +370,7 @@ class Walk:
         return received
 
     def _ask_ahead(self, step: int) -> None:
-        """Ask for a whole window; the next time when a quarter of it is used up."""
+        """Request a whole window of steps; repeat when a quarter of the window is used up."""
         ahead = self._least
         if self._largest_bytes:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
@@ -361,10 +382,16 @@ class Walk:
 
 
 class ReceiveThread(Iterator[Step]):
-    """Takes steps in a thread of its own, so that large batches arrive while the rank computes.
+    """Iterator that receives steps in a separate thread, while the rank computes.
 
-    The thread knows nothing of the iterator, which ends when the cell has left it, and ends the
-    client's pass itself: an interrupt or a `break` does not wait for the batch that is under way.
+    The thread has no reference to the `EpochIterator`, so that the iterator is closed when the
+    cell drops it. The thread itself closes the client's pass, so that an interrupt or a `break`
+    does not wait for the next batch.
+
+    Args:
+        source: The steps.
+        client: The client that receives them.
+        pins: Whether to copy batches to pinned memory.
     """
 
     def __init__(self, source: Iterator[Step], client: Client, pins: bool) -> None:
@@ -380,7 +407,7 @@ class ReceiveThread(Iterator[Step]):
         return item
 
     def stop(self) -> None:
-        """Have the thread end; what it waits for does not come any more."""
+        """Tell the thread to end, and discard the steps that it has received."""
         self._client.is_left = True
         with suppress(queue.Empty):
             while True:
@@ -395,6 +422,6 @@ class ReceiveThread(Iterator[Step]):
                 received = _pinned(step.received) if self._pins else step.received
                 self._queue.put(step._replace(received=received))
         except BaseException as error:
-            end = error  # it belongs to whoever iterates; this thread only carries it there
+            end = error  # raised again in the thread that iterates
         self._client.close()
         self._queue.put(end)

@@ -1,8 +1,8 @@
-"""Memory that batches lie in: what a worker writes and others map, and what a rank receives into.
+"""Memory for batches: shared memory that workers write, and blocks that ranks receive into.
 
-A worker writes its batches into one anonymous file of its own (`Arena`; a memfd, which needs no
-/dev/shm); the server and the ranks of its host map it (`Mapping`). What comes over a network is
-received into `Blocks`, used again once nobody looks at them any more.
+Each worker writes its batches into one anonymous file (`Arena`: a memfd, which needs no /dev/shm).
+The server and the ranks on the same host map this file (`Mapping`). A rank receives batches from
+the network into `Blocks`, which it reuses when nothing refers to them.
 """
 
 import bisect
@@ -21,12 +21,19 @@ from taas_magic.data.protocol import SharedPlace, aligned
 
 _STEPS = 8
 _FIRST_BYTES = 1 << 30
-"""Of an arena's file, which takes memory only where something was written. To map it anew, when it
-grows, costs every process a page fault for each page that it looks at: more than to copy it."""
+"""Initial size of an arena's file, which uses memory only for pages that were written.
+
+When the file grows, each process maps it again, with a page fault for each page that it reads. That
+costs more than a copy of the data, so the initial size is large.
+"""
 
 
 class Spans:
-    """Which bytes of an arena are in use: the first hole that is large enough is taken."""
+    """First-fit allocator for the spans of an arena.
+
+    Attributes:
+        end: End of the last used span.
+    """
 
     def __init__(self) -> None:
         self.end = 0
@@ -34,7 +41,7 @@ class Spans:
         self._holes: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int:
-        """Return where a span of `size` bytes begins, aligned."""
+        """Allocate a span of `size` bytes; return its aligned start."""
         size = aligned(max(size, 1))
         for at, (start, end) in enumerate(self._holes):
             if end - start >= size:
@@ -46,7 +53,7 @@ class Spans:
         return start
 
     def give_back(self, start: int) -> None:
-        """Take a span back; holes beside each other become one."""
+        """Free a span, and merge adjacent holes."""
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
         if at < len(self._holes) and self._holes[at][0] == end:
@@ -61,13 +68,18 @@ class Spans:
 
 
 def largest_file_bytes() -> int:
-    """Return how large a file this process may make (`ulimit -f`); an arena is one."""
+    """Return the largest file that this process may create (`ulimit -f`), in bytes."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit if limit != resource.RLIM_INFINITY else 1 << 62
 
 
 class Mapping:
-    """An arena, mapped: an anonymous file that one worker writes, whose descriptor it owns."""
+    """Mapping of an arena, the anonymous file that one worker writes.
+
+    Attributes:
+        descriptor: Descriptor of the file; the mapping owns and closes it.
+        used_bytes: End of the part of the arena that was accessed.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -75,22 +87,22 @@ class Mapping:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def mapped(self, end: int) -> memoryview:
-        """Return the arena's memory, at least up to there."""
+        """Return the arena's memory, mapped at least up to the offset `end`."""
         if end > self.used_bytes:
             self.used_bytes = end
             if end > len(self._whole):
-                # What looks at the mapping before it keeps that alive.
+                # Views of the old mapping keep it alive.
                 size = os.fstat(self.descriptor).st_size
                 self._whole = memoryview(mmap.mmap(self.descriptor, size))
         return self._whole
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Return a span's memory."""
+        """Return the memory of a span."""
         return self.mapped(offset + size)[offset : offset + size]
 
 
 class Arena(Mapping):
-    """The worker's view of its arena: nothing is left of that file when its users are gone."""
+    """Worker's end of its arena; the kernel frees the file when its last user has ended."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -99,10 +111,10 @@ class Arena(Mapping):
         os.ftruncate(descriptor, self._size)
 
     def take(self, size: int) -> tuple[int, memoryview]:
-        """Return the offset of a free span, and its memory.
+        """Allocate a span of `size` bytes; return its offset and its memory.
 
         Raises:
-            OSError: No file of this process may be so large.
+            OSError: The arena would exceed the largest file size of this process.
         """
         offset = self._spans.take(size)
         if self._spans.end > self._most:
@@ -120,15 +132,15 @@ class Arena(Mapping):
         return offset, self.view(offset, size)
 
     def free(self, offset: int) -> None:
-        """Take the span at `offset` back: nobody reads it any more."""
+        """Free the span at `offset`; no process may still read it."""
         self._spans.give_back(offset)
 
 
 class Lent:
-    """Spans of arenas that this process reads in place, and those that it reads no more.
+    """Tracks the spans of arenas that this process reads in place, and those that it has released.
 
     Args:
-        on_unused: Called, once `close` was, when nothing is read any more.
+        on_unused: Called after `close`, as soon as no span is in use.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
@@ -139,33 +151,38 @@ class Lent:
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
-        """Take an arena's descriptor."""
+        """Add an arena; the descriptor is closed with it.
+
+        Args:
+            arena: The server's number for the arena.
+            descriptor: Descriptor of the arena's file.
+        """
         self._arenas[arena] = Mapping(descriptor)
 
     def look(self, place: SharedPlace, size: int) -> memoryview:
-        """Return a span's memory; it is lent until the last view of it is gone."""
+        """Return a span's memory; the span is in use until the last view of it is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
-        owner.lent = self  # the connection stays open as long as this is read
+        owner.lent = self  # keeps the connection open while the span is in use
         self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
         return memoryview(owner).cast("B")
 
     def gone(self) -> list[SharedPlace]:
-        """Return what is read no more since the last call."""
+        """Return the spans that were released since the last call."""
         places: list[SharedPlace] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
 
     def close(self) -> None:
-        """Lend no more: what is read stays as it is until it is read no more."""
+        """Call `on_unused` when no span is in use; spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
 
     @property
     def held_bytes(self) -> int:
-        """How far all arenas have been looked at."""
+        """Accessed size of all arenas."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _let_go(self, place: SharedPlace) -> None:
@@ -183,14 +200,14 @@ _IDLE = _references([mmap.mmap(-1, 1)])[0]
 
 
 class Blocks:
-    """A pool of page-aligned blocks to receive into, in one thread's hands at a time.
+    """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    A batch's tensors are views of a block; Python counts those references, so a block is free when
-    only the pool refers to it.
+    The tensors of a batch are views of a block. Python counts these references, so a block is free
+    when only this object refers to it.
 
     Args:
-        keep_bytes: How much free memory is kept for later.
+        keep_bytes: Size above which the oldest blocks are dropped.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -198,20 +215,21 @@ class Blocks:
         self._blocks: list[mmap.mmap] = []
 
     def take(self, size: int) -> memoryview:
-        """Return writable memory of exactly `size` bytes that nobody else looks at."""
+        """Return writable memory of exactly `size` bytes that is not in use."""
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:
                 return memoryview(block)[:size]
-        # The next of eight sizes to each power of two: batches of like size fit the same block.
+        # Round up to one of eight sizes for each power of two, so that batches of similar size fit
+        # into the same block.
         step = max(mmap.PAGESIZE, (1 << max(size - 1, 1).bit_length()) // _STEPS)
         block = mmap.mmap(-1, -(-max(size, 1) // step) * step)
         self._blocks.append(block)
-        # What someone still looks at of those that are let go of lives until they stop.
+        # A dropped block lives until the last tensor in it is deleted.
         while len(self._blocks) > 1 and self.held_bytes > self._keep_bytes:
             del self._blocks[0]
         return memoryview(block)[:size]
 
     @property
     def held_bytes(self) -> int:
-        """Size of all blocks, free or looked at."""
+        """Size of all blocks, free or in use."""
         return sum(map(len, self._blocks))
