@@ -1,9 +1,10 @@
 """Flower's SuperExec, which starts apps as forks of itself.
 
-Flower starts a ClientApp for each message as a new Python, which imports what the app needs again,
-and takes a claimed task away from a process that sends no heartbeat for 30 s. On a slow machine an
-app would never begin. This program imports what the apps need once, before it claims any task, and
-forks: an app begins within milliseconds, whatever its imports take.
+Flower's own SuperExec starts a new Python process for each message to a ClientApp, and each process
+imports the app's modules again. Flower also takes a claimed task away from a process that sends no
+heartbeat for 30 s, so on a slow machine an app would never begin. This program imports the apps'
+modules once, before it claims any task, and then forks. An app begins within milliseconds, however
+long its imports take.
 """
 
 import importlib
@@ -30,21 +31,26 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, Subpr
 from taas_magic.errors import signal_name
 
 IMPORTS = "TAAS_FEDERATION_IMPORTS"
-"""The environment variable that names the modules which the apps need, with commas."""
+"""Environment variable with the names of the modules that the apps need, separated by commas."""
 
 STARTS = 3
-"""How often one task may be started: an app that does not answer is started again by Flower."""
+"""Most starts of one task; Flower restarts an app that does not answer."""
 
 SAID_AFTER_S = 5.0
-"""After how many seconds the log says what is imported."""
+"""Seconds that an import may take before the log names the module."""
 
 _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Return those modules whose names a payload has somewhere, without Python's own.
+    """Return the public modules whose names occur in a payload, except Python's own and ours.
 
-    A module too many costs its import, and one too few is imported by each app.
+    The result is a guess. A superfluous module costs one import. If a module is missing, each app
+    imports it.
+
+    Args:
+        payload: The payload file of the run.
+        modules: Names of modules to choose from.
     """
     data = payload.read_bytes()
     ours = {*sys.stdlib_module_names, "taas_magic", "taas"}
@@ -66,7 +72,7 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module; say so if it takes long. The app that needs it shows any error."""
+    """Import a module and log its name if that takes long; the app that needs it shows errors."""
 
     def say() -> None:
         _say(f"this host imports {name} for the apps")
@@ -86,7 +92,7 @@ def _say(line: str) -> None:
 
 
 def _entry(kind: TaskType) -> Any:
-    """Return the function of Flower's command that runs an app."""
+    """Return the main function of Flower's command for a kind of app."""
     [found] = entry_points(group="console_scripts", name=TASK_TYPE_TO_COMMAND[kind])
     return found.load()
 
@@ -99,10 +105,10 @@ class _Forks:
         self._starts: Counter[int] = Counter()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Start an app; called by Flower.
+        """Start an app in a fork; called by Flower.
 
         Raises:
-            SystemExit: The same task was started too often.
+            SystemExit: The task was already started `STARTS` times.
         """
         if spec.task_type not in _FORKED:
             return LaunchResult.failed(f"{spec.task_type} does not run here")
@@ -118,7 +124,7 @@ class _Forks:
         return LaunchResult.accepted()
 
     def report_killed(self) -> None:
-        """Say which apps were killed; called by Flower ten times a second."""
+        """Log which apps were killed by a signal; called by Flower ten times a second."""
         for process in [it for it in self._running if it.exitcode is not None]:
             self._running.remove(process)
             if process.exitcode < 0:
@@ -128,7 +134,7 @@ class _Forks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run the command that Flower would have started; in a fork."""
+    """Run the command that Flower would have started; runs in a fork."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""`taas.federation`: Flower on a pool's hosts, as a run with one rank a host (kernel)."""
+"""`taas.federation`: Flower on a pool's hosts, as a run with one rank on each host (kernel)."""
 
 import contextlib
 import secrets
@@ -28,15 +28,15 @@ from taas_magic.federation.member import take_part
 
 @dataclass(frozen=True)
 class Federation:
-    """Hosts that learn together, each from data of its own.
+    """Hosts that train a model together, each on its own data.
 
     Attributes:
-        pool: The pool whose hosts take part.
-        per_host: What the ClientApp finds in `context.node_config`, by the host's name: texts,
-            numbers and truth values, such as where its data lies.
-        hosts: How many take part; 0: all of the pool.
-        store: A folder that the ServerApp writes to; what is in it goes to all hosts. "": an empty
-            one, which is removed.
+        pool: Name of the pool whose hosts take part.
+        per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
+            Values are strings, numbers and booleans, such as the path of the host's data.
+        hosts: Number of hosts; 0 for all hosts of the pool.
+        store: A folder that the ServerApp writes to. All hosts receive its contents. "" for an
+            empty temporary folder, which is removed after the run.
     """
 
     pool: str = "local"
@@ -51,22 +51,25 @@ class Federation:
         config: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Run a ServerApp and a ClientApp of the notebook; blocks, and shows the run as a cell's.
+        """Run a ServerApp and a ClientApp of the notebook, and show the run like a cell's run.
+
+        Blocks until the run has ended.
 
         Args:
-            server_app: Runs on the first host. A host that is lost besides does not end the run:
-                what becomes of its client is Flower's to say (`min_available_nodes`, ...).
-            client_app: Runs on every host.
-            config: What both find in `context.run_config`.
-            timeout_s: Bound on the run's time.
+            server_app: A Flower `ServerApp`, which runs on the first host. The loss of any other
+                host does not end the run. Flower's settings (`min_available_nodes`, ...) decide
+                whether the training continues without that client.
+            client_app: A Flower `ClientApp`, which runs on every host.
+            config: The `context.run_config` of both apps.
+            timeout_s: Seconds after which the run is ended; default is no limit.
 
         Returns:
-            What the ServerApp's main returned, such as Flower's `Result`.
+            The return value of the ServerApp's main function, such as Flower's `Result`.
 
         Raises:
-            UsageError: The pool has no such hosts, flwr is not installed, or Flower cannot pass a
-                value of `config` or `per_host` on.
-            TaasError: As a `%%taas` cell raises.
+            UsageError: The pool has no such hosts, flwr is not installed, or `config` or
+                `per_host` has a value that Flower cannot transfer.
+            TaasError: The run failed; the errors are those of a `%%taas` cell.
         """
         _check(config or {}, *self.per_host.values())
         magics = _magics()
@@ -97,10 +100,10 @@ class Federation:
 
 
 def _check(*said: Mapping[str, Any]) -> None:
-    """Check what apps are told.
+    """Check the values of configurations for the apps.
 
     Raises:
-        UsageError: A value is no text, no number and no truth value.
+        UsageError: A value is not a string, number or boolean.
     """
     for name, value in (item for each in said for item in each.items()):
         if not isinstance(value, str | bool | int | float):
@@ -111,7 +114,7 @@ def _check(*said: Mapping[str, Any]) -> None:
 
 
 def _magics() -> TaasMagics:
-    """Return the notebook's.
+    """Return the notebook's magics.
 
     Raises:
         UsageError: There is no notebook, or the extension is not loaded.
@@ -126,7 +129,7 @@ def _magics() -> TaasMagics:
 
 @contextlib.contextmanager
 def _bound(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """Have names in the notebook for the time of a run: what travels is found by its name."""
+    """Define names in the notebook for the block, because the capture finds objects by name."""
     namespace.update(names)
     try:
         yield

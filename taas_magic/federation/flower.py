@@ -1,13 +1,13 @@
-"""What Flower's own processes load of ours: the SuperLink that asks for a key, the notebook's apps.
+"""Our code in Flower's own processes: a SuperLink that requires a key, and the notebook's apps.
 
-`python -m taas_magic.federation.flower` is Flower's `flower-superlink`, whose Control API asks for
-a key: whoever may start runs there has code run on all hosts. Of Flower's own ways to ask who
-calls, only its enterprise edition has one. So the class that lets everybody in is replaced here, in
-a process that does nothing else.
+`python -m taas_magic.federation.flower` is Flower's `flower-superlink` with a Control API that
+requires a key. The key is necessary because a client of this API can run code on all hosts. Only
+Flower's enterprise edition can authenticate clients of the Control API. This module therefore
+replaces the class that accepts every client, in a process that does nothing else.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. The processes that load them
-are neither ranks nor their forks. As the children that a rank starts by spawn, they find the
-notebook's names in the run's payload (`host.cell_main`).
+are neither ranks nor forks of ranks. Like the children that a rank spawns, they load the notebook's
+names from the run's payload (`host.cell_main`).
 """
 
 import functools
@@ -21,23 +21,25 @@ from pathlib import Path
 from typing import Any
 
 SERVER_APP, CLIENT_APP = "taas_server_app", "taas_client_app"
-"""What the notebook's two apps are called among the names that travel."""
+"""Names of the notebook's two apps in the run's payload."""
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
-"""The environment variable that names the file with the Control API's key."""
+"""Environment variable with the path of the file that holds the Control API's key."""
 
 RESULT = "TAAS_FEDERATION_RESULT"
-"""The environment variable that names the file for what the ServerApp's main returns."""
+"""Environment variable with the path of the file for the ServerApp's return value."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What all hosts of a federation know.
+    """The settings of a federation, which all its hosts receive.
 
     Attributes:
-        certificate: What the SuperLink's certificate is signed by, as PEM.
-        per_host: What each SuperNode finds in `context.node_config`, by the host's name.
-        config: What the apps find in `context.run_config`.
+        certificate: The certificate that signs the SuperLink's certificate, as PEM.
+        signing_key: The private key of `certificate`, as PEM.
+        key: The key that the Control API requires.
+        per_host: The `context.node_config` of each SuperNode, by the host's name.
+        config: The `context.run_config` of the apps.
     """
 
     certificate: str
@@ -48,7 +50,7 @@ class Terms:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `server_app` or `client_app` (PEP 562)."""
+    """Return the module attribute `server_app` or `client_app`, loaded on first use (PEP 562)."""
     if name == "client_app":
         return _names()[CLIENT_APP]
     if name == "server_app":
@@ -66,7 +68,10 @@ def _names() -> dict[str, Any]:
 
 
 def _keeping(app: Any) -> Any:
-    """Return the ServerApp; what its main returns is written for rank 0, as Flower drops it."""
+    """Return the ServerApp, changed so that it writes the return value of its main to a file.
+
+    Rank 0 reads the file, because Flower discards the value.
+    """
     import cloudpickle
 
     main = app._main

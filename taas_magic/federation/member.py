@@ -1,9 +1,9 @@
-"""A host's part in a federation: Flower's own programs, started and ended by the host's rank.
+"""Flower's programs on one host of a federation, which the host's rank starts and ends.
 
-Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts; every host runs
-a SuperNode, and the ClientApp in a process for each message. All ports ask for a key: the
-SuperLink's for the run's (Control API), that of a registered SuperNode (Fleet API) or a host's
-(Runtime API).
+Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts. Every host runs
+a SuperNode, and the ClientApp in one process for each message. All ports require a key. The
+SuperLink's Control API requires the run's key, its Fleet API the key of a registered SuperNode. The
+Runtime API on each host requires that host's secret.
 """
 
 import contextlib
@@ -55,15 +55,18 @@ from taas_magic.host.system import LOOPBACK, spawn_command
 from taas_magic.leases import START_TIMEOUT_S
 
 MEET_S = 120.0
-"""How long a host may take to reach the run's store, which is there before its rank starts."""
+"""Seconds to wait for a connection to the run's TCPStore, which exists before any rank starts."""
 
 END_S = 3.0
-"""How long Flower's programs may take to end; an interrupted rank has 5 s."""
+"""Seconds to wait for Flower's programs to end before they are killed.
+
+An interrupted rank has 5 s in all.
+"""
 
 LOOK_S = 0.5
 
 PORTS = range(20_000, 32_000)
-"""Where Flower's programs listen: below what systems give to outgoing connections."""
+"""Ports for Flower's programs, below the range that systems use for outgoing connections."""
 
 PORT_TRIES = 3
 
@@ -71,18 +74,21 @@ _HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
 
 
 def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
-    """Run Flower's programs of this host until the ServerApp has ended; blocks.
+    """Run Flower's programs on this host until the ServerApp has ended; blocks.
 
     Args:
-        server_app: The notebook's; Flower's own process loads it again (`flower`).
-        client_app: The same.
+        terms: The settings of the federation.
+        server_app: The notebook's ServerApp, only for a check of its type. Flower's own process
+            loads it again (`flower`).
+        client_app: The notebook's ClientApp, likewise.
 
     Returns:
-        On rank 0, what the ServerApp's main returned.
+        On rank 0, the return value of the ServerApp's main function; None on other ranks.
 
     Raises:
-        TypeError: One of the apps is something else.
-        RuntimeError: The ServerApp failed, or one of the programs ended by itself.
+        TypeError: An app has the wrong type.
+        UsageError: `Terms.per_host` does not match the hosts that take part.
+        RuntimeError: The ServerApp failed, or one of Flower's programs ended by itself.
     """
     for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
         if not isinstance(app, kind):
@@ -118,7 +124,10 @@ def _lead(host: "_Host", meeting: TCPStore) -> Any:
 
 
 def _get(meeting: TCPStore, key: str) -> str:
-    """Return what another rank says, once it does: a rank that fails ends the run."""
+    """Wait until another rank has set `key`, and return its value.
+
+    The wait needs no limit because a rank that fails ends the run.
+    """
     while not meeting.check([key]):
         time.sleep(LOOK_S)
     found: str = meeting.get(key).decode()
@@ -129,7 +138,8 @@ class _Host:
     """Flower's programs on this host; leaving the context ends them.
 
     Args:
-        folder: A folder of this run's own, for nobody else to read.
+        folder: A folder of this run that only this user can read.
+        terms: The settings of the federation.
     """
 
     def __init__(self, folder: Path, terms: Terms) -> None:
@@ -167,10 +177,13 @@ class _Host:
                 program.wait()
 
     def expect(self, names: Sequence[str]) -> None:
-        """Check that `per_host` and the hosts that take part are the same.
+        """Check that `per_host`, unless it is empty, names exactly the hosts that take part.
+
+        Args:
+            names: Names of the hosts that take part.
 
         Raises:
-            UsageError: They are not.
+            UsageError: The names differ.
         """
         if (told := self._terms.per_host.keys()) and told != set(names):
             raise UsageError(
@@ -179,13 +192,17 @@ class _Host:
             )
 
     def start_superlink(self, host: str) -> str:
-        """Start the SuperLink and what starts the ServerApp; returns its address when it listens.
+        """Start the SuperLink and the SuperExec that starts the ServerApp.
 
         Args:
-            host: Where other hosts reach this one.
+            host: The address at which other hosts reach this host.
+
+        Returns:
+            The SuperLink's address, once it listens.
 
         Raises:
-            RuntimeError: It ended, does not listen in time, or lets in who has no key.
+            RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without
+                a key.
         """
         terms = self._terms
         mine, key = certificate.sign(terms.certificate, terms.signing_key, host)
@@ -203,7 +220,11 @@ class _Host:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Make this host known to the SuperLink by its name, and start its SuperNode."""
+        """Register this host with the SuperLink by its name, and start its SuperNode.
+
+        Args:
+            superlink: The SuperLink's address.
+        """
         name = os.environ[HOST]
         config = {
             "host": name,
@@ -228,10 +249,16 @@ class _Host:
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
 
     def serve(self, superlink: str) -> Any:
-        """Start the ServerApp, print its log until it has ended; returns what its main returned.
+        """Start the ServerApp and print its log until it has ended.
+
+        Args:
+            superlink: The SuperLink's address.
+
+        Returns:
+            The return value of the ServerApp's main function.
 
         Raises:
-            RuntimeError: It failed, or one of Flower's programs has ended.
+            RuntimeError: The ServerApp failed, or one of Flower's programs has ended.
             httpx.HTTPError: The SuperLink does not answer.
         """
         watching = threading.Thread(target=self._watch, name="taas-flower", daemon=True)
@@ -245,7 +272,7 @@ class _Host:
             watching.join()
 
     def _watch(self) -> None:
-        """End the SuperLink when another program has ended, so that `serve` does not wait on."""
+        """Kill the SuperLink when another program has ended, so that `serve` stops waiting."""
         while not self._is_over.wait(LOOK_S):
             try:
                 self.check()
@@ -268,10 +295,10 @@ class _Host:
         return cloudpickle.loads(self._result.read_bytes()) if self._result.exists() else None
 
     def check(self) -> None:
-        """Look whether the programs run.
+        """Check that all programs still run.
 
         Raises:
-            RuntimeError: One has ended.
+            RuntimeError: A program has ended.
         """
         for name, program in self._programs.items():
             if (code := program.poll()) is not None:
@@ -281,7 +308,8 @@ class _Host:
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(f"no {command[0]} beside {sys.executable}: pip install flwr there")
-        quiet = {} if "SuperExec" in name else {"FLWR_LOG_LEVEL": "WARNING"}  # not the apps
+        # a SuperExec keeps the default level, because its apps inherit it
+        quiet = {} if "SuperExec" in name else {"FLWR_LOG_LEVEL": "WARNING"}
         environ = {**self._environ, **quiet}
         self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
 
@@ -293,9 +321,9 @@ class _Host:
         self._start(name, *command, "--superexec-auth-secret-file", str(secret))
 
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
-        """Start a program that is told its port; returns the port when it listens there.
+        """Start a program with a free port, and return the port once the program listens there.
 
-        Another program may take the port before it: then it ends, and is started with another one.
+        If another program takes the port first, the program ends and is started with another port.
         """
         for _ in range(PORT_TRIES):
             port = _free_port(host)
@@ -318,7 +346,10 @@ class _Host:
         return False
 
     def _try_without_key(self, superlink: str) -> None:
-        """Check that the Control API refuses who has no key: another flwr may ask otherwise."""
+        """Check that the Control API rejects a wrong key.
+
+        The check is necessary because another version of flwr may not use our authentication class.
+        """
         try:
             with self._control(superlink, key="none") as control:
                 control.ListRuns(ListRunsRequest())
@@ -352,7 +383,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Bearer:
-    """Shows the run's key with each request to the Control API."""
+    """Interceptor that adds the run's key to each request to the Control API."""
 
     key: str
 
@@ -363,7 +394,7 @@ class _Bearer:
 
 
 def _bundle(config: Mapping[str, Any]) -> str:
-    """Return the pyproject.toml of a Flower app, which says where the two apps are found."""
+    """Return the text of a Flower app's pyproject.toml, which points to the two apps."""
     places = {
         "serverapp": "taas_magic.federation.flower:server_app",
         "clientapp": "taas_magic.federation.flower:client_app",
@@ -375,7 +406,7 @@ def _bundle(config: Mapping[str, Any]) -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that nothing listens on now: Flower's programs choose none themselves."""
+    """Return a port that is free now, because Flower's programs cannot choose one themselves."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         port = secrets.choice(PORTS)
