@@ -1,1 +1,4 @@
-"""What happened in a run: on disk (folder.py), added up and drawn (analysis.py)."""
+"""The journal of a run: its folder (folder.py), reading (reader.py), sums and plots (analysis.py).
+
+metrics.py has the scalars that ranks log.
+"""

@@ -1,8 +1,8 @@
-"""What ranks and fetchers say of a run's loaders: added up, what to change, and as pictures. Pure.
+"""Analysis of a run's loaders from the reports of ranks and fetchers: sums, advice, plots. Pure.
 
-The head, the advice and the plot are made from the same sums. Hosts' clocks may be days apart, so
-whoever adds an event says when it came; what ranks and workers measured themselves are durations.
-`load_of` turns the sums of a run into a few shares; `advise` decides by them alone.
+The head, the advice and the plot use the same sums. The clocks of hosts may differ by days, so the
+caller passes the arrival time of each event. Ranks and workers measure only durations. `load_of`
+reduces the sums of a run to a few shares, and `advise` uses only these shares.
 """
 
 import math
@@ -30,14 +30,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINT_GAP_S = 0.9
-"""Ranks report once a second; between two points each of them has."""
+"""Seconds between two points.
+
+Ranks report once a second, so between two points each rank has reported.
+"""
 
 RATE_POINTS = 6
-"""A rate is taken over so many points."""
+"""Number of points over which a rate is computed."""
 
 
 class Point(NamedTuple):
-    """The sums over all ranks at a moment: what came to them, and their seconds."""
+    """The sums over all ranks at one time, or the difference of two such sums.
+
+    Attributes:
+        time: Seconds on the caller's clock; in a difference, the seconds between the two.
+        batches: Batches that the ranks received.
+        units: Units that the ranks received.
+        bytes: Bytes that the ranks received from fetchers.
+        waited_s: Seconds that the ranks waited for batches.
+        span_s: Seconds that the ranks spent in passes over the loader, waiting or working.
+    """
 
     time: float
     batches: float = 0.0
@@ -47,29 +59,29 @@ class Point(NamedTuple):
     span_s: float = 0.0
 
     def since(self, earlier: "Point") -> "Point":
-        """Return what was added from `earlier` to this."""
+        """Return the difference between this point and an earlier one."""
         return Point._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """Return a value for each second of this difference."""
+        """Return `value` per second of this difference."""
         return value / self.time if self.time > 0 else 0.0
 
     @property
     def share(self) -> float:
-        """The share of their time with the loader that ranks waited for it."""
+        """The share of `span_s` that ranks waited, from 0 to 1."""
         return min(1.0, self.waited_s / self.span_s) if self.span_s > 0 else 0.0
 
 
 @dataclass
 class LoaderFlow:
-    """One loader.
+    """The reports on one loader.
 
     Attributes:
-        ranks: What each rank counted last (`data` events).
-        fetchers: What each fetcher said last (`fetched` events).
-        began: The same when the ranks had their first batches.
-        until: The same when ranks last said that they had more.
-        points: The ranks' sums over time.
+        ranks: The last counts of each rank (`data` events).
+        fetchers: The last counts of each fetcher (`fetched` events).
+        began: The fetchers' counts at the time of the ranks' first batches.
+        until: The fetchers' counts at the time of the ranks' last batches so far.
+        points: The sums over all ranks, over time.
     """
 
     name: str
@@ -80,26 +92,26 @@ class LoaderFlow:
     until: dict[int, FetcherCounts] = field(default_factory=dict)
 
     def total(self, name: str) -> float:
-        """Return the sum of a count over all ranks."""
+        """Return the sum of a field of `RankCounts` over all ranks."""
         return math.fsum(getattr(counts, name) for counts in self.ranks.values())
 
     def stock(self, name: str) -> float:
-        """Return the sum of what all fetchers said last."""
+        """Return the sum of a field of `FetcherCounts` over all fetchers."""
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
     def sums(self, now: float) -> Point:
-        """Return the ranks' sums as they stand."""
+        """Return the current sums over all ranks, with the time `now`."""
         return Point(now, *(self.total(name) for name in Point._fields[1:]))
 
     @property
     def units(self) -> int:
-        """Units that the ranks have had, with those before a state that was loaded."""
+        """Units that the ranks received, including those before a loaded state."""
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
         return int(self.total("units")) + resumed
 
     @property
     def shares(self) -> dict[int, float]:
-        """The share of its time with the loader that each rank waited, by rank."""
+        """For each rank, the share of its time with the loader that it waited."""
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
             for rank, counts in sorted(self.ranks.items())
@@ -108,17 +120,17 @@ class LoaderFlow:
 
     @property
     def recent(self) -> Point:
-        """What came in the last seconds."""
+        """The difference of the sums over the last seconds."""
         return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
 
     @property
     def mean(self) -> Point:
-        """All that came, in the time that the slowest rank spent with the loader."""
+        """The sums so far; its time is the time that the slowest rank spent with the loader."""
         spans = [counts.span_s for counts in self.ranks.values()]
         return self.sums(max(spans, default=0.0))
 
     def take_rank(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Take a rank's report."""
+        """Add a rank's report."""
         self.ranks[rank] = counts
         if not self.points:
             self.points.append(Point(now - counts.span_s))
@@ -130,7 +142,7 @@ class LoaderFlow:
             self.points.append(point)
 
     def restart(self, now: float) -> None:
-        """Begin again, as all ranks do."""
+        """Reset the sums, because all ranks start again."""
         self.ranks.clear()
         if self.points.maxlen:
             self.points.clear()
@@ -138,10 +150,15 @@ class LoaderFlow:
 
 
 class Flow:
-    """All loaders of a run.
+    """The reports on all loaders of a run.
 
     Args:
-        keep_points: How many points of each are kept; None keeps all.
+        keep_points: Number of newest points to keep for each loader; None keeps all.
+
+    Attributes:
+        loaders: The reports on each loader, by its name.
+        fetchers: The start event of each fetcher, by its number.
+        fetchers_ended: Numbers of the fetchers that have ended.
     """
 
     def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
@@ -150,12 +167,17 @@ class Flow:
         self.fetchers: dict[int, FetcherStarted] = {}
         self.fetchers_ended: set[int] = set()
         self.rank_hosts: dict[str, int] = {}
-        """The hosts of ranks that use registered loaders, and the cores of each; 0: not known."""
+        """The hosts of ranks that use registered loaders, and each host's cores; 0 if unknown."""
         self.filling: Prefilling | None = None
-        """The last one while ranks wait for `--prefill`; None: they do not."""
+        """The newest event of `--prefill` while ranks wait for it; else None."""
 
     def apply(self, event: Event, now: float) -> None:
-        """Take the next event; those that say nothing about loaders are ignored."""
+        """Apply the next event; events that do not concern loaders are ignored.
+
+        Args:
+            event: The event.
+            now: Time of its arrival, in seconds on the caller's clock.
+        """
         match event:
             case RankReport():
                 self.rank_hosts[event.host] = event.cores
@@ -183,7 +205,7 @@ class Flow:
 
 
 TOLERABLE = 0.1
-"""The share of their time that ranks may wait without anything being said."""
+"""The share of their time that ranks may wait before there is any advice."""
 
 _LEAST_SPAN_S = 1.0
 _BUSY = 0.7
@@ -195,22 +217,25 @@ _WORTH = 1.15
 
 @dataclass(frozen=True)
 class Load:
-    """How a loader's work was spread; shares are from 0 to 1.
+    """The load of one loader. All shares are from 0 to 1.
 
     Attributes:
-        waited: The share of their time with it that ranks waited for it.
-        first: The share of their time that went by before their first batch.
-        fetchers: How many prepared its batches; 0: the ranks themselves did.
-        workers: Processes that could prepare.
-        working: How many of them had something to do.
-        busy: The share of its time that the busiest worker prepared.
-        cpu: The share of preparing that was computing; the rest is waiting for storage.
+        name: The loader's name.
+        waited: The share of their time with the loader that ranks waited for it.
+        first: The share of their time that ranks waited for their first batch.
+        ranks: Number of ranks that use the loader.
+        fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
+        workers: Number of worker processes.
+        working: Number of workers that had work to do, as a mean.
+        busy: The share of its time that the busiest worker prepared batches.
+        cpu: The share of the preparation time that was CPU time; the rest is waiting for storage.
         cores: The share of the cores of the fetchers' hosts that the workers used.
         own_hosts: Whether every fetcher has a host to itself.
-        room: How many fetchers, with as many workers each, the cores of their hosts are enough for;
-            infinite where each has a host to itself, or where the cores are not known.
-        crosses: Whether batches go from host to host.
-        receiving: The share of a rank's receiving that was its own computing.
+        room: Number of fetchers, with as many workers each, for which the hosts have cores;
+            infinite if each fetcher has a host to itself, or if the cores are unknown.
+        crosses: Whether batches travel between hosts.
+        receiving: The share of the ranks' receiving time that was their own CPU time.
+        mb_per_s: Megabytes per second that all ranks received.
     """
 
     name: str
@@ -231,17 +256,17 @@ class Load:
 
     @property
     def later(self) -> float:
-        """The share of their time after the first batch that ranks waited."""
+        """The share of the time after their first batch that ranks waited."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
     def possible(self) -> float:
-        """How many times as fast the ranks would be if they never waited."""
+        """The speed-up of the ranks if they never waited."""
         return 1.0 / max(1e-6, 1.0 - self.later)
 
 
 def advice(flow: Flow) -> str:
-    """Return the sentence for the loader that ranks waited for longest; "" where none is needed."""
+    """Return advice on the loader that ranks waited for longest; "" if none is needed."""
     waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
@@ -249,7 +274,7 @@ def advice(flow: Flow) -> str:
 
 
 def advise(load: Load) -> str:
-    """Say what bounded a loader and which flag would help; "" where ranks hardly waited."""
+    """Return what limited a loader and which flag would help; "" if ranks hardly waited."""
     if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
         return ""
     who = "the rank" if load.ranks == 1 else "ranks"
@@ -274,14 +299,14 @@ def _because(load: Load) -> str:
         )
     if load.cpu < _MOST_CPU and load.cores < _FULL:
         return f"its storage waits; {_more(load, math.inf)}"
-    # on hosts that others use, too, fetchers can be no faster than the cores that are left
+    # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
     more = _more(load, free) if free >= _WORTH else _on_other_hosts(load)
     return f"preparing it takes CPU time; {more}"
 
 
 def _prepared_by_ranks(load: Load) -> str:
-    """Say how much faster it is to prepare beside the ranks what they prepare in turn with work."""
+    """Return advice for a loader that the ranks themselves run, in turn with their work."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
@@ -332,7 +357,15 @@ def _on_other_hosts(load: Load) -> str:
 
 
 def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
-    """Return so many fetchers that ranks would not wait, but not too many, and the speed-up."""
+    """Return the advised number of fetchers and the speed-up that it would give.
+
+    The number is large enough that ranks would not wait, but bounded.
+
+    Args:
+        load: The load of the loader.
+        most: Upper bound of the speed-up.
+        busy: The share of its time that the busiest worker works, which fetchers must share.
+    """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
     at_most = min(_MOST_TIMES * load.fetchers, load.room)
     fetchers = max(load.fetchers + 1, math.floor(min(wanted, at_most)))
@@ -344,7 +377,7 @@ def _times(faster: float) -> str:
 
 
 def load_of(flow: Flow, loader: LoaderFlow) -> Load:
-    """Return what the sums of a run say of one loader."""
+    """Compute the load of one loader from the sums of a run."""
     sums, last = loader.mean, loader.until or loader.fetchers
     spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
     fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
@@ -354,7 +387,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
-    # workers that a fetcher has, or would have
+    # the workers that each fetcher has, or would have
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return Load(
@@ -382,7 +415,12 @@ def _cores_of(flow: Flow, host: str) -> int:
 
 
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
-    """Return what a fetcher's workers did while ranks were fed; one that is new did all of it."""
+    """Return the work of a fetcher's workers while ranks received batches.
+
+    Args:
+        last: The fetcher's counts at the end of that time.
+        first: Its counts at the beginning; None if the fetcher started later.
+    """
     if first is None or first.up_s >= last.up_s:
         return last
     names = ("fetch_s", "fetch_cpu_s", "fetch_most_s", "up_s")
@@ -395,11 +433,11 @@ def _share(part: float, whole: float) -> float:
 
 
 def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
-    """Return how the loaders of a run went, from the events of its journal.
+    """Return the curves of all loaders of a run from the events of its journal.
 
     Returns:
-        By loader, what came in each interval, and the interval's middle in seconds since the run's
-        first event.
+        For each loader, a list with one pair per interval: the middle of the interval, in seconds
+        since the run's first event, and the difference of the sums over the interval.
     """
     flow, began = Flow(keep_points=None), None
     for event in events:
@@ -414,7 +452,11 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
-    """Draw the curves of a run, one above the other.
+    """Draw the share of time that ranks waited, and below it the batches per second.
+
+    Args:
+        events: The events of the run's journal.
+        title: Title of the figure.
 
     Raises:
         UsageError: matplotlib is missing, or the run used no registered loader for a second.
@@ -430,7 +472,8 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
     for name, curve in found.items():
         seconds = [time for time, _ in curve]
         most = max(step.rate(step.bytes) / 1e6 for _, step in curve)
-        label = f"{name} (up to {most:,.0f} MB/s)" if most else name  # 0: they pass over no wire
+        # 0 bytes: the ranks prepared the batches themselves
+        label = f"{name} (up to {most:,.0f} MB/s)" if most else name
         above.plot(seconds, [100 * step.share for _, step in curve], marker=".")
         below.plot(seconds, [step.rate(step.batches) for _, step in curve], marker=".", label=label)
     above.set(title=title, ylabel="ranks waited (%)", ylim=(-2, 102))
@@ -439,5 +482,5 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
     below.set_ylim(bottom=0, top=1.1 * fastest or 1)
     below.set_xlim(left=0)
     below.legend(loc="best", fontsize="small")
-    pyplot.close(figure)  # else a notebook would show it twice: as a value, and at the cell's end
+    pyplot.close(figure)  # or a notebook shows it twice: as a value, and at the cell's end
     return figure

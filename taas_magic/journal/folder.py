@@ -1,20 +1,20 @@
-"""All that happened in a run, on disk: a folder a run, which any kernel of the user can read.
+"""The run folder: everything on disk about one run, readable by all kernels of the user.
 
     <state folder>/runs/<run_id>/      0700
-        plan.json                      what was decided
-        cell.py                        what the user ran
-        run.json                       `RunContext`: what readers need of the notebook and its pools
-        payload                        what the ranks load (removed when the run has ended)
-        events.jsonl                   every event, in the order the pool's process saw it
-        logs/rank-<N>.log              all that rank N wrote to its descriptors 1 and 2
-        results/                       what ranks sent back; see host/results.py
-        metrics.csv                    what ranks logged by `taas.log`; see journal/metrics.py
+        plan.json                      the plan of the run
+        cell.py                        the cell that the user ran
+        run.json                       `RunContext`: facts about the notebook and its pools
+        payload                        the objects that ranks load (removed when the run has ended)
+        events.jsonl                   the journal: events in the order the pool's process saw them
+        logs/rank-<N>.log              all output of rank N to its descriptors 1 and 2
+        results/                       the results of ranks; see host/results.py
+        metrics.csv                    the values from `taas.log`; see journal/metrics.py
 
-The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`:
-never the project store, which only rank 0 may write.
+The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`. It
+is never the project store, because only rank 0 may write there.
 
-The journal tells of a run and never decides its fate: what cannot be written is left out, and what
-is torn is read as far as it goes.
+The journal must never break a run. A writer leaves out what it cannot write, and a reader skips
+lines that are cut.
 """
 
 import contextlib
@@ -55,28 +55,28 @@ T = TypeVar("T")
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "INTERRUPTED", "LOST"})
 
 JOURNAL_BYTES = 256 << 20
-"""What a journal may hold; beyond it only what says how the run stands is added."""
+"""Size above which a journal receives no bulk events, only those that change the run's state."""
 
 WAITING_BYTES = 64 << 20
-"""How much of a journal may wait for a slow disk."""
+"""Most bytes of a journal that may wait in memory for a slow disk."""
 
 CLOSE_S = 5.0
-"""How long the last lines of a journal may take to be written."""
+"""Seconds to wait at the end of a run until the journal is written."""
 
 _BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, FetcherReport, Metrics)
-"""Events that a run may have without end."""
+"""Bulk events: the kinds that a run may send without limit."""
 
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
 
 _YOUNG_S = 60.0
-"""A folder without a plan may be one that is just being made."""
+"""Age in seconds from which a folder without a plan counts as broken; before, it may be new."""
 
 
 def state_dir() -> Path:
-    """Return the user's own folder for runs and pools; made 0700 on first use.
+    """Return the user's own folder for runs and pools, created with mode 0700 on first use.
 
     Raises:
-        PoolError: There is none that can be written.
+        PoolError: The folder cannot be created or written.
     """
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = Path(os.environ.get("TAAS_STATE_DIR") or os.path.join(base, "taas"))
@@ -92,7 +92,7 @@ def state_dir() -> Path:
 
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
-    """Say what is wrong when something cannot be written in the state folder."""
+    """Return the error for a write to the state folder that failed."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return PoolError(
             f"this kernel cannot open {path}: {reason_of(error)}; close some of its files, or "
@@ -105,19 +105,20 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """Where a run's fetchers are."""
+    """The part of a data plan that lists of runs show: the pool of the fetchers."""
 
     pool: str
 
 
 class RunContext(msgspec.Struct, kw_only=True):
-    """What other processes need to know of a run's notebook and pools (`run.json`).
+    """Facts about a run's notebook and pools for other processes (`run.json`).
 
     Attributes:
         project: The notebook's folder.
-        labels: What tracebacks call the notebook's cells, by the file names of these.
-        pool_folder: The folder of the pool's process that has the ranks.
-        data_folder: The folder of the pool's process that has the fetchers; "" without fetchers.
+        labels: Labels of the notebook's cells in tracebacks (`Cell In[5]`), by the cells' file
+            names.
+        pool_folder: The folder of the pool process that runs the ranks.
+        data_folder: The folder of the pool process that runs the fetchers; "" without fetchers.
         notify: Command to run at the end of a detached run; "" for none.
     """
 
@@ -129,7 +130,7 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """What lists of runs show of a `plan.Plan`, and where to ask about it."""
+    """The fields of a `plan.Plan` that lists of runs show, and the pools to ask about the run."""
 
     run_id: str
     name: str
@@ -140,42 +141,42 @@ class PlanHead(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run, the same for every process that shares the file system."""
+    """The folder of one run and its paths, for every process that shares the file system."""
 
     path: Path
 
     @property
     def run_id(self) -> str:
-        """The run's id, which the folder is named by."""
+        """The run's id, which is also the name of the folder."""
         return self.path.name
 
     @property
     def payload(self) -> Path:
-        """What the ranks load; removed when the run has ended."""
+        """The path of the payload, which is removed when the run has ended."""
         return self.path / "payload"
 
     @property
     def results(self) -> Path:
-        """The folder of what ranks sent back."""
+        """The folder with the results of ranks."""
         return self.path / "results"
 
     @property
     def events(self) -> Path:
-        """The journal, an event a line."""
+        """The path of the journal, which has one event per line."""
         return self.path / "events.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """The table of what ranks logged by `taas.log`."""
+        """The path of the table with the values that ranks logged by `taas.log`."""
         return self.path / metrics.FILE
 
     def log(self, rank: int) -> Path:
-        """Return the file that holds everything rank `rank` wrote."""
+        """Return the path of the file with all output of a rank."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     @classmethod
     def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
-        """Make the folder of a new run and write down what was decided.
+        """Create the folder of a new run and write the plan and the cell to it.
 
         Raises:
             PoolError: The state folder cannot be written.
@@ -190,7 +191,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Remove the folder again, and raise PoolError, where the block cannot write something."""
+        """Remove the folder and raise PoolError if the block raises OSError."""
         try:
             yield
         except OSError as error:
@@ -198,22 +199,27 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove all of it: the run was never started."""
+        """Remove the folder of a run that was never started."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> PlanHead:
-        """Return what was decided, as far as lists of runs show it; raises as `record`."""
+        """Return the part of the plan that lists of runs show.
+
+        Raises:
+            OSError: The plan cannot be read.
+            ValueError: The file is not a plan.
+        """
         return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
 
     def context(self) -> RunContext:
-        """Return what the notebook recorded; an empty one for a run of an older version."""
+        """Return the run's context; an empty one if an older version created the run."""
         try:
             return messages.unpack((self.path / "run.json").read_bytes(), RunContext)
         except FileNotFoundError:
             return RunContext()
 
     def write_context(self, context: RunContext) -> None:
-        """Record what other processes need to know.
+        """Write the run's context.
 
         Raises:
             OSError: The folder cannot be written.
@@ -223,19 +229,19 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Mark a run whose kernel lives: until the pool has it, only the kernel will tell its end.
+        """Lock the plan for the block, which marks the run as owned by this kernel.
 
-        The system releases the mark with the process, however that ends.
+        Until the pool takes the run over, only the kernel can record its end. The system releases
+        the lock when the process ends, for any reason.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
             yield
 
     def read_events(self) -> Iterator[Event]:
-        """Yield the events so far, as far as they can be read.
+        """Yield all readable events so far.
 
-        A line that is still being written, or that a full disk or a killed process has cut, is left
-        out.
+        Skips a line that is still being written, or that a full disk or a killed process has cut.
         """
         for chunk in JournalReader(self.events).chunks():
             for line in chunk.splitlines():
@@ -244,19 +250,19 @@ class RunFolder:
 
 
 KEPT_FREE_BYTES = 64 << 20
-"""Bytes that logs and the journal leave free on a large disk."""
+"""Bytes that logs and the journal leave free on a large disk; on a small disk it is less."""
 
 GRANT_BYTES = 256 << 10
 NO_ROOM = "its file system is almost full, and the rest is kept for the run's results"
 
 
 class DiskRoom:
-    """Space that logs and the journal may use on a file system; the rest is kept for results.
+    """Budget for logs and the journal on a file system, so that the results still fit.
 
-    Results are written after the logs. On a disk that is full they would be lost.
+    Results are written after the logs. On a full disk they would be lost.
 
     Args:
-        folder: Where they are written.
+        folder: The folder of the logs or the journal.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,7 +272,7 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def take(self, size_bytes: int) -> bool:
-        """Return whether so much may be written; asks the system once for many small writes."""
+        """Return whether `size_bytes` may be written; one system call serves many small writes."""
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
             if size_bytes > free:
@@ -276,7 +282,10 @@ class DiskRoom:
         return True
 
     def _space(self) -> tuple[int, int]:
-        """Return the free and all bytes; where the system does not say, the write itself will."""
+        """Return the free and the total bytes; huge numbers if the system cannot tell.
+
+        In that case a full disk makes the write itself fail.
+        """
         try:
             found = os.statvfs(self._folder)
         except OSError:
@@ -285,17 +294,19 @@ class DiskRoom:
 
 
 class Writer:
-    """Writes a run's journal in a thread of its own; lives in the pool's process, one a run.
+    """Writes a run's journal in its own thread. The pool's process has one writer per run.
 
-    The loop that appends answers hosts' beats, so nothing here makes it wait. Whatever the disk
-    does, nothing is raised: what cannot be written is left out, and `on_incomplete` says so once.
+    `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
+    A failing disk raises no exception: the writer leaves out what it cannot write and calls
+    `on_incomplete` once.
 
-    It holds the file's lock, which the system releases with the process, however that ends: so a
-    reader can tell a run that goes on from one that nobody will ever report the end of.
+    The writer locks the journal. The system releases the lock when the process ends, for any
+    reason. By the lock, a reader can tell an active run from one whose end nobody will record.
 
     Args:
+        folder: The folder of the run.
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
-        limit_bytes: What the journal may hold.
+        limit_bytes: Size above which bulk events are left out.
     """
 
     def __init__(
@@ -315,7 +326,7 @@ class Writer:
         self._thread.start()
 
     def append(self, event: Event) -> None:
-        """Take an event; returns at once."""
+        """Queue an event for the journal; returns at once."""
         line = messages.encode(event) + b"\n"
         if isinstance(event, _BULK) and (why := self._why_full(len(line))):
             self._say_incomplete(why)
@@ -324,7 +335,7 @@ class Writer:
         self._waiting.put((event, line))
 
     def close(self) -> None:
-        """Return when all is written, or was not in CLOSE_S."""
+        """Wait until all events are written, at most `CLOSE_S`."""
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
 
@@ -352,12 +363,13 @@ class Writer:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line, on one of its own also where the last one was cut."""
+        """Write a line, after a newline if the last write was cut."""
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)
             _lock(descriptor)
-            self._is_torn = os.fstat(descriptor).st_size > 0  # by a pool that was killed, perhaps
+            # a pool that was killed may have left a cut line
+            self._is_torn = os.fstat(descriptor).st_size > 0
             self._descriptor = descriptor
         if self._is_torn:
             line = b"\n" + line
@@ -367,7 +379,7 @@ class Writer:
         self._is_torn = False
 
     def _write_metrics(self, event: Metrics) -> None:
-        """Append logged values to the run's table of metrics."""
+        """Append the values of an event to the run's table of metrics."""
         with open(self.folder.metrics, "ab", opener=_private) as table:
             table.write(metrics.rows(event, is_first=table.tell() == 0))
 
@@ -378,12 +390,15 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that the user alone can read."""
+    """Open a file that only the user can read; an `opener` for `open`."""
     return os.open(path, flags, 0o600)
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a journal, unless a pool that hangs still has it; readers have it for an instant."""
+    """Lock a journal, with retries because readers lock it for an instant.
+
+    Returns without the lock if another process keeps it, such as a pool that hangs.
+    """
     for _ in range(_LOCK_TRIES):
         if lock(descriptor):
             return
@@ -392,14 +407,15 @@ def _lock(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """State and times of a run, read from its journal without decoding all of it.
+    """The state and times of a run, read from its journal without decoding all of it.
 
     Attributes:
-        started: When its hosts were there, in seconds since 1970; before that, when its folder was
-            made.
+        state: The state of the run, such as "RUNNING".
+        started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
+            time at which the run folder was created.
         elapsed_s: Seconds from the start to the end, or until now.
-        first: The failure to blame.
-        why: The reason where a run could not report its own end.
+        first: The failure that caused the run to fail.
+        why: The reason of the end if the run could not report one itself.
     """
 
     state: str
@@ -413,7 +429,7 @@ LOST_WHY = "the process that owned the run is gone"
 
 
 def summary(folder: RunFolder) -> RunSummary:
-    """Return the state of a run; reads the journal's first and last events only.
+    """Return the state and times of a run; reads only the journal's first and last events.
 
     Raises:
         OSError: The folder has no plan.
@@ -422,7 +438,8 @@ def summary(folder: RunFolder) -> RunSummary:
     reader = JournalReader(folder.events)
     ended, is_active = reader.end(), True
     if ended is None and not is_kept(folder):
-        # The end may have been written since, or by a kernel that took a hung pool for gone.
+        # The end may have been written since the last line, or earlier in the journal by a kernel
+        # that declared a hung pool dead.
         ended, is_active = reader.end(whole=True), False
     started = reader.started()
     begun = made if started is None else started
@@ -437,7 +454,7 @@ def summary(folder: RunFolder) -> RunSummary:
 
 
 def is_kept(folder: RunFolder) -> bool:
-    """Return whether the process lives that will record the run's end: its kernel, or its pool."""
+    """Return whether the kernel or pool process that will record the run's end is alive."""
     for path in (folder.events, folder.path / "plan.json"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             if not lock(file.fileno(), shared=True):
@@ -446,14 +463,17 @@ def is_kept(folder: RunFolder) -> bool:
 
 
 def ids() -> Iterator[str]:
-    """Yield the ids of the runs whose folders are kept, newest first; no journal is read."""
+    """Yield the ids of all runs that have a folder, newest first, without reading journals."""
     return (plan.run_id for plan in readable(RunFolder.plan))
 
 
 def readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
-    """Yield what `read` returns for each run's folder, newest first; skip broken folders.
+    """Yield the result of `read` for each run folder, newest first, and skip broken folders.
 
-    A folder is broken, too, while it is being made or removed.
+    Folders that are being created or removed count as broken.
+
+    Args:
+        read: Reads a folder; raises OSError or ValueError for a broken one.
     """
     for folder in _folders():
         try:
@@ -470,21 +490,30 @@ def _folders() -> list[RunFolder]:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Remove the oldest ended runs beyond a number and a size; never one that may still run.
+    """Remove the folders of the oldest ended runs beyond a number and a total size.
 
-    A folder that cannot be read is removed as soon as it is no new one. Other kernels may do the
-    same at the same time.
+    Runs that may still be active are kept. A folder without a readable plan is removed, unless it
+    is new. Several kernels may call this at the same time.
+
+    Args:
+        keep_runs: Number of newest runs to keep.
+        keep_bytes: Total size of the newest runs to keep.
     """
     total = 0
     for index, folder in enumerate(_folders()):
         total += _size_bytes(folder.path)
-        with contextlib.suppress(OSError, ValueError):  # it is being made or removed
+        with contextlib.suppress(OSError, ValueError):  # the folder is being created or removed
             if _may_go(folder, is_beyond=index >= keep_runs or total > keep_bytes):
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
-    """Return whether a run is one to remove and has ended, or its folder has long had no plan."""
+    """Return whether a run folder may be removed.
+
+    Args:
+        folder: The folder of the run.
+        is_beyond: Whether the run is beyond the limits of `prune`.
+    """
     try:
         folder.plan()
     except (ValueError, FileNotFoundError):
@@ -496,7 +525,7 @@ def _size_bytes(path: Path) -> int:
     total = 0
     for at, _, names in os.walk(path):
         for name in names:
-            with contextlib.suppress(OSError):  # another kernel prunes, too
+            with contextlib.suppress(OSError):  # another kernel may remove the file meanwhile
                 seen = os.lstat(os.path.join(at, name))
                 total += seen.st_size if stat.S_ISREG(seen.st_mode) else 0
     return total

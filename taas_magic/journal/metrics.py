@@ -1,7 +1,7 @@
-"""The scalars that ranks log: a short curve for the header, the table of a run, a comparison.
+"""The scalars that ranks log: curves for the head, the table of a run, a plot of several runs.
 
-Pure, but for reading `metrics.csv`. The pool's process appends each point to that file; `read`
-returns it as a table.
+The functions are pure, except `read`. The pool's process appends each point to `metrics.csv`, and
+`read` returns that file as a table.
 """
 
 import base64
@@ -22,7 +22,7 @@ FILE = "metrics.csv"
 HEADER = ("time", "step", "rank", "name", "value")
 
 CURVE_POINTS = 200
-"""Most points of a curve in the header."""
+"""Largest number of points of a curve in the head."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_CHARS = 24
@@ -31,7 +31,7 @@ _COLOURS = ("#3b82d0", "#d97706", "#2f9e62", "#d9534f", "#8b5cf6", "#0891b2", "#
 
 
 class Curve:
-    """One metric of one rank, with at most `CURVE_POINTS` points however many are added.
+    """One metric of one rank, with at most `CURVE_POINTS` points for any number of values.
 
     Each point is the mean of `_width` values. When there are too many points, neighbours are
     merged and the width doubles.
@@ -61,7 +61,7 @@ class Curve:
 
     @property
     def points(self) -> list[float]:
-        """The curve: means of equally many values; the last one may be of fewer."""
+        """The points of the curve: means of equally many values, of fewer in the last point."""
         return [*self._means, _mean(self._open)] if self._open else list(self._means)
 
 
@@ -71,7 +71,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 Curves = dict[str, dict[int, Curve]]
-"""By metric and rank, in the order in which they came."""
+"""The curves by metric and rank, in the order in which they appeared."""
 
 
 def add_points(curves: Curves, event: Metrics) -> None:
@@ -82,12 +82,12 @@ def add_points(curves: Curves, event: Metrics) -> None:
 
 
 def number(point: MetricPoint) -> float:
-    """Return a point's value; JSON has no NaN and no infinity, both arrive as None."""
+    """Return a point's value; None becomes NaN, because JSON has no NaN and no infinity."""
     return math.nan if point.value is None else point.value
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Return a curve as a line of block characters; a value that is no number is a space."""
+    """Return a curve as a line of block characters, with a space for a value that is not finite."""
     shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
@@ -105,16 +105,16 @@ def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
-    """Return lowest and highest finite value, which differ."""
+    """Return the bounds of the finite values, widened if the bounds would be equal."""
     known = [value for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
 def picture(curves: Sequence[Sequence[float]]) -> str:
-    """Return curves as the address of an SVG image, for `<img src=…>`.
+    """Return an SVG image of curves as a data URL for `<img src=…>`.
 
-    An untrusted notebook shows such an image, while it removes an `<svg>` element.
+    An untrusted notebook shows such an image, but removes an `<svg>` element.
     """
     low, high = _range(value for points in curves for value in points)
     lines = []
@@ -135,7 +135,7 @@ def picture(curves: Sequence[Sequence[float]]) -> str:
 
 
 def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
-    """Yield the parts of a curve without values that are no numbers, as (index, value)."""
+    """Yield the longest parts of a curve that have only finite values, as (index, value)."""
     part: list[tuple[int, float]] = []
     for at, value in enumerate([*points, math.nan]):
         if math.isfinite(value):
@@ -146,7 +146,12 @@ def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
 
 
 def rows(event: Metrics, is_first: bool) -> bytes:
-    """Return an event as lines of `metrics.csv`, with the header before the first ones."""
+    """Return the lines of `metrics.csv` for an event.
+
+    Args:
+        event: The points that a rank logged.
+        is_first: Whether the lines begin the file, and so need the header.
+    """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     if is_first:
@@ -160,8 +165,8 @@ def rows(event: Metrics, is_first: bool) -> bytes:
 def read(folder: Path) -> Any:
     """Return all metrics of a run: one row for each step and rank, one column for each metric.
 
-    A value that was logged again, as after a restart, replaces the earlier one. What a row does
-    not have is NaN.
+    If a value was logged again, for example after a restart, the later value counts. A missing
+    value is NaN.
 
     Args:
         folder: The run's folder.
@@ -197,8 +202,8 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     """Draw the same metric of several runs over the steps, one line for each run's rank 0.
 
     Args:
-        tables: What `read` returned, by the name of the run.
-        metric: Which metric to draw; None draws the first one that all runs have.
+        tables: The tables from `read`, by the name of the run.
+        metric: The metric to draw; None for the first metric that all runs have.
 
     Raises:
         UsageError: matplotlib is missing, or not all runs have the metric.

@@ -1,7 +1,7 @@
-"""Reads a run's journal: what was added since, its first and last events, from any process.
+"""Reads a run's journal from any process: new events, and the first and last events.
 
-A journal may hold 256 MiB, most of it lines that ranks printed. So nothing here decodes an event
-that nobody needs: the kind of an event is the beginning of its line.
+A journal may hold 256 MiB, most of it lines that ranks printed. So this module decodes only the
+events that its caller needs. The kind of an event is at the beginning of its line.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class JournalReader:
-    """Reads one journal from its start on, and then what is added to it.
+    """Reads one journal from its start, and then the lines that are added to it.
 
     Args:
         path: The journal; it need not exist yet.
@@ -33,9 +33,9 @@ class JournalReader:
         self._at_bytes = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield what was added since the last call, in pieces of whole lines.
+        """Yield the bytes added since the last call, in chunks of whole lines.
 
-        A line that is still being written comes with a later call.
+        A later call yields a line that is still being written.
         """
         rest = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
@@ -50,14 +50,18 @@ class JournalReader:
                     rest += end
 
     def started(self) -> float | None:
-        """Return when the run's hosts were there; None before that."""
+        """Return the time at which the run's hosts were ready; None before that.
+
+        Returns:
+            Seconds since 1970.
+        """
         return next((event.time for event in self._events_of("state", StateChanged)), None)
 
     def end(self, whole: bool = False) -> RunEnded | None:
-        """Return the run's end, if that is the journal's last event.
+        """Return the event of the run's end if it is the journal's last event, else None.
 
         Args:
-            whole: Whether to look for an end in all of the journal, which takes longer.
+            whole: Whether to search the whole journal for the event, which takes longer.
         """
         last = self.last()
         if isinstance(last, RunEnded) or not whole:
@@ -65,14 +69,14 @@ class JournalReader:
         return next(reversed(list(self._events_of("ended", RunEnded))), None)
 
     def last(self) -> Event | None:
-        """Return the last event that can be read; None where there is none."""
+        """Return the last readable event; None if there is none."""
         for line in self._lines_backwards():
             with contextlib.suppress(msgspec.DecodeError):
                 return event_of(line)
         return None
 
     def _events_of(self, kind: str, wanted: type[_T]) -> Iterator[_T]:
-        """Yield the events of a kind, in order; no others are decoded."""
+        """Yield the events of one kind in order, without decoding any others."""
         mark = f'"{kind}"'.encode()
         for chunk in JournalReader(self._path).chunks():
             for line in chunk.splitlines() if mark in chunk else ():
@@ -82,10 +86,10 @@ class JournalReader:
                             yield event
 
     def _lines_backwards(self) -> Iterator[bytes]:
-        """Yield the whole lines from the last one back; reads no more of the file than needed."""
+        """Yield the whole lines from the last to the first; reads only as much as needed."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             start, step = file.seek(0, os.SEEK_END), _TAIL_BYTES
-            rest, is_torn = b"", True  # what follows the last newline is still being written
+            rest, is_torn = b"", True  # the part after the last newline is still being written
             while start:
                 end, start = start, max(0, start - step)
                 file.seek(start)
