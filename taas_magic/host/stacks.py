@@ -1,12 +1,16 @@
-"""Where the ranks and fetchers of a host stand: which code, waiting for what, and since when.
+"""Stack reports of a host's ranks and fetchers, and detection of ranks that make no progress.
 
-Lives in the agent; imports neither torch nor IPython. A rank is asked first: its heartbeat's thread
-answers with the stacks of all its threads and with what torch's flight recorder knows. A rank that
-cannot answer, children that it forked, fetchers and their workers are sent SIGNAL instead, on which
-Python writes the stacks between two instructions of the main thread (`tracebacks.listen`). Where
-that is in a C call, it is sent SIGNAL_IN_C: faulthandler writes the main thread's stack at once,
-which takes no lock, and which ends a process that runs Python meanwhile. Of programs that a rank
-started only /proc tells.
+Runs in the agent; imports neither torch nor IPython. Stacks are collected in four ways, in order:
+
+1. A rank is asked. Its heartbeat thread responds with the stacks of all its threads and the pending
+   collectives of torch's flight recorder.
+2. A rank that cannot respond, children that it forked, fetchers and their workers are sent
+   `SIGNAL`. Python then writes the stacks between two instructions of the main thread
+   (`tracebacks.listen`).
+3. If the main thread is in a C call, the process is sent `SIGNAL_IN_C`. faulthandler then writes
+   the main thread's stack at once, without a lock. This would crash a process that runs Python
+   code at that moment.
+4. For programs that a rank started, only /proc is read.
 """
 
 import os
@@ -42,25 +46,27 @@ if TYPE_CHECKING:
     from taas_magic.capture.payload import CellSource
 
 ANSWER_S = 3.0
-"""How long a rank may take to answer; its heartbeat's thread needs the interpreter's lock."""
+"""Seconds for a rank to respond. Its heartbeat thread needs the interpreter's lock for that."""
 
 WRITE_S = 2.0
-"""How long a process may take to write; one in an uninterruptible call never does."""
+"""Seconds for a process to write its stack. A process in an uninterruptible call never does."""
 
 IN_C_S = 1.0
-"""After how long without an answer to SIGNAL a main thread that could run is in a C call."""
+"""Seconds without a response to `SIGNAL` after which a main thread that could run must be in a C
+call."""
 
 SAMPLE_S = 3.0
-"""How often the CPU time of ranks and of what they started is looked at, at most."""
+"""Minimum seconds between samples of the CPU time of ranks and of the processes below them."""
 
 COMPUTES_SHARE = 0.02
-"""A rank that uses this share of one core comes forward; to wait takes it a tenth of that."""
+"""Share of one core above which a rank counts as making progress. A waiting rank uses a tenth of
+this."""
 
-_BEATS_S = 5.0  # who has beaten so lately can answer, if not at once
+_BEATS_S = 5.0  # a rank with a beat in the last 5 s can respond, if not at once
 _GONE = "gone"
 _COMPUTES_LEAST_S = 0.02  # two ticks of the system's clock of CPU time
 _WAIT_S = 0.01
-_RAN_S = 0.2  # of CPU time, in which a main thread that runs Python would have answered
+_RAN_S = 0.2  # CPU seconds within which a main thread that runs Python would have responded
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
 _C10D = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
 _DATALOADER = "torch/utils/data/dataloader.py"
@@ -79,10 +85,10 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""What waits in a file of the standard library waits for."""
+"""What a thread waits for, by the file of the standard library in which it waits."""
 
 _POLL = "a connection, in a C call"
-if sys.version_info < (3, 11):  # whose sleep is select(2)
+if sys.version_info < (3, 11):  # there, time.sleep calls select(2)
     _POLL = "a connection or a sleep, in a C call"
 
 _WCHAN = (
@@ -99,13 +105,14 @@ _Stand = TypeVar("_Stand", bound=ProcessStand)
 
 @dataclass
 class Sight:
-    """What is known of one process; what `ProcessStand` has, too, means the same.
+    """Raw data about one process and its children. Fields not listed are as in `ProcessStand`.
 
     Attributes:
-        state: As psutil says it; "gone" for one that has ended.
-        wchan: Where in the system's kernel it waits; "" where that is not known.
-        answers: Whether it gives its stacks itself, which takes the interpreter's lock.
-        has_finished: Whether it is a rank that has run the cell to its end.
+        state: Process state as psutil names it; "gone" if the process has ended.
+        wchan: Kernel function in which the main thread waits; "" if unknown.
+        threads: Frames of each thread by its name, outermost first; the main thread comes first.
+        answers: Whether the process responds itself, for which it needs the interpreter's lock.
+        has_finished: Whether the process is a rank that has run the cell to its end.
     """
 
     pid: int
@@ -120,11 +127,15 @@ class Sight:
 
     @property
     def main(self) -> list[StackFrame]:
-        """The frames of its main thread."""
+        """Frames of the main thread."""
         return next(iter(self.threads.values()), [])
 
     def stand(self, kind: type[_Stand], **more: Any) -> _Stand:
-        """Return what is known, in words, and `more` that its kind has."""
+        """Return the data as a text report of the class `kind`.
+
+        Args:
+            more: Values of the fields that `kind` adds to `ProcessStand`.
+        """
         return kind(
             pid=self.pid,
             command=self.command,
@@ -139,14 +150,17 @@ class Sight:
 
 
 def place(frames: Sequence[StackFrame]) -> str:
-    """Return the notebook's line where a thread stands; else the innermost one that is known."""
+    """Return the innermost notebook line of a thread.
+
+    Without one, return the innermost frame outside this package, or "" if there is none.
+    """
     cells = [frame for frame in frames if frame.file.startswith("Cell In[")]
     users = [frame for frame in frames if _OURS not in frame.file]
     return str(cells[-1]) if cells else str(users[-1]) if users else ""
 
 
 def waits_for(sight: Sight) -> str:
-    """Return what a process's main thread waits for, in words."""
+    """Return a description of what a process's main thread waits for."""
     if sight.state == _GONE:
         return "nothing: it has ended"
     if sight.state == psutil.STATUS_STOPPED:
@@ -175,15 +189,18 @@ def waits_for(sight: Sight) -> str:
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
-    """Name a collective by the function that was called and the recorder's number of it."""
+    """Return a collective's name: the called function and the flight recorder's entry for it."""
     begun = next(iter(pending), "")
     if begun and begun.partition(" ")[0] != function:
-        begun = f"{function} ({begun})"  # all_gather_object is two of all_gather
+        begun = f"{function} ({begun})"  # all_gather_object, for example, calls all_gather twice
     return f"{begun or function} of torch.distributed"
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Return the file of what called the standard library, and that of what it called there."""
+    """Return the file of the innermost frame outside the standard library, and its callee's file.
+
+    The callee's file is a name without folders; "" if that frame called no standard library.
+    """
     called = ""
     for frame in reversed(frames):
         if not frame.file.startswith(_LIBRARY) or "-packages" in frame.file:
@@ -193,7 +210,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sight: Sight) -> str:
-    """Say where the child stands that a rank waits for, if one of them is in the user's code."""
+    """Return the pid and notebook line of the first child that runs the user's code, else ""."""
     for child in sight.children:
         where = place(child.main)
         if where.startswith("Cell In["):
@@ -202,11 +219,11 @@ def _busy_child(sight: Sight) -> str:
 
 
 class Stand:
-    """Where the ranks of one attempt on this host stand, and whether none has come forward.
+    """Progress monitor and stack collector for the ranks of one attempt on this host.
 
     Args:
-        pump: Knows when ranks wrote something.
-        folder: What the ranks share with the agent.
+        pump: Reader of the ranks' output, which knows when each rank last wrote.
+        folder: Folder of the files that the ranks share with the agent.
     """
 
     def __init__(self, spec: HostSpec, ranks: Ranks, pump: Pump, folder: Path, emit: Emit) -> None:
@@ -222,11 +239,17 @@ class Stand:
         self._collecting = threading.Lock()
 
     def look(self, now: float) -> None:
-        """Look whether ranks come forward, and say so when none has for too long."""
+        """Update which ranks make progress. If none has for too long, send a `Hang` event.
+
+        Does not block: stacks for the event are collected in a thread.
+
+        Args:
+            now: The agent's monotonic clock, in seconds.
+        """
         pause_s, passed_s = min(SAMPLE_S, self._hang_s / 4), now - self._sampled_at
         if not self._hang_s or passed_s < pause_s or self._collecting.locked():
             return
-        # while this host stood still, no rank could come forward
+        # While this host was stalled, no rank could make progress.
         stood_s = max(0.0, passed_s - 2 * pause_s)
         for state in self._ranks.states():
             state.forward_at = min(now, state.forward_at + stood_s)
@@ -242,19 +265,19 @@ class Stand:
             threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, Sight]]:
-        """Ask all ranks where they stand; takes some seconds where one does not answer."""
+        """Collect the stacks of all ranks. Takes some seconds if a rank does not respond."""
         with self._collecting:
             states = self._ranks.states()
             self._ask([state for state in states if not state.ended])
             cells = _cells(self._payload)
             found = [(state, self._sight(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
-            self._own_s = {pid: _cpu_s(pid) for pid in pids}  # to answer is no progress
+            self._own_s = {pid: _cpu_s(pid) for pid in pids}  # responding is no progress
             self._all_s = _cpu_s_below(pids)
             return found
 
     def rows(self, found: Iterable[tuple[RankState, Sight]]) -> list[RankStand]:
-        """Return what was collected, for `%taas stacks` and the run's head."""
+        """Return the collected data as reports for `%taas stacks` and the run's head."""
         now = time.monotonic()
         return [
             sight.stand(RankStand, rank=state.rank, quiet_s=now - state.forward_at)
@@ -262,12 +285,19 @@ class Stand:
         ]
 
     def _say(self, still_s: float) -> None:
-        """Say where the ranks stand; before hang_s are over, if one waits for the others."""
+        """Collect stacks and send a `Hang` event, unless a rank has moved meanwhile.
+
+        If a rank waits in a collective, the event is sent after `COLLECTIVE_S`, otherwise after
+        `hang_s`.
+
+        Args:
+            still_s: Seconds for which no rank has made progress.
+        """
         found = self.collect()
         waits = any(waits_for(sight).endswith("of torch.distributed") for _, sight in found)
         limit_s = min(self._hang_s, COLLECTIVE_S) if waits else self._hang_s
         now = time.monotonic()
-        has_moved = any(  # or has ended, while the ranks were looked at
+        has_moved = any(  # moved or ended while the stacks were collected
             state.ended or now - state.forward_at < self._hang_s / 4
             for state, sight in found
             if sight.state != _GONE
@@ -278,10 +308,10 @@ class Stand:
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
-        """Take down which ranks have written or computed since the last sample.
+        """Record which ranks have written or computed since the last sample.
 
-        What they started is looked at only when no rank computes itself: it takes a look at all
-        processes of the host.
+        Processes below the ranks are sampled only if no rank has computed itself, because that
+        requires reading all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -295,7 +325,13 @@ class Stand:
     def _take_used(
         self, before: dict[int, float], used: dict[int, float], least_s: float, now: float
     ) -> bool:
-        """Take down who has used CPU time since `before`, which it updates; returns whether any."""
+        """Record progress for each rank that used at least `least_s` of CPU time since `before`.
+
+        Updates `before` with `used`. Both map a rank's pid to CPU seconds.
+
+        Returns:
+            Whether any rank made progress.
+        """
         is_any = False
         for state in self._ranks.states():
             used_s = used.get(state.pid, 0.0) - before.get(state.pid, used.get(state.pid, 0.0))
@@ -306,7 +342,7 @@ class Stand:
         return is_any
 
     def _ask(self, states: Sequence[RankState]) -> None:
-        """Ask ranks for their stacks; returns when they are there, or will not come."""
+        """Ask ranks for their stacks; wait until all have responded, or `ANSWER_S` have passed."""
         asked = time.monotonic()
         for state in states:
             link.ask(self._folder, state.rank)
@@ -337,12 +373,12 @@ class Stand:
 
 
 Cells = Mapping[str, "CellSource"]
-"""The notebook's cells by the names that the kernel gave them."""
+"""The notebook's cells, by the file names that the kernel gave them."""
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells of a run's payload; none where it is gone, as it is at the run's end."""
-    from taas_magic.capture import payload  # here, so that no agent loads it for a run
+    """Return the cells of a run's payload; none if the payload is gone, as at the run's end."""
+    from taas_magic.capture import payload  # imported here, since most agents never need it
 
     try:
         return payload.read(path).sources
@@ -351,7 +387,12 @@ def _cells(path: Path) -> Cells:
 
 
 def of_fetcher(pid: int, path: Path) -> Sight:
-    """Look where a fetcher, its server's pid, and its workers stand, who write stacks to `path`."""
+    """Collect the stacks of a fetcher and its workers.
+
+    Args:
+        pid: Process id of the fetcher's server.
+        path: File to which these processes write their stacks.
+    """
     sight = _of_system(pid)
     _complete(sight, path, {})
     sight.command = ""
@@ -363,7 +404,7 @@ def of_fetcher(pid: int, path: Path) -> Sight:
 
 
 def _complete(sight: Sight, path: Path, cells: Cells) -> None:
-    """Add the stacks of who has not given them itself: by signal, one after the other."""
+    """Add the missing stacks of a process and its children: signal one process after the other."""
     if not sight.threads and sight.state != psutil.STATUS_STOPPED:
         found = _written_on_signal(sight.pid, path)
         sight.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
@@ -372,7 +413,7 @@ def _complete(sight: Sight, path: Path, cells: Cells) -> None:
 
 
 def _of_system(pid: int) -> Sight:
-    """Look what the system knows of a process and of those below it."""
+    """Return the operating system's data about a process and its descendants."""
     try:
         process = psutil.Process(pid)
         sight = Sight(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
@@ -383,7 +424,7 @@ def _of_system(pid: int) -> Sight:
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
-    """Return a frame of a cell with the cell's label and its line; others as they are."""
+    """Return a cell's frame with the cell's label and source line; other frames unchanged."""
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -392,7 +433,7 @@ def _named(frame: StackFrame, cells: Cells) -> StackFrame:
 
 
 def _written_on_signal(pid: int, path: Path) -> dict[str, list[StackFrame]]:
-    """Return the stacks that a process writes to `path` when it is asked; none where it cannot."""
+    """Signal a process to write its stacks to `path`; return them, or none if it cannot."""
     begin, ran_s = path.stat().st_size if path.exists() else 0, _ran_s(pid)
     if not _sent(pid, SIGNAL):
         return {}
@@ -405,35 +446,38 @@ def _written_on_signal(pid: int, path: Path) -> dict[str, list[StackFrame]]:
 
 
 def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
-    """Return a process's last answer to SIGNAL; another one's may have come late."""
+    """Return a process's last response to SIGNAL. Other processes may have written late ones."""
     for line in reversed(written.splitlines()):
         who, _, answer = line.partition(" ")
         if who == str(pid):
-            with suppress(DecodeError):  # it has not come whole
+            with suppress(DecodeError):  # the line is not complete yet
                 sight = of_rank(answer.encode())
                 return sight.threads if isinstance(sight, RankSight) else {}
     return {}
 
 
 def _in_c(written: str) -> dict[str, list[StackFrame]]:
-    """Return what faulthandler wrote of a main thread on SIGNAL_IN_C, innermost frame first."""
+    """Parse the stack that faulthandler wrote on SIGNAL_IN_C, which starts at the innermost frame.
+
+    The returned frames start at the outermost.
+    """
     frames = [StackFrame(it[1], int(it[2]), it[3]) for it in _FRAME.finditer(written)]
     return {"MainThread": frames[::-1]} if frames else {}
 
 
 def _sent(pid: int, number: int) -> bool:
-    """Send a signal to a process that catches it; returns whether that was done."""
+    """Send a signal to a process if the process handles it; return whether it was sent."""
     if not _mask(pid, "SigCgt", number):
         return False
     try:
         os.kill(pid, number)
-    except OSError:  # it has ended just now, or is another user's
+    except OSError:  # the process has just ended, or belongs to another user
         return False
     return True
 
 
 def _awaited(condition: Callable[[], object], limit_s: float) -> bool:
-    """Wait until something holds, or the time is over; returns whether it holds."""
+    """Wait until `condition` is true or `limit_s` have passed; return whether it is true."""
     until = time.monotonic() + limit_s
     while not (holds := bool(condition())) and time.monotonic() < until:
         time.sleep(_WAIT_S)
@@ -441,7 +485,7 @@ def _awaited(condition: Callable[[], object], limit_s: float) -> bool:
 
 
 def _since(path: Path, begin: int) -> str:
-    """Return what a file has from a place on; "" where it is not there."""
+    """Return a file's text from byte `begin` on; "" if there is no such file."""
     with suppress(FileNotFoundError), path.open(errors="replace") as file:
         file.seek(begin)
         return file.read()
@@ -449,10 +493,11 @@ def _since(path: Path, begin: int) -> str:
 
 
 def _is_in_c(pid: int, ran_s: float) -> bool:
-    """Return whether the main thread, which has SIGNAL and did not answer, is in a C call.
+    """Return whether a main thread that did not respond to SIGNAL is in a C call.
 
     Args:
-        ran_s: Its CPU time when it was sent SIGNAL. One that had no time to run may run Python.
+        ran_s: CPU seconds of the main thread when SIGNAL was sent. A thread that has had no CPU
+            time since may still be running Python code.
     """
     try:
         is_runnable = psutil.Process(pid).status() == psutil.STATUS_RUNNING
@@ -463,12 +508,17 @@ def _is_in_c(pid: int, ran_s: float) -> bool:
 
 
 def _is_busy_with(pid: int) -> bool:
-    """Return whether SIGNAL_IN_C awaits its handler, or is blocked because that runs."""
+    """Return whether SIGNAL_IN_C is pending, or blocked because its handler is running."""
     return any(_mask(pid, name, SIGNAL_IN_C) for name in ("SigPnd", "ShdPnd", "SigBlk"))
 
 
 def _mask(pid: int, name: str, number: int) -> bool:
-    """Return whether a signal is in a set of a process's main thread, as proc(5) names them."""
+    """Return whether a signal is in a signal set of a process's main thread.
+
+    Args:
+        name: Name of the set in /proc/PID/status, such as "SigCgt" (proc(5)).
+        number: Number of the signal.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -478,7 +528,7 @@ def _mask(pid: int, name: str, number: int) -> bool:
 
 
 def _ran_s(pid: int) -> float:
-    """Return the CPU time of a process's main thread; 0 where that is not known."""
+    """Return the CPU seconds of a process's main thread; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -486,7 +536,7 @@ def _ran_s(pid: int) -> float:
 
 
 def _wchan(pid: int) -> str:
-    """Return where in the kernel a process's main thread waits; "" where it may not be known."""
+    """Return the kernel function in which a process's main thread waits; "" if unknown."""
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:
@@ -495,7 +545,7 @@ def _wchan(pid: int) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU time of one process; 0 for one that is gone."""
+    """Return the CPU seconds of one process; 0 if it has ended."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
@@ -504,7 +554,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
-    """Return the CPU time of processes with all that is below them, by their ids."""
+    """Return the CPU seconds of each process including all its descendants, by pid."""
     found = {it.pid: it.info for it in psutil.process_iter(["ppid", "cpu_times"])}
     totals = dict.fromkeys(pids, 0.0)
     for pid, info in found.items():

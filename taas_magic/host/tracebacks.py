@@ -1,7 +1,7 @@
-"""Exceptions of a rank as text, in the notebook's own cells and lines; and where its threads stand.
+"""Text of a rank's exceptions and of its threads' stacks, with the notebook's cells and lines.
 
-Frames of IPython and of this package above the user's first are left out; a file that is a cell is
-called `Cell In[5]`.
+Frames of IPython and of this package before the user's first frame are removed. A file that is a
+cell is named like `Cell In[5]`.
 """
 
 import errno
@@ -49,7 +49,11 @@ _ABOVE = (
 
 
 def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
-    """Give linecache the notebook's cells; returns what each file is called, `Cell In[5]`."""
+    """Register the notebook's cells with linecache.
+
+    Returns:
+        The label of each registered cell, such as `Cell In[5]`, by its file name.
+    """
     for name, source in sources.items():
         lines = source.text.splitlines(keepends=True)
         linecache.cache[name] = (len(source.text), None, lines, name)
@@ -58,22 +62,22 @@ def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 
 
 def send(link: Link, failure: RankRaised) -> None:
-    """Send a failure to the agent; a child that the cell forked writes it to its standard error."""
+    """Send a failure to the agent. In a child that the cell forked, write it to standard error."""
     if link.is_own:
         link.send(failure)
-    elif not failure.is_logged:  # such a child fails for itself, as under torchrun
+    elif not failure.is_logged:  # a child's failure is not the rank's, as under torchrun
         sys.stderr.write("\n".join([*failure.traceback, ""]))
 
 
 def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
-    """Return an exception as what is sent of it.
+    """Return the message to the agent that describes an exception.
 
     Args:
-        text: Its traceback; None draws the plain one.
+        text: The formatted traceback; None uses `plain(error)`.
     """
     try:
         text = plain(error) if text is None else text
-    except Exception as broken:  # an exception's own __str__ or __repr__, or a deep recursion
+    except Exception as broken:  # the exception's __str__ or __repr__ failed, or deep recursion
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
     lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
     kind = type(error)
@@ -81,9 +85,9 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
 
 
 def plain(error: BaseException) -> str:
-    """Return an exception as Python prints it, from the user's first frame on, with what caused it.
+    """Return an exception as Python prints it, from the user's first frame on, with its causes.
 
-    An error of ours says all in its message.
+    The causes of a `TaasError` are left out: its message is complete.
     """
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -91,13 +95,17 @@ def plain(error: BaseException) -> str:
 
 
 def leave_out_ours(error: BaseException) -> None:
-    """Take this package's frames out of an exception and out of what caused it."""
+    """Remove this package's frames from the traceback of an exception and of its causes."""
     for one in _chain(error):
         one.__traceback__ = _without_ours(one.__traceback__)
 
 
 def _chain(first: Any) -> Iterator[Any]:
-    """Yield an exception, or the description of one, with its causes and its parts, each once."""
+    """Yield an exception, its causes and the parts of its groups, each once.
+
+    Args:
+        first: The exception, or a `TracebackException`.
+    """
     waiting, met = [first], set()
     while waiting:
         one = waiting.pop()
@@ -110,7 +118,10 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without our frames and those between them, but for the notebook's."""
+    """Return a traceback without the frames from this package's first to its last.
+
+    Frames of the notebook's cells between them are kept.
+    """
     found: list[TracebackType] = []
     while one is not None:
         found.append(one)
@@ -126,26 +137,35 @@ def _without_ours(one: TracebackType | None) -> TracebackType | None:
 
 
 def frames(error: BaseException) -> list[str]:
-    """Return the user's frames of an exception, as lines."""
+    """Return the user's frames of an exception as lines of text."""
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
     return "".join(described.stack.format()).splitlines()
 
 
 def where(thread: int) -> list[StackFrame]:
-    """Return the user's innermost frames of a thread, by its identifier, outermost first."""
+    """Return the user's innermost frames of a thread, outermost first.
+
+    If they include no cell, the innermost cell's frame is put first.
+
+    Args:
+        thread: Identifier of the thread.
+    """
     stack = _stack_of(current_frames().get(thread))
     shown = stack[-_INNERMOST:]
     cells = [frame for frame in stack if frame.file in _labels.values()]
-    if cells and cells[-1] not in shown:  # a library is deep: Lightning takes 30 frames
+    if cells and cells[-1] not in shown:  # libraries are deep: Lightning adds 30 frames
         shown.insert(0, cells[-1])
     return shown
 
 
 def threads(main: int) -> dict[str, list[StackFrame]]:
-    """Return the stacks of this process's threads but our own, outermost frame first, by names.
+    """Return the stacks of this process's threads by name, outermost frame first.
 
-    The main thread, of which the identifier is given, comes first.
+    The main thread comes first. Threads of this package are left out.
+
+    Args:
+        main: Identifier of the main thread.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()} | {main: "MainThread"}
     frames = current_frames()
@@ -158,11 +178,11 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return the frame of each thread, by its identifier.
+    """Return the current frame of each thread, by its identifier.
 
-    Before Python 3.12 a garbage collection may begin in there. If it meets a `__del__` that gives
-    the interpreter's lock up, the process may stand still for ever, or a child that is forked
-    meanwhile (python/cpython#106883, #112275).
+    Before Python 3.12, a garbage collection may start inside `sys._current_frames`. If it runs a
+    `__del__` that releases the interpreter's lock, this process may deadlock, and so may a child
+    forked at that moment (python/cpython#106883, #112275). So collection is disabled meanwhile.
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -175,27 +195,31 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def _stack_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return a thread's frames from the user's first on; of one that has ended, none."""
+    """Return a thread's frames from the user's first on; none if the thread has ended."""
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     _tidy_frames(stack)
     return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
 
 
 def listen(path: Path) -> None:
-    """Have this process, and what it forks, write their stacks to a file on SIGNAL.
+    """Install signal handlers that write the stacks of this process, or of its forks, to a file.
+
+    `SIGNAL` writes all threads' stacks. `SIGNAL_IN_C` writes the main thread's through
+    faulthandler.
 
     Args:
-        path: What is written to it alone, by a process at a time that is asked.
+        path: The file. It holds only stacks; the agent signals one process at a time.
     """
     faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
     signal.signal(SIGNAL, functools.partial(_answer, path))
 
 
 def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
-    """Handle SIGNAL: write all threads' stacks, in one write, with the process's number.
+    """Handle SIGNAL: write the pid and all threads' stacks, in one write.
 
-    No other thread changes its frames meanwhile: this one has the interpreter's lock. Files are
-    named as Python names them, and no lock is taken: the main thread may just have it.
+    No other thread can change its frames meanwhile, because this one holds the interpreter's lock.
+    This handler takes no other lock, because the interrupted main thread may hold it. So it does
+    not look up source lines or cell labels.
     """
     main = threading.main_thread().ident
     others = [frame for ident, frame in current_frames().items() if ident != main]
@@ -206,7 +230,11 @@ def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
 
 
 def _frames_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return a thread's frames, outermost first, without their lines, which are read from files."""
+    """Return a thread's frames, outermost first, without source lines (reading files takes locks).
+
+    Args:
+        frame: The innermost frame.
+    """
     found = []
     while frame is not None:
         code = frame.f_code
@@ -216,26 +244,32 @@ def _frames_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def is_group(error: BaseException | None) -> bool:
-    """Return whether it is an exception group (Python 3.11)."""
+    """Return whether `error` is an exception group (Python 3.11)."""
     return hasattr(error, "exceptions") and hasattr(error, "split")
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print what ended a thread; for `threading.excepthook`."""
+    """Print the exception that ended a thread. Installed as `threading.excepthook`."""
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         name = failed.thread.name if failed.thread is not None else "?"
         sys.stderr.write(f"Exception in thread {name}:\n{plain(failed.exc_value)}")
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
-    """Print what no caller can be told, of `__del__` or atexit; for `sys.unraisablehook`."""
+    """Print an exception that has no caller, from `__del__` or atexit.
+
+    Installed as `sys.unraisablehook`.
+    """
     if failed.exc_value is not None:
         where = f"{failed.err_msg or 'Exception ignored in'}: {failed.object!r}"
         sys.stderr.write(f"{where}\n{plain(failed.exc_value)}")
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text, bounded; an exception whose `__str__` fails has one too."""
+    """Return an exception's text with a hint if there is one; a replacement if `__str__` fails.
+
+    The text is cut to `MESSAGE_LIMIT_CHARS`.
+    """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
         return cut(str(error), MESSAGE_LIMIT_CHARS) + hint
@@ -244,7 +278,10 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Say what a path of the notebook's machine means on a host that has a copy of the project."""
+    """Return a hint for a missing path of the notebook's machine, else "".
+
+    Applies on a host that has only a copy of the project.
+    """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
         return ""
@@ -258,7 +295,7 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def cut(text: str, limit_chars: int) -> str:
-    """Return the first and last half of a text that is too long, with a mark between."""
+    """Cut the middle out of a text that is longer than `limit_chars`, and mark the cut."""
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -266,10 +303,10 @@ def cut(text: str, limit_chars: int) -> str:
 
 
 def _tidy(described: Any) -> None:
-    """Tidy the frames of an exception, of its causes and of its parts."""
+    """Apply `_tidy_frames` to a `TracebackException`, its causes and its parts."""
     for one in _chain(described):
         _tidy_frames(one.stack)
-        filename = getattr(one, "filename", None)  # of a syntax error
+        filename = getattr(one, "filename", None)  # only a syntax error has one
         if filename in _labels:
             one.filename = _labels[filename]
 
@@ -279,12 +316,12 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
     del stack[: len(list(lead))]
     for frame in stack:
         if frame.filename in _labels:
-            _ = frame.line  # read from linecache, which knows the file's own name only
+            _ = frame.line  # loads the line from linecache, which knows only the original name
             frame.filename = _labels[frame.filename]
 
 
 def _room_left(error: BaseException) -> str:
-    """Say what Python leaves out when a write finds the disk full: which one, and how full."""
+    """Return a hint with the disk's folder and free bytes if a write found it full, else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     store = os.getcwd()
