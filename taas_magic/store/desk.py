@@ -1,7 +1,7 @@
-"""The notebook's side of a store that is mirrored: answers the hosts of one run.
+"""The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
-Lives in the pool's process, one a run. A host names itself by its number in the run, which the
-controller has checked. Everything that it says besides is checked here.
+The pool's process has one `Desk` for each run. The controller has checked the number by which a
+host identifies itself in the run. All other content of requests is checked here.
 """
 
 import os
@@ -57,16 +57,17 @@ from taas_magic.store.tree import (
 _T = TypeVar("_T")
 
 MAX_OPEN = 16
-"""Large files that one host may be sending at a time."""
+"""Maximum number of large files that one host may send at the same time."""
 
 GROUP = 64
-"""Small files that are forced to the disk together, by so many threads:"""
+"""Maximum number of pieces whose files are forced to the disk together."""
 
 FLUSHERS = 16
+"""Number of threads that force files to the disk."""
 
 
 class _Change(NamedTuple):
-    """What a host has made of a path: a file or a folder, or None for what is gone."""
+    """A host's last change of a path; `entry` is None if the file or folder was removed."""
 
     number: int
     host_rank: int
@@ -74,12 +75,13 @@ class _Change(NamedTuple):
 
 
 class Desk:
-    """Answers the hosts of a run, one at a time.
+    """Server for the requests of a run's hosts; handles one request at a time.
 
     Args:
-        folder: Where hashes of that store are kept between runs.
-        writer: The host that runs rank 0, by its number: it may write anywhere, the others only
-            below the rule's shared folders.
+        rule: Settings of the store.
+        folder: Folder for the store's hashes between runs.
+        writer: Number of the host that runs rank 0. It may write anywhere in the store; the other
+            hosts may write only below `rule.shared`.
     """
 
     def __init__(self, rule: StoreRule, folder: Path, writer: int = 0) -> None:
@@ -89,7 +91,8 @@ class Desk:
         self._ignore, self._cases = ignore_of(self._tree), Cases()
         self._made, self._exceptions = RunsFiles(folder), Exceptions(rule.overwrite)
         self._beside: set[str] = set()
-        """Files of the user that rank 0 wrote in this run: its version is kept beside them."""
+        """The user's files that rank 0 wrote in this run: its versions have the name's suffix
+        `KEPT_BESIDE`."""
         self._arriving: dict[tuple[int, str], Arrival] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
@@ -109,11 +112,11 @@ class Desk:
         }
 
     def answer(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Carry out what a host asks; may take as long as a disk does.
+        """Handle a host's request and return the response; blocks while the disk is busy.
 
         Raises:
-            ProtocolError: It asks for what cannot be, or the run is over.
-            StoreError: The store is too much to travel.
+            ProtocolError: The request is not valid, or the run has ended.
+            StoreError: The store is too large to travel.
         """
         if self._is_closed:
             raise ProtocolError("the run has ended: its project store takes nothing more")
@@ -124,7 +127,7 @@ class Desk:
         return answer
 
     def close(self) -> None:
-        """End what is under way; what has not wholly arrived leaves no trace."""
+        """Discard incomplete files, save the hashes, and refuse further requests."""
         self._is_closed = True
         self._looker.shutdown()
         self._flushers.shutdown()
@@ -145,7 +148,7 @@ class Desk:
 
     def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
         if self._look is None or (asked.fresh and self._look.done()):
-            # in a thread, whose the hashes are until it is over
+            # in a thread, which alone may use the hashes until it ends
             arguments = self._tree, self._hashes, self._rule.limit_bytes
             self._look = self._looker.submit(look_through, *arguments)
         if not self._look.done():
@@ -156,7 +159,7 @@ class Desk:
         return manifest
 
     def _as_the_run_has_it(self, manifest: Manifest) -> Manifest:
-        """Return the list with rank 0's versions in the place of the user's files."""
+        """Return the manifest with rank 0's versions in place of the user's files."""
         if not self._beside:
             return manifest
         kept = {path + KEPT_BESIDE for path in self._beside}
@@ -197,7 +200,7 @@ class Desk:
         return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
     def _publish(self, host_rank: int, asked: PublishFiles) -> dict[str, str]:
-        """Take over what a host has changed; return why, by path, of what was refused."""
+        """Apply a host's changes; return the reason for each refused path."""
         if sum(len(piece.data) for piece in asked.pieces) > CHUNK_BYTES:
             raise ValueError("too much at once")
         answers: dict[str, str] = {}
@@ -208,7 +211,7 @@ class Desk:
         return {path: why for path, why in answers.items() if why}
 
     def _try(self, step: Callable[..., None], host_rank: int, path: str, *more: object) -> str:
-        """Take a step for a path; return why it was refused, or could not be done, or ""."""
+        """Check a path and call `step`; return why it was refused or failed, or ""."""
         try:
             self._check(host_rank, path)
             step(host_rank, path, *more)
@@ -219,7 +222,7 @@ class Desk:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise where a host may not change a path."""
+        """Raise UnsafeError if a host may not change `path`."""
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
         place = os.path.join(self._rule.path, path)
@@ -231,7 +234,7 @@ class Desk:
             raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
 
     def _check_new(self, path: str) -> None:
-        """Raise where a host may not make what is not there, or a folder that it lies in."""
+        """Raise UnsafeError if a host may not make `path` or a missing parent folder of it."""
         if self._exceptions.has(path):
             return
         parts = path.split("/")
@@ -239,14 +242,15 @@ class Desk:
             here = "/".join(parts[: depth + 1])
             if self._tree.status(here) is not None:
                 continue
-            # a module's folder is found by its name, as a module's file is
+            # Python imports a new folder with __init__.py by its name, as it does a module's file;
+            # so the owner of the folder's parent counts
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
             if is_start_up(known_as(name), in_users_folder=not self._is_runs_folder(folder)):
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
-        """Return whether a run made a folder, or may make it, or every rank may write there."""
+        """Return whether a folder is a run's: made by a run, not made yet, or shared."""
         if path and self._tree.status(path) is None:
             return True
         place = os.path.join(self._rule.path, path)
@@ -254,7 +258,7 @@ class Desk:
         return is_shared or any(map(self._made.has_folder, (path, *folders_of(path))))
 
     def _may_replace(self, path: str) -> bool:
-        """Return whether a host may replace or remove what lies at a path."""
+        """Return whether a host may replace or remove the entry at `path`."""
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
             return True
@@ -262,28 +266,30 @@ class Desk:
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
-        """Return where the run's version of a file lies."""
+        """Return the path of the run's version of a file."""
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:
-        """Make a folder and those that it lies in; record those that were not there."""
+        """Make a folder and its missing parents, and record them as made by a run."""
         for folder in reversed([path, *folders_of(path)]):
             if folder and self._tree.status(folder) is None:
                 self._tree.make_folder(folder)
                 self._made.record_folder(folder)
 
     def _take(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
-        """Take pieces together: a disk is forced to keep many files in hardly more time than one.
+        """Write a group of pieces, and move the files that are complete to their paths.
+
+        Forcing many files to the disk together takes hardly longer than forcing one.
 
         Returns:
-            Why, by path, of what was refused; "" of what was not.
+            For each path, why it was refused; "" if it was not.
         """
         whole: list[tuple[Entry, Arrival]] = []
         answers: dict[str, str] = {}
         for piece in pieces:
             path = piece.entry.path
             answers[path] = self._try(self._write, host_rank, path, piece, whole)
-        # so that a power cut after they were placed leaves them whole
+        # so that a power cut after they were placed leaves complete files
         flushing = [self._flushers.submit(os.fsync, arrival.file) for _, arrival in whole]
         for (entry, arrival), flushed in zip(whole, flushing, strict=True):
             more = entry, arrival, flushed
@@ -295,13 +301,13 @@ class Desk:
     def _write(
         self, host_rank: int, path: str, piece: Piece, whole: list[tuple[Entry, Arrival]]
     ) -> None:
-        """Write a piece beside its file's place; with the last one the file goes to `whole`."""
+        """Append a piece to its arriving file, and a complete file to `whole`; or make a folder."""
         entry, key = piece.entry, (host_rank, path)
         if piece.offset == 0:
             self._check_new(path)
         if entry.is_folder:
             self._make_folders(path)
-            self._tree.make_folder(path)  # raises where something else is there
+            self._tree.make_folder(path)  # raises if the path is not a folder
             self._note(host_rank, path, entry)
             return
         if piece.offset == 0:
@@ -331,7 +337,7 @@ class Desk:
     def _place(
         self, host_rank: int, path: str, entry: Entry, arrival: Arrival, flushed: Future[None]
     ) -> None:
-        """Put a file that is whole into its place; it is gone if it cannot get there."""
+        """Move a complete file to its path; discard it if that is refused or fails."""
         try:
             flushed.result()
             check = self._checks.pop((host_rank, path), None)
@@ -362,9 +368,9 @@ class Desk:
     def _remove(self, host_rank: int, path: str) -> None:
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
-            self._tree.open_file(path).close()  # raises for what is no regular file
+            self._tree.open_file(path).close()  # raises if it is not a regular file
         for key in [it for it in self._arriving if it[0] == host_rank and is_below(it[1], path)]:
-            self._drop(key)  # its folder would not be empty
+            self._drop(key)  # its temporary file would keep the folder from being empty
         if not self._may_replace(path):
             self._note(host_rank, path, None)
             if path not in self._beside:

@@ -1,8 +1,8 @@
-"""Lead what libraries write from C, C++ and Rust, which `redirect.py` does not see.
+"""Redirect file accesses of libraries in C, C++ and Rust, which `redirect.py` does not see.
 
-Each call below opens a file by itself, and a Python name leads to it. In a rank, the name is
-replaced when its module is imported: the path that the call is given is led as `open` leads it.
-Calls that read are led where a rank may have a file of its own to read.
+Each function in `CALLS` opens a file in compiled code and has a Python name. In a rank, that name
+is replaced when its module is imported. The replacement redirects the function's path as `open`
+does. Functions that read are redirected only for ranks that may have their own versions of files.
 """
 
 import functools
@@ -18,13 +18,14 @@ from taas_magic.store.redirect import Discarded, Watched, led_path, writable
 
 
 class _Call(NamedTuple):
-    """A call that opens a file.
+    """A library function or method that opens a file.
 
     Attributes:
-        module: Where it is; what is named before a dot in `name` is a class there.
-        position: Of the path among its arguments, with that of the object of a method.
-        parameter: What the path is called.
-        writes: Whether it writes; None: as its argument `mode` says.
+        module: Module that contains it.
+        name: Name of the function, or of a method as `Class.method`.
+        position: Position of the path among the arguments, counting `self` of a method.
+        parameter: Name of the path's parameter.
+        writes: Whether it writes; None if its argument `mode` decides.
         makes_folder: Whether it makes a folder.
     """
 
@@ -58,7 +59,7 @@ CALLS = (
 
 
 def install(view: Watched) -> None:
-    """Replace these calls in this process, now or when their modules are imported; for good."""
+    """Permanently replace `CALLS` in this process, now or when their modules are imported."""
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
         if call.writes is not False or isinstance(view, Discarded):
@@ -74,7 +75,7 @@ def _replace_all(view: Watched, calls: list[_Call]) -> None:
         for each in classes:
             holder = getattr(holder, each, None)
         real = getattr(holder, name, None)
-        if real is None:  # another version of the library
+        if real is None:  # this version of the library does not have it
             continue
         led: Any = _led_class(view, call, real) if inspect.isclass(real) else None
         led, is_of_class = led or _led(view, call, real), inspect.isclass(holder)
@@ -84,14 +85,14 @@ def _replace_all(view: Watched, calls: list[_Call]) -> None:
 
 
 def _replace_where_imported(name: str, real: object, led: object) -> None:
-    """Replace a function also in modules that took it by `from … import`."""
+    """Replace a function also in modules that imported it by `from … import`."""
     for module in list(sys.modules.values()):
         if vars(module).get(name) is real:
             setattr(module, name, led)
 
 
 def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
-    """Return a class whose constructor is led; None of one that cannot be derived from."""
+    """Return a subclass with a redirected constructor; None if subclassing is not allowed."""
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
         return _led(view, call, partial(real.__new__, cls))(*args, **kw)
@@ -121,7 +122,7 @@ def _led(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., 
 
 
 def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
-    """Return the path to call with."""
+    """Return the path to which the call is redirected."""
     if call.makes_folder:
         return led_path(view, view.target, path)
     if call.writes or (call.writes is None and mode not in ("r", "rb")):

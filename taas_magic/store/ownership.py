@@ -1,11 +1,12 @@
-"""Which files of a project store belong to the user, and which to runs.
+"""Rules for which files of a project store belong to the user, and which to runs.
 
-A host that does not share the store sends what rank 0 wrote. It may replace and remove files that
-runs made and that nobody changed since. A file of the user stays: rank 0's version is kept beside
-it. In the user's own folders a host makes no hidden files, programs and modules, as shells, tools
-and Python find these there by themselves. `[store] overwrite` of taas.toml names exceptions.
+A host that does not share the store sends the files that rank 0 wrote. It may replace and remove
+files that runs made and that nobody changed since. A file of the user stays: rank 0's version is
+kept beside it. In the user's own folders a host may not make hidden files, programs or modules,
+because shells, tools and Python find these by themselves. `[store] overwrite` in taas.toml names
+exceptions.
 
-What runs made is recorded in the state folder, never in the store.
+The list of files and folders that runs made is in the state folder, never in the store.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from taas_magic.shared_files import replacing
 from taas_magic.store.tree import Tree, oddity
 
 KEPT_BESIDE = ".from-host"
-"""How the name ends under which rank 0's version of a user's file is kept."""
+"""Suffix of the name of rank 0's version of a user's file."""
 
 OVERWRITE = "[store] overwrite in taas.toml names files that hosts may write"
 _YOURS = "no run made the file that is there, or it was changed since"
@@ -34,7 +35,7 @@ WHY_NOT_REMOVED = f"{_YOURS}, so no host removes it; {OVERWRITE}"
 WHY_NOT_NEW = f"a new hidden file, program, module or start-up file; {OVERWRITE}"
 
 _DATA = re.compile(r"\.(?:metadata|z(?:array|attrs|group|metadata)|hydra|complete|done|success)")
-"""Hidden names that libraries give to data: torch's checkpoints, zarr, Hydra, markers."""
+"""Hidden names of data files of libraries: torch's checkpoints, zarr, Hydra, markers."""
 
 _HIDDEN = re.compile(r"[._]netrc|\..+", re.DOTALL)
 
@@ -52,7 +53,7 @@ _STARTS_BY_ITSELF = re.compile(
     r"|pip\.(?:conf|ini)",
     re.DOTALL,
 )
-"""Names by which tools find what they run or install in the folder that they are called in."""
+"""Names of files that tools run or install from in the folder in which they are called."""
 
 _COLLECTED = re.compile(
     r"(?:conftest|sitecustomize|usercustomize|test_.*|.*_test)\.py[co]?|activate(?:[._].*)?"
@@ -66,11 +67,12 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_start_up(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether a new file or folder of a name may not come from a host.
+    """Return whether a host may not make a new file or folder with this name.
 
     Args:
-        name: As `manifest.known_as` has it.
-        in_users_folder: Whether the user made the folder; a run may put code into its own folders.
+        name: Last part of the path, as normalized by `manifest.known_as`.
+        in_users_folder: Whether the user made the folder that contains it. A run may put code into
+            its own folders.
     """
     if _COLLECTED.fullmatch(name):
         return True
@@ -81,18 +83,19 @@ def is_start_up(name: str, *, in_users_folder: bool) -> bool:
 
 
 def is_program(begins: bytes) -> bool:
-    """Return whether a file with these first bytes is one that the system can execute."""
+    """Return whether a file with these first bytes is a program that a system can execute."""
     return begins.startswith(_PROGRAM)
 
 
 class _Record(Struct, array_like=True):
-    """What a run put at a path.
+    """Record of a file or folder that a run made or removed.
 
     Attributes:
-        path: Relative to the store.
-        key: Inode, bytes and time of the last change; None of a folder, or of what is gone.
-        sha256: "" if it is not known.
-        is_gone: Whether it was removed.
+        path: Path relative to the store.
+        key: Inode, size in bytes and modification time of a file (`file_key`); None for a folder
+            and after a removal.
+        sha256: Hash of the file; "" if it is not known.
+        is_gone: Whether the file or folder was removed.
     """
 
     path: str
@@ -102,10 +105,10 @@ class _Record(Struct, array_like=True):
 
 
 class RunsFiles:
-    """Files and folders that runs made in a store; each change is on disk at once.
+    """List of the files and folders that runs made in a store; each change is written at once.
 
     Args:
-        folder: `state_folder` of the store.
+        folder: The store's state folder, from `rule.state_folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,9 +131,14 @@ class RunsFiles:
         return known is not None and known.key is None
 
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
-        """Return whether a file is as a run left it.
+        """Return whether a run made the file and its content is unchanged since.
 
-        Its content is read only if the file was copied or touched.
+        The content is read only if inode or modification time differ, as after a copy or `touch`.
+
+        Args:
+            tree: Tree of the store.
+            path: Path of the file.
+            status: Current status of the file.
         """
         known = self._known.get(path)
         if known is None or known.key is None:
@@ -146,7 +154,10 @@ class RunsFiles:
         return digest.hexdigest() == known.sha256
 
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
-        """Record a file before it is moved to its place: a kill leaves it known."""
+        """Record a file that a run made.
+
+        Call before the file is moved to its path, so that it is recorded even after a kill.
+        """
         self._append(_Record(path, file_key(status), sha256))
 
     def record_folder(self, path: str) -> None:
@@ -154,12 +165,17 @@ class RunsFiles:
         self._append(_Record(path))
 
     def forget(self, path: str) -> None:
-        """Record that a file or a folder is gone."""
+        """Record that a file or a folder was removed."""
         if path in self._known:
             self._append(_Record(path, is_gone=True))
 
     def record_written(self, store: str, paths: Iterable[str]) -> None:
-        """Record what rank 0 wrote on a host that shares the store."""
+        """Record the files that rank 0 wrote on a host that shares the store.
+
+        Args:
+            store: Path of the store.
+            paths: Paths of the files, relative to the store.
+        """
         for path in paths:
             with suppress(OSError):
                 status = os.lstat(os.path.join(store, path))
@@ -178,7 +194,7 @@ class RunsFiles:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what tells a file from one that was changed or put in its place."""
+    """Return a key that differs if a file was changed or replaced."""
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -187,7 +203,7 @@ def _line(record: _Record) -> bytes:
 
 
 def _read(path: Path) -> Iterator[_Record]:
-    """Yield the records of a file; a line that a kill has cut is left out."""
+    """Yield the records of a file; skip a line that a kill has cut short."""
     with suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
@@ -195,11 +211,15 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class Exceptions:
-    """What `[store] overwrite` lets hosts write: patterns in gitignore's language."""
+    """Paths that hosts may write by `[store] overwrite`.
+
+    Args:
+        patterns: Patterns in gitignore's syntax.
+    """
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._spec = GitIgnoreSpec.from_lines(patterns)
 
     def has(self, path: str) -> bool:
-        """Return whether hosts may write a path, whosever it is."""
+        """Return whether hosts may write `path` even if it is the user's."""
         return self._spec.match_file(path)

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all: `taas.save`, and what it is made of.
+"""Atomic file writes: `taas.save` and its parts.
 
-A file is written beside its destination, forced to the disk, and moved there in one step, so that a
-kill at any point and a full disk leave the old file or the new one. (rename(2) is atomic; that a
-new file needs its folder forced to the disk as well is in fsync(2).)
+A file is written beside its destination, forced to the disk, and moved there in one step. So a kill
+at any point, or a full disk, leaves either the old file or the new one. rename(2) is atomic. The
+folder of a new file must be forced to the disk as well, see fsync(2).
 """
 
 import contextlib
@@ -19,25 +19,29 @@ from taas_magic.errors import StoreError
 from taas_magic.shared_files import lock
 
 SAVES = "TAAS_SAVES"
-"""The environment variable that names where a job's `taas.save` writes, in place of the store."""
+"""Environment variable with the folder to which a job's `taas.save` writes instead of the store."""
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
-"""What torch's RuntimeErrors say when the disk is full; they name neither the path nor the disk."""
+"""Parts of torch's RuntimeErrors for a full disk, which name neither the path nor the disk."""
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
-    """Save like `torch.save`, whose arguments it takes, but so that the file appears atomically.
+    """Save an object atomically, with the arguments of `torch.save`.
 
-    Any rank may call it, and none waits for another: in a run only rank 0's call writes. Outside of
-    a run it writes. In a job of a farm it writes to the job's folder, at the same path as in the
-    project store. The file is byte for byte the one that `torch.save` makes.
+    In a run, every rank may call it, but only rank 0's call writes; no rank waits for another.
+    Outside of a run it writes. In a job of a farm it writes to the job's folder, at the same path
+    as in the project store. The file has the same bytes as one from `torch.save`.
 
     Args:
-        f: The file's path; an open file is written as `torch.save` does, by any rank.
+        obj: Object to save.
+        f: Path of the file. An open file is written as by `torch.save`, by any rank and not
+            atomically.
+        *args: Further arguments of `torch.save`.
+        **kwargs: Further arguments of `torch.save`.
 
     Raises:
-        StoreError: It could not be written; what was there before is still there.
+        StoreError: The file could not be written; an old file at the path is unchanged.
     """
     import torch
 
@@ -50,9 +54,13 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
 
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return where a job saves what is meant for the project store; elsewhere the path itself."""
+    """Return the path in the job's folder for a path in the project store.
+
+    Returns:
+        `path` itself outside of a job, and for a path outside the store.
+    """
     folder = os.environ.get(SAVES)
-    # by its own name where that lies here, else over a link that leads here
+    # the path as given if it is in the working directory, else its target if a link leads there
     below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]
     inside = [it for it in below if not it.startswith(os.pardir + os.sep)]
     if not folder or not inside:
@@ -64,9 +72,9 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield where to write the file that takes `path`'s place when the block ends without error.
+    """Yield a temporary path; if the block ends without error, its file replaces `path`.
 
-    A symbolic link is followed, and the old file's permissions are kept.
+    A symbolic link is followed, and an old file's permissions are kept.
 
     Raises:
         StoreError: The file could not be written.
@@ -92,10 +100,10 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _folder_beside(destination: str) -> Iterator[str]:
-    """Yield a folder on the destination's file system, gone at the end; clear what a kill has left.
+    """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
-    A folder, not a file of another name, because torch writes a file's name into it. Its lock tells
-    a living writer's folder from a dead one's.
+    It is a folder, not a file with another name, because torch writes the file's name into the
+    file. The folder's lock distinguishes a living writer's folder from a leftover.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."
@@ -116,13 +124,17 @@ def _folder_beside(destination: str) -> Iterator[str]:
 
 
 def remove_leftover(folder: Path) -> bool:
-    """Remove an unfinished save whose writer is dead; say whether `folder` is one at all."""
+    """Remove the folder of an unfinished save if its writer is dead.
+
+    Returns:
+        Whether `folder` is the folder of an unfinished save, by its name.
+    """
     if not folder.name.endswith(_SUFFIX):
         return False
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return True  # it is gone, or another user's
+        return True  # it was removed meanwhile, or belongs to another user
     try:
         if lock(descriptor):  # else its writer is alive
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +152,7 @@ def _force_to_disk(path: str) -> None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Drop what the failed calls held: torch's writer, and with it the given-up file's space."""
+    """Clear the frames of the failed calls, which hold torch's writer and the file's disk space."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -1,9 +1,9 @@
-"""What a run did to its project store: files that rank 0 wrote, files of other ranks kept out.
+"""Receipt of a run: files that rank 0 wrote to the store, and files of other ranks kept out.
 
-Rank 0 notes what its Python opens for writing; its subprocesses and C++ writers are found by
-looking the store through afterwards for what changed since the run began (hidden folders, which
-tools keep their own things in, are left out). Both are taken down on
-the host, when its ranks are gone, so that a killed rank's files are there too.
+Rank 0 notes the files that its Python code opens for writing. Files from its subprocesses and C++
+writers are found afterwards by a search of the store for files that changed since the run began.
+The search skips hidden folders, in which tools keep their own files. The host collects both when
+its ranks have ended, so that the files of a killed rank are included.
 """
 
 import os
@@ -27,25 +27,27 @@ from taas_magic.store.publish import remove_leftover
 from taas_magic.store.tree import Seen, Tree
 
 LOOK_LIMIT_S = 0.25
-"""How long a store may be looked through; of a larger one, rank 0's own notes are all there is."""
+"""Maximum seconds for the search of a store; files found later are listed only if rank 0 noted
+them."""
 
 _NOTEBOOK = ".ipynb"
-"""The front end saves notebooks while a run goes on."""
+"""Suffix of files that the search skips: the front end saves notebooks during a run."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a run did to its store; `run.receipt`. Paths are relative to the store.
+    """List of a run's writes to its store (`run.receipt`). Paths are relative to the store.
 
     Attributes:
-        written: Bytes of each file that rank 0 wrote and that is there, by path.
-        kept_out: Ranks whose file was kept out, by path.
-        missing: Those of `kept_out` that the store has not: rank 0 wrote no such file.
+        written: Bytes of each existing file that rank 0 wrote, by path.
+        kept_out: Ranks whose write of a file was kept out of the store, by path.
+        missing: Paths in `kept_out` that do not exist in the store, as rank 0 wrote no such file.
         shared: Folders that every rank could write.
-        means: What held the ranks that are not 0; "" where there were none.
-        complete: Whether all of the store was looked through.
-        not_sent: Why, by path, of rank 0's files that did not get into the store from a host that
-            does not share it.
+        means: Mechanism that protected the store from ranks other than 0 (value of
+            `guard.Means`); "" if there were no such ranks.
+        complete: Whether the search for changed files covered all of the store.
+        not_sent: Reason for each of rank 0's files that did not arrive in the store from a host
+            that does not share it, by path.
     """
 
     written: Mapping[str, int] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class Receipt:
     not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: StoreReceipt) -> "Receipt":
-        """Return this and what one more host says."""
+        """Return a copy with one more host's receipt merged in."""
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)
@@ -66,7 +68,7 @@ class Receipt:
         return Receipt(
             written=written,
             kept_out={path: tuple(sorted(ranks)) for path, ranks in sorted(kept_out.items())},
-            # a host that does not share the store may not have had rank 0's file yet
+            # rank 0's file may not have reached a host that does not share the store
             missing=(self.missing | missing) - set(written),
             shared=tuple(event.shared),
             means=self.means or event.means,
@@ -76,11 +78,11 @@ class Receipt:
 
 
 class Ledger:
-    """What the ranks of one host say of the store; any thread may call it.
+    """Collector of the store messages from one host's ranks; any thread may call it.
 
     Args:
-        store: Absolute, without symbolic links.
-        shared: Folders in it that every rank may write.
+        store: Path of the store, absolute and without symbolic links.
+        shared: Absolute paths of folders in the store that every rank may write.
     """
 
     def __init__(self, store: str, shared: Iterable[str]) -> None:
@@ -91,7 +93,7 @@ class Ledger:
         self._means = ""
 
     def take(self, rank: int, message: StoreMessage) -> None:
-        """Take down what a rank says."""
+        """Record a message from a rank."""
         with self._lock:
             if isinstance(message, RankTouched):
                 self._noted[rank, message.path] = None
@@ -99,9 +101,12 @@ class Ledger:
                 self._means = message.means
 
     def close(self, has_rank_0: bool) -> StoreReceipt:
-        """Return what this host's ranks did; called when they are gone.
+        """Return this host's receipt. Call when the host's ranks have ended.
 
-        Also clears away saves that a kill left unfinished.
+        If the store is searched, unfinished saves of killed ranks are removed.
+
+        Args:
+            has_rank_0: Whether the host ran rank 0; only then the store is searched.
         """
         with self._lock:
             noted = list(self._noted)
@@ -133,18 +138,19 @@ class Ledger:
 def changed(
     store: str, shared: Iterable[str], since_ns: int, limit_s: float = LOOK_LIMIT_S
 ) -> tuple[set[str], bool]:
-    """Look a store through for files that were made or changed since a moment.
+    """Search a store for files that were made or changed since `since_ns`.
 
-    Also clears away saves that a kill left unfinished.
+    Unfinished saves of killed ranks are removed. A file's ctime decides, because no call can set it
+    back.
 
     Args:
-        shared: Folders in it that are left out: what is there may be any rank's.
-        since_ns: On the file system's clock.
-        limit_s: When to give up.
+        store: Absolute path of the store.
+        shared: Absolute paths of folders to skip, as files there may be from any rank.
+        since_ns: Time on the file system's clock, in nanoseconds.
+        limit_s: Maximum seconds for the search.
 
     Returns:
-        Absolute paths, by the time of the last change of any kind, as no call sets that back; and
-        whether all of the store was looked through.
+        Absolute paths of the files, and whether the search covered all of the store.
     """
     deadline = time.monotonic() + limit_s
     found, left_out = set(), {os.path.relpath(folder, store) for folder in shared}
@@ -174,9 +180,12 @@ def _status(path: str) -> os.stat_result | None:
 
 
 _CLOCK_REALTIME_COARSE = 5
-"""From linux/time.h; Python has no name for it."""
+"""Id of the kernel's coarse clock (linux/time.h), for which Python has no constant."""
 
 
 def _now_ns() -> int:
-    """Read the clock that file systems stamp by: it lags the other by a tick of the kernel."""
+    """Return the time of the clock that file systems use for time stamps.
+
+    It lags the usual clock by up to one kernel tick.
+    """
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
