@@ -1,8 +1,8 @@
-"""A rank's connection to a fetcher: the handshake, requests out, whole responses in.
+"""A rank's connection to a fetcher: handshake, requests and responses.
 
-On one host a fetcher is reached through a Unix socket in the abstract namespace (it leaves no file,
-whatever dies), and large batches lie in memory that both map; between hosts through TCP, with TLS
-where a context is given. Who may speak is decided by the run's key alone, on every path.
+On the same host, rank and fetcher use a Unix socket in the abstract namespace, which never leaves a
+file behind, and large batches are in memory that both map. Between hosts they use TCP, with TLS if
+a context is given. On both paths, the run's key authenticates each side.
 """
 
 import itertools
@@ -36,17 +36,18 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
-    """Nothing came for a tick, `ALIVE_S`; how long a peer is silent is counted in these.
+    """No data arrived for one tick (`ALIVE_S`); the silence of a peer is measured in ticks.
 
-    When this process was away itself, stopped, or held up by a call of the cell that keeps the
-    interpreter, what came meanwhile is there when it listens again: all of that is one tick.
+    This process may be stopped, or the cell may hold the interpreter lock in a long call. Data that
+    arrives meanwhile can be read afterwards, so that this whole time counts as at most one tick.
     """
 
 
 def is_of_the_cell(error: BaseException) -> bool:
-    """Return whether a signal's handler of the cell raised it: it says nothing of a connection.
+    """Return whether a signal handler of the cell raised `error`, instead of the connection.
 
-    A handler runs between any two steps of the main thread, and is the last in the traceback.
+    A handler may run between any two steps of the main thread. Then the last frame of the traceback
+    belongs to the handler.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
@@ -56,21 +57,24 @@ def is_of_the_cell(error: BaseException) -> bool:
 
 
 class FetcherLink:
-    """A rank's connection to one fetcher, and what was requested on it.
+    """A rank's connection to one fetcher, with its pending requests.
 
     Args:
-        tls: Context for TCP; not used on one host, where no wire is.
-        connect_s: How long the handshake may take, in all.
-        patience_s: How long a frame may stand still in the middle.
+        address: The fetcher's address.
+        loader: Name of the loader to request.
+        key: The run's key.
+        tls: Context for TCP; not used for a fetcher on the same host.
+        connect_s: Seconds that the whole handshake may take.
+        patience_s: Seconds that the peer may pause in the middle of a frame.
 
     Attributes:
-        asked: Requests that are under way, in their order.
-        unsent: Requests that are laid ready.
-        lent: What this process reads of the fetcher's memory.
+        asked: Sent requests without a response, in order.
+        unsent: Requests that `request` will send.
+        lent: Spans of the fetcher's shared memory that this process reads.
 
     Raises:
-        OSError: It cannot be reached.
-        ProtocolError: It is not a fetcher of this run.
+        OSError: The fetcher cannot be reached.
+        ProtocolError: The peer is not a fetcher of this run, or it rejected this rank.
     """
 
     def __init__(
@@ -92,12 +96,14 @@ class FetcherLink:
         self.lent = Lent(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
         self.close = weakref.finalize(self, self.lent.close)
-        """Close the connection, once nobody reads the fetcher's memory any more: as long as it is
-        open, the fetcher leaves that memory alone."""
+        """Close the connection as soon as this process reads no shared memory of the fetcher.
+
+        Until then the fetcher does not reuse that memory.
+        """
         try:
             if self._is_tls:
                 self._socket.settimeout(ALIVE_S)
-            else:  # in the kernel
+            else:  # a timeout in the kernel saves a poll for each receive
                 self._socket.settimeout(None)
                 timeval = struct.pack("ll", int(ALIVE_S), 0)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -107,7 +113,7 @@ class FetcherLink:
             raise
 
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
-        """Send messages and their bodies, and which shared memory is read no more."""
+        """Send messages with their bodies, and report released spans of shared memory."""
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
         if gone := self.lent.gone():
             parts.insert(0, protocol.pack(protocol.Free(gone)))
@@ -118,7 +124,7 @@ class FetcherLink:
             self._socket.settimeout(ALIVE_S)
 
     def request(self) -> None:
-        """Send what was laid ready; requests that are alike but for their slot share a message."""
+        """Send the requests in `unsent`; one message carries those that differ only in the slot."""
         requests, self.unsent = self.unsent, []
         self.asked += requests
         messages = []
@@ -128,7 +134,7 @@ class FetcherLink:
         self.send(messages)
 
     def cancel(self) -> None:
-        """Say that what was requested is not wanted; responses on their way are passed over."""
+        """Cancel all pending requests; `receive` then skips the responses to them."""
         self.unsent.clear()
         if self.asked:
             self.asked.clear()
@@ -136,18 +142,24 @@ class FetcherLink:
             self._cancelled += 1
 
     def leave(self) -> None:
-        """Close it in a fork; the process that made it goes on with it."""
+        """Close this fork's copy of the socket; the parent process continues to use its own."""
         self._socket.close()
 
     def receive(self, blocks: Blocks) -> Iterator[tuple[FromServer, memoryview]]:
-        """Yield the next message, and all that have come with it, but for what was cancelled.
+        """Wait for the next message; yield it and all messages that arrived with it.
 
-        Each with its body, which lies in one of `blocks` or is shared.
+        Responses to cancelled requests are skipped.
+
+        Args:
+            blocks: Memory to receive into.
+
+        Yields:
+            A message and its body, which is in `blocks` or in shared memory.
 
         Raises:
-            Silent: Nothing came for a tick; the connection is as good as before.
-            OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
-                its way.
+            Silent: No data arrived for a tick; the connection is still usable.
+            OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
+                transit.
         """
         whole: tuple[FromServer, memoryview] | None = self._inbox.receive(blocks)
         while whole is not None:
@@ -172,7 +184,7 @@ class FetcherLink:
         return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
     def _introduce(self, loader: str, key: bytes) -> None:
-        """Shake hands: each side shows that it knows the run's key."""
+        """Do the handshake, in which each side proves that it knows the run's key."""
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = self._first()
         assert isinstance(challenge, protocol.Challenge)
@@ -186,7 +198,7 @@ class FetcherLink:
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _first(self) -> FromServer:
-        """Return the next message of the handshake; the protocol's state says which that may be."""
+        """Return the next message of the handshake; `ProtocolState` checks its type."""
         while True:
             try:
                 return self._inbox.receive(Blocks(0))[0]
@@ -196,13 +208,15 @@ class FetcherLink:
 
 
 class Inbox:
-    """The receiving end of a connection.
+    """Receiving end of a connection.
 
-    One system call brings as many small frames as have come, into one chunk, and they stay there. A
-    large body goes straight into a block of its own.
+    One system call receives all small frames that have arrived into one chunk, where their bodies
+    stay. A large body is received into its own block.
 
     Args:
-        patience_s: How long a frame may stand still in the middle.
+        sock: The connected socket.
+        state: Checks which messages are allowed.
+        patience_s: Seconds that the peer may pause in the middle of a frame.
     """
 
     def __init__(self, sock: socket.socket, state: ProtocolState, patience_s: float) -> None:
@@ -217,12 +231,12 @@ class Inbox:
         self._descriptors: deque[int] = deque()
 
     def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
-        """Return the next message and its body; waits for them.
+        """Wait for the next message and its body, and return them.
 
         Raises:
-            Silent: Nothing came for a tick.
-            OSError, ProtocolError: The connection is of no use any more, or a body was damaged on
-                its way.
+            Silent: No data arrived for a tick.
+            OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
+                transit.
         """
         self._silent_s = 0.0
         while (whole := self.here()) is None:
@@ -232,7 +246,7 @@ class Inbox:
         return whole
 
     def here(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body if all of it has come."""
+        """Return the next message and its body if both have arrived completely; else None."""
         now = self._now
         if now is None:
             now = self._now = self._state.hear(self._chunk[self._start : self._end])
@@ -251,17 +265,17 @@ class Inbox:
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
-        """Return the oldest descriptor that came along.
+        """Remove and return the oldest received file descriptor.
 
         Raises:
-            ProtocolError: There is none.
+            ProtocolError: No descriptor was received.
         """
         if not self._descriptors:
             raise ProtocolError("shared memory was announced and did not come")
         return self._descriptors.popleft()
 
     def _large(self, now: protocol.Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
-        """Receive a large body, of which the chunk has the beginning."""
+        """Receive a large body whose beginning is in the chunk."""
         self._now = None
         message, _, size = now
         body, begun = blocks.take(size), self._end - self._start
@@ -269,7 +283,7 @@ class Inbox:
         self._start = self._end
         is_summed, total = message.body_sum is not None, 0
         for at in range(0, size, _PIECE_BYTES):
-            # Summed piece by piece, while it is in the processor's cache.
+            # Compute the checksum piece by piece, while the data is in the processor's cache.
             piece = body[at : at + _PIECE_BYTES]
             self._receive_all(piece[max(0, begun - at) :])
             total += checksum(piece) if is_summed else 0
@@ -286,18 +300,18 @@ class Inbox:
                 self._check_patience()
 
     def _fill(self, blocks: Blocks) -> None:
-        """Receive what has come: the rest of a body, or as many frames as there are."""
+        """Receive into the chunk: the rest of a body, or all frames that have arrived."""
         now = self._now
         least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)
         if len(self._chunk) - self._start < least:
-            # In another chunk; bodies in this one stay as long as someone looks at them.
+            # Start a new chunk; the old one lives as long as its bodies are in use.
             rest = bytes(self._chunk[self._start : self._end])
             self._chunk = memoryview(b"")
             self._chunk = blocks.take(_CHUNK_BYTES)
             self._chunk[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         if self._is_tls and now:
-            # Under TLS each call brings one record.
+            # With TLS each call receives one record.
             until = self._start + now.body_bytes
             self._receive_all(self._chunk[self._end : until])
             self._end = until
@@ -310,9 +324,9 @@ class Inbox:
             self._check_patience()
 
     def _until(self) -> int:
-        """Return where the last frame ends that has room in the chunk, if all are alike.
+        """Return the end of the last frame that fits into the chunk if all have the latest size.
 
-        What is received of another one would be copied into the next chunk.
+        The beginning of a further frame would have to be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -321,7 +335,12 @@ class Inbox:
         return until
 
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
-        """Receive into memory; return how many bytes."""
+        """Receive data and descriptors; return the number of bytes.
+
+        Raises:
+            Silent: No data arrived for a tick.
+            OSError: The connection failed or the peer closed it.
+        """
         try:
             if self._is_unix:
                 flags |= socket.MSG_CMSG_CLOEXEC
@@ -356,7 +375,12 @@ def _check(response: Response, total: int) -> None:
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:
-    """Return a Unix socket to a server of the same user."""
+    """Connect to a Unix socket in the abstract namespace.
+
+    Raises:
+        OSError: The server cannot be reached.
+        ProtocolError: The server belongs to another user.
+    """
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(connect_s)

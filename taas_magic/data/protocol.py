@@ -1,25 +1,24 @@
-"""What ranks, a fetcher's server and its workers say to each other: messages, frames, the proof.
+"""The protocol of ranks, a fetcher's server and its workers: messages, frames, authentication.
 
-Every message is a typed struct, and reading one checks it. Bytes in, messages out, and the other
-way round: no socket, no pickle, no torch.
+Each message is a typed struct and is validated when it is decoded. This module only converts
+between bytes and messages; it uses no sockets, no pickle and no torch.
 
-A rank's connection carries frames: a prefix of fixed size, the packed message, and a body of bytes
-where the message has one. Prefix and message have checksums, which are compared before anything in
-them is believed, and both sizes are limited by what may be said now. What may be said depends on
-how far the two have come (`ProtocolState`); everything else is a `ProtocolError` (the idea is
-h11's).
+A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
+an optional body. Prefix and message have checksums, which are verified before their content is
+used. The state of the connection (`ProtocolState`, an idea of h11) decides which messages are
+allowed and how large message and body may be; anything else is a `ProtocolError`.
 
     server                          rank
     Challenge               ─────►
                             ◄─────  Proof           (the run's key; HMAC-SHA256)
-    Welcome | Rejected      ─────►                  (now both know: same run)
-                            ◄─────  Requests        pure, so they may be repeated
-    Alive … Response        ─────►                  in their order; it may answer some in a row
-                            ◄─────  Free            spans of shared memory that are read no more
-                            ◄─────  Cancel          what was requested is not wanted any more
-    Cancelled               ─────►
+    Welcome | Rejected      ─────►                  (now both know that the run is the same)
+                            ◄─────  Requests        without side effects, so they can be repeated
+    Alive … Response        ─────►                  in the requests' order, for one or several
+                            ◄─────  Free            spans of shared memory no longer in use
+                            ◄─────  Cancel          drops all pending requests
+    Cancelled               ─────►                  after the last response to those
 
-A server and its worker exchange `Orders` and lists of `Reply`.
+A server sends `Orders` to a worker, and the worker sends lists of `Reply`.
 """
 
 import enum
@@ -45,10 +44,10 @@ _PREFIX = struct.Struct("<IQI")
 _CRC = struct.Struct("<I")
 _BEFORE_MESSAGE = _PREFIX.size + _CRC.size
 _CRC_OF_ALL = 0x2144DF1C
-"""The CRC of whatever ends with its own CRC."""
+"""CRC of any data followed by its own CRC."""
 
 HEADER_BYTES = 64
-"""Size of most headers, prefix and message: padded, so that a body lies aligned behind it."""
+"""Smallest size of a header (prefix and message); padding aligns the body after it."""
 
 _ZEROS = bytes(ALIGN)
 
@@ -57,7 +56,7 @@ _Units = Annotated[int, Meta(ge=UNHINTED)]
 
 
 class RequestKind(enum.IntEnum):
-    """What a request asks for."""
+    """Kind of a request (`LoaderRequest.kind`)."""
 
     OPEN = 1
     GET = 2
@@ -68,7 +67,12 @@ class RequestKind(enum.IntEnum):
 
 
 class ResponseKind(enum.IntEnum):
-    """What a response holds."""
+    """Kind of a response.
+
+    BATCH, PEEKED (a batch's units), VOID (the slot has no batch), OPENED (an epoch's `Opened`),
+    VALUE (an encoded object), ERROR (an exception of the user's code), LOST (workers ended each
+    time they prepared the batch).
+    """
 
     BATCH = 11
     PEEKED = 12
@@ -80,15 +84,16 @@ class ResponseKind(enum.IntEnum):
 
 
 class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
-    """A pure question about a loader: whoever answers it, the answer is the same.
+    """Request about a loader, without side effects; every fetcher gives the same response.
 
     Attributes:
-        kind: OPEN (how long is an epoch), GET (a batch), PEEK (what does it count), SAMPLE (an item
-            of the dataset), ORDER (a batch's indices, or those of all batches), STATE (the
-            dataset's own state).
+        kind: OPEN (an epoch's length and order hash), GET (a batch), PEEK (a batch's units), SAMPLE
+            (an item of the dataset), ORDER (the indices of one batch or of all batches), STATE (get
+            or set the dataset's own state).
+        epoch: Number of the epoch.
         slot: The batch's place in the epoch's order.
-        detail: What else the request says: of GET the indices to use, of SAMPLE the index, of ORDER
-            that all batches are meant, of STATE a state that the stream is to begin at.
+        detail: Further data. GET: indices to use. SAMPLE: the index. ORDER: not empty to request
+            all batches. STATE: a state to start the stream from; empty to get the state.
     """
 
     kind: RequestKind
@@ -98,16 +103,16 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
 
 
 class Opened(Struct, frozen=True, array_like=True):
-    """What is known of an epoch before its first batch.
+    """Description of an epoch before its first batch.
 
     Attributes:
-        batches: How many there are; None where only the end will show.
-        streams: How many streams the loader is cut into; None for a map-style loader.
-        order: Hash of the order; 0 where there is none to compare.
+        batches: Number of batches; None if it is not known before the epoch's end.
+        streams: Number of streams of an iterable-style loader; None for a map-style one.
+        order: Hash of the epoch's order; 0 if there is none to compare.
         counted: Whether batches carry `hints["units"]`.
-        counter: Attribute in which an iterable-style dataset counts its epochs by itself, if an
-            earlier epoch has shown one; it finds every epoch as the first.
-        generator: Attribute in which `worker_init_fn` has put a random generator; "" for none.
+        counter: Attribute in which an iterable-style dataset counts its epochs, detected in an
+            earlier epoch; "" for none. Each epoch uses a fresh copy, so the counter never advances.
+        generator: Attribute in which `worker_init_fn` has stored a random generator; "" for none.
     """
 
     batches: int | None
@@ -119,13 +124,13 @@ class Opened(Struct, frozen=True, array_like=True):
 
 
 class Challenge(Struct, frozen=True, array_like=True, tag=1):
-    """The server's first message."""
+    """First message of the server; the rank's `Proof` must use its nonce."""
 
     nonce: bytes
 
 
 class Proof(Struct, frozen=True, array_like=True, tag=2):
-    """Shows that a rank knows the run's key, and says which loader it wants."""
+    """Proof that a rank knows the run's key, with the name of the loader that it requests."""
 
     nonce: bytes
     mac: bytes
@@ -133,19 +138,19 @@ class Proof(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=3):
-    """Shows that the server knows the run's key."""
+    """Proof that the server knows the run's key; ends the handshake."""
 
     mac: bytes
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=4):
-    """Says why a rank is not let in."""
+    """Rejection of a rank, with the reason."""
 
     why: str
 
 
 class Requests(Struct, frozen=True, array_like=True, tag=5):
-    """One request for each of some slots; the body is their detail."""
+    """Requests for one or several slots; the body is their common `detail`."""
 
     kind: RequestKind
     epoch: _Count
@@ -153,35 +158,35 @@ class Requests(Struct, frozen=True, array_like=True, tag=5):
 
 
 class SharedPlace(NamedTuple):
-    """Where a span of shared memory begins: in which of the server's arenas, at which byte."""
+    """Start of a span of shared memory: the server's number of the arena, and the byte offset."""
 
     arena: int
     offset: int
 
 
 class Free(Struct, frozen=True, array_like=True, tag=6):
-    """Spans of shared memory that the rank reads no more."""
+    """Spans of shared memory that the rank no longer reads."""
 
     places: list[SharedPlace]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=7):
-    """What was requested is not wanted any more."""
+    """Cancellation of all pending requests."""
 
 
 class Cancelled(Struct, frozen=True, array_like=True, tag=8):
-    """From here on come responses to what was requested after `Cancel`."""
+    """Reply to `Cancel`; later responses belong to requests sent after `Cancel`."""
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=9):
-    """The server lives and has no response yet."""
+    """Sign of life of a server that has no response yet."""
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
-    """A body that lies in shared memory, and is lent to the rank.
+    """Body in shared memory, which the rank reads in place until it sends `Free`.
 
     Attributes:
-        is_new: Whether the descriptor of this arena comes with the message.
+        is_new: Whether the message carries the arena's descriptor.
     """
 
     place: SharedPlace
@@ -190,16 +195,21 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Response(Struct, frozen=True, array_like=True, tag=10):
-    """The response to one request, or to some in a row; the bodies follow, unless it is `shared`.
+    """Response to one request, or to several consecutive ones.
+
+    The bodies follow the message, unless the body is `shared`.
 
     Attributes:
-        units: Number that the batch counts in `--units`, or UNHINTED (BATCH, PEEKED).
-        order: Hash of the epoch's order as the worker has it; 0 where it did not use its own. Of a
-            stream, hash of this batch, for some of its first batches; else 0 (BATCH, PEEKED).
-        head_bytes: How many bytes at the body's start are its table of contents (BATCH).
-        body_sum: The checksum of all that follows; None where TLS or the kernel sees to it.
-        more: The response to so many of the next requests is the same but for the slot and for what
-            is in its body, which follows, too, and has the same size (BATCH).
+        slot: Slot of the first request.
+        units: Units that the batch counts in `--units`, or UNHINTED (BATCH, PEEKED).
+        order: For a map-style loader, the worker's hash of the epoch's order; 0 if the worker did
+            not use its own order. For a stream, the hash of this batch for some of the first
+            batches, else 0 (BATCH, PEEKED).
+        head_bytes: Size of the table of contents at the body's start (BATCH).
+        body_sum: Checksum of all bodies; None if TLS or the kernel protects the data.
+        shared: The body in shared memory; None if the body follows.
+        more: Number of further requests that this message answers. Their responses differ only in
+            the slot and in the body's content; all bodies have the same size (BATCH).
     """
 
     kind: ResponseKind
@@ -220,7 +230,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
-    """Return the header of a message whose body, of so many bytes, follows."""
+    """Return the header of a message, to be followed by a body of `body_bytes` bytes."""
     packed = _encode(message)
     prefix = _PREFIX.pack(len(packed), body_bytes, zlib.crc32(packed))
     padding = _ZEROS[: -(_BEFORE_MESSAGE + len(packed)) % ALIGN]
@@ -233,7 +243,7 @@ def aligned(size: int) -> int:
 
 
 def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each buffer of a body, every one aligned, and the size of the body."""
+    """Return the aligned offset of each buffer in a body, and the size of the body."""
     offsets, at = [], aligned(head_bytes)
     for size in sizes:
         offsets.append(at)
@@ -242,14 +252,21 @@ def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class Role(enum.Enum):
-    """Who listens."""
+    """Side of a connection."""
 
     SERVER = "server"
     RANK = "rank"
 
 
 class _State:
-    """Where one side of a connection stands: which messages it may hear, and of what size."""
+    """State of one side of a connection: the allowed messages and their size limits.
+
+    Args:
+        name: Name of the state, for messages.
+        most_bytes: Size limit of a message.
+        most_body: Size limit of a body.
+        messages: Type or union of types of the allowed messages.
+    """
 
     def __init__(self, name: str, most_bytes: int, most_body: int, messages: Any) -> None:
         self.name, self.most_bytes, self.most_body = name, most_bytes, most_body
@@ -268,11 +285,11 @@ _STATES = {
         _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
-"""Each message leads to the next state; the last one stays."""
+"""States of each side; every message leads to the next state, and the last state stays."""
 
 
 class Heard(NamedTuple):
-    """A message that has come, the size of its header, and of the body that follows."""
+    """A received message, the size of its header, and the size of the body that follows."""
 
     message: Any
     header_bytes: int
@@ -280,18 +297,25 @@ class Heard(NamedTuple):
 
 
 class ProtocolState:
-    """One side's view of a connection: reads what it hears, and raises at what may not be said."""
+    """Protocol state of one side of a connection; decodes and checks received messages.
+
+    Args:
+        role: The side that receives the messages.
+    """
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._now, *self._later = _STATES[role]
 
     def hear(self, data: memoryview) -> Heard | None:
-        """Read the message whose header begins with `data`; None as long as it is not whole.
+        """Decode the message whose header is at the start of `data`.
+
+        Returns:
+            The message; None if the header is not complete.
 
         Raises:
-            ProtocolError: Not ours, damaged, too large, or not to be said now; the connection is of
-                no use any more.
+            ProtocolError: The data is damaged, too large, of another protocol, or a message that is
+                not allowed in this state. The connection is no longer usable.
         """
         if len(data) < HEADER_BYTES:
             return None
@@ -328,7 +352,11 @@ class ProtocolState:
 
 
 def _check_size(response: Response, body_bytes: int) -> None:
-    """Refuse bodies and contents that have no room in what is announced."""
+    """Check a response's announced sizes against each other.
+
+    Raises:
+        ProtocolError: The bodies cannot have one size, or the table of contents exceeds a body.
+    """
     bodies, name = 1 + response.more, response.kind.name
     size = body_bytes if response.shared is None else response.shared.size
     if size % bodies:
@@ -340,10 +368,10 @@ def _check_size(response: Response, body_bytes: int) -> None:
 
 
 class Assembler:
-    """Turns a stream of bytes, cut anywhere, into messages with bodies; a server hears small ones.
+    """Splits a byte stream into messages with bodies; used by servers, whose messages are small.
 
     Args:
-        state: What may be said.
+        state: Checks which messages are allowed.
     """
 
     def __init__(self, state: ProtocolState) -> None:
@@ -355,7 +383,7 @@ class Assembler:
         """Yield every message that `data` completes, with its body.
 
         Raises:
-            ProtocolError: Something that may not be said; the connection is of no use any more.
+            ProtocolError: A message is not allowed or damaged; the connection is no longer usable.
         """
         self._bytes += data
         while True:
@@ -375,27 +403,33 @@ class Assembler:
 
 
 def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
-    """Return the MAC by which `role` shows that it knows the run's key.
+    """Return the MAC that proves that `role` knows the run's key.
 
     Args:
-        nonce: The peer's.
-        place: The server's name, as the prover knows it: what one server said proves no other.
+        key: The run's key.
+        role: The side that proves itself.
+        nonce: The peer's nonce.
+        place: The server's name as the prover knows it, so that the proof of one server is not
+            valid for another.
     """
     said = b"\0".join((role.value.encode(), place.encode(), nonce))
     return hmac.new(key, said, hashlib.sha256).digest()
 
 
 def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Return whether `mac` is what `role` would have answered (compared in constant time)."""
+    """Return whether `mac` is the proof of `role` (compared in constant time); see `prove`."""
     return hmac.compare_digest(prove(key, role, nonce, place), mac)
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):
-    """A server has its workers' parent start a worker, or hears that one has ended.
+    """Server's command to the workers' parent to start a worker, or the parent's report of an end.
 
     Attributes:
-        pid: Of the one that has ended; 0: it is to start, and its end of its socket comes along.
-        was_stopped: Whether it was ended since it had been stopped for too long.
+        number: Number of the worker.
+        pid: Process id of the worker that has ended. 0 in a command to start a worker, which
+            carries the worker's end of its socket.
+        exitcode: Exit code of the worker that has ended.
+        was_stopped: Whether the parent killed the worker because it was stopped for too long.
     """
 
     number: int
@@ -405,10 +439,12 @@ class WorkerChange(Struct, frozen=True, array_like=True):
 
 
 class Command(Struct, frozen=True, array_like=True, gc=False):
-    """One thing for a worker to prepare; the reply has the same number.
+    """Command to a worker to answer one request.
 
     Attributes:
-        has_file: The request's detail is in the next of the descriptors that come along.
+        number: Number of the command; the `Reply` has the same number.
+        to_disk: Whether the worker writes the batch to disk.
+        has_file: Whether the request's detail is in a file, whose descriptor the message carries.
     """
 
     number: int
@@ -418,7 +454,12 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Orders(Struct, frozen=True, array_like=True):
-    """What a server tells a worker; `frees` are offsets in its arena that nobody reads any more."""
+    """Message of a server to a worker.
+
+    Attributes:
+        frees: Offsets of spans in the worker's arena that are no longer in use.
+        oldest_epoch: First epoch that ranks may still request.
+    """
 
     commands: list[Command]
     frees: list[int]
@@ -426,11 +467,15 @@ class Orders(Struct, frozen=True, array_like=True):
 
 
 class Reply(Struct, frozen=True, array_like=True, gc=False):
-    """What a worker says of a command, much as `Response` does; the body lies in its arena.
+    """Worker's reply to a command; fields that are not listed here are those of `Response`.
 
     Attributes:
-        on_disk: The body lies on disk instead.
-        disk_is_full: It was to go to disk, and there was no room.
+        number: Number of the command.
+        offset: Offset of the body in the worker's arena.
+        wall_s: Seconds that the preparation took.
+        cpu_s: CPU time of the preparation, in seconds.
+        on_disk: Whether the body is on disk instead of in the arena.
+        disk_is_full: Whether the worker failed to write the body to disk.
     """
 
     number: int
