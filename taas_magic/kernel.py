@@ -1,14 +1,14 @@
-"""The Jupyter kernel "Python (TaaS)": ipykernel with the extension switched on.
+"""The Jupyter kernel "Python (TaaS)": ipykernel that loads the `taas_magic` extension at start.
 
-Started by kernels/taas/kernel.json as `python -m taas_magic.kernel -f <connection file>`.
+kernels/taas/kernel.json starts it as `python -m taas_magic.kernel -f <connection file>`.
 """
 
 import os
 import sys
 from typing import Any
 
-# `python -m` puts the notebook's folder first; a random.py there would break the imports below.
-# The kernel puts it back for the notebook itself.
+# `python -m` puts the notebook's folder first in sys.path; a file random.py there would break the
+# imports below. ipykernel adds the folder again for the notebook itself.
 if __name__ == "__main__" and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]
 
@@ -17,27 +17,33 @@ from ipykernel.kernelapp import IPKernelApp
 from traitlets import List, Unicode
 
 ENCRYPTS_FROM = (7, 3)
-"""The first ipykernel that encrypts. An older one never answers a frontend that asks for it."""
+"""First version of ipykernel with encryption.
+
+An older one never answers a frontend that requests it.
+"""
 
 
 EXTENSION = "taas_magic"
 
 
 class TaasKernelApp(IPKernelApp):
-    """ipykernel's application, with one more extension."""
+    """ipykernel's application that also loads the `taas_magic` extension."""
 
     default_extensions = List(Unicode(), ["storemagic", EXTENSION]).tag(config=True)
 
     def init_extensions(self) -> None:
-        """Load the extensions; a `%load_ext` of ours, as notebooks have it, then says nothing."""
+        """Load the extensions, and mark ours as not loaded.
+
+        So `%load_ext taas_magic`, which notebooks contain, prints no "already loaded" message.
+        """
         super().init_extensions()
         self.shell.extension_manager.loaded.discard(EXTENSION)
 
     def load_connection_info(self, info: dict[str, Any]) -> None:
-        """Take the ports and keys that the frontend chose.
+        """Load the ports and keys that the frontend chose.
 
         Raises:
-            SystemExit: The frontend wants to encrypt, and this ipykernel cannot.
+            SystemExit: The frontend requests encryption, and this ipykernel does not support it.
         """
         if "curve_secretkey" in info and ipykernel.version_info < ENCRYPTS_FROM:
             sys.exit(
@@ -49,7 +55,7 @@ class TaasKernelApp(IPKernelApp):
 
 
 def main() -> None:
-    """Run a kernel until it is shut down."""
+    """Run the kernel until it is shut down."""
     TaasKernelApp.launch_instance()
 
 

@@ -1,4 +1,4 @@
-"""Call back when a module is imported, without importing it."""
+"""Run a function when a module is imported, without importing the module."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when the module of that name has been imported; at once if it has been.
+    """Call `then` after the module `name` is imported; at once if it already is.
 
-    Nothing is imported for it.
+    This function itself imports nothing.
     """
     if name in sys.modules:
         then()
@@ -19,10 +19,10 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders after it do, and has its loader call back.
+    """Finder that delegates to the later finders, and makes one module's loader call `then`.
 
-    It stays until the module is imported: many libraries ask whether another one is there, which
-    finds it without importing it.
+    It stays in `sys.meta_path` until the module is imported. Finding the module is not enough: many
+    libraries only check whether another one is installed, which finds it without an import.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec; None for any other module."""
+        """Return the spec of the module, with a changed loader; None for any other module."""
         if fullname != self._name or self not in sys.meta_path:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
             loader, execute = spec.loader, spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                # it may be the loader of other modules, too (zipimport's)
+                # a loader may load other modules, too (zipimport's does)
                 vars(loader).pop("exec_module", None)
                 execute(module)
                 if self in sys.meta_path:

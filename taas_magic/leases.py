@@ -1,53 +1,62 @@
-"""The table of leases: who says how often that it lives, and how long another one waits for it.
+"""Intervals of heartbeats between processes, and the time limits for a process that is silent.
 
-ARCHITECTURE.md has it with what follows when a lease runs out. `lease_s` is a setting of a pool,
-`fetch_s` one of the data service (docs/config.md).
+ARCHITECTURE.md has the same table, with the consequences of a lease that runs out. `lease_s` is a
+setting of a pool; `fetch_s` is a setting of the data service (docs/config.md).
 """
 
 from typing import NamedTuple
 
 BEATS_PER_LEASE = 4
-"""Of a host to its pool, each answered."""
+"""Number of heartbeats per `lease_s` from a host to its pool; the pool answers each."""
 
 SSH_BEATS_PER_LEASE = 8
-"""Of the pool to a host's supervisor over SSH."""
+"""Number of heartbeats per `lease_s` from the pool to a host's supervisor over SSH."""
 
 LOST_AFTER_S = 1.0
-"""How much longer than its lease a host may be silent: it has ended itself by then."""
+"""Seconds after a silent host's lease until the pool counts it as lost.
+
+By then the host has ended its own processes.
+"""
 
 RANK_BEAT_S = 1.0
-"""How often a rank says that it lives and where its main thread stands."""
+"""Seconds between two heartbeats of a rank, each with the position of its main thread."""
 
 START_TIMEOUT_S = 120.0
-"""How long a process that starts may do nothing at all (`host/activity.py`): the default of a
-pool's `start_timeout_s`."""
+"""Seconds that a starting process may be inactive (`host/activity.py`).
+
+This is the default of a pool's `start_timeout_s`.
+"""
 
 STOPPED_S = 5.0
-"""How long a process may be stopped (SIGSTOP): a rank, before the run fails; a worker of a fetcher
-and a forkserver, before they are ended, and the worker or the host is replaced."""
+"""Seconds that a process may be stopped (SIGSTOP).
+
+After that, the run fails because of a stopped rank. A stopped worker of a fetcher or a stopped
+forkserver is ended, and the worker or the host is replaced.
+"""
 
 HOST_END_S = 10.0
-"""How long a supervisor may take to end all of its host."""
+"""Maximum seconds for a supervisor to end all processes of its host."""
 
 ALIVE_S = 1.0
-"""How often a rank that waits is told that its fetcher lives, and looks up."""
+"""Seconds between two signs of life from a fetcher to a waiting rank; the rank checks as often."""
 
 PROOF_S = 5.0
-"""How long a peer of a fetcher may take, in all, to show that it belongs to the run."""
+"""Maximum seconds, in total, for a peer of a fetcher to prove that it belongs to the run."""
 
 NODE_JOIN_S = 120.0
-"""How long a farm's node may try to reach the farm, once it can run jobs."""
+"""Maximum seconds for a farm's node to connect to the farm, after it is ready to run jobs."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
-"""The shortest `fetch_s`: half of it has to be longer than a sign of life may take."""
+"""Minimum value of `fetch_s`: half of it must be longer than a sign of life may take."""
 
 
 class FetchLease(NamedTuple):
-    """How long a rank waits for the fetchers of a loader, in seconds.
+    """Time limits of a rank that waits for the fetchers of a loader.
 
     Attributes:
-        fetch_s: For any of them to answer, or to say that it lives, before the run fails.
-        start_s: For the first one to come up.
+        fetch_s: Seconds without a response or a sign of life from any fetcher, after which the run
+            fails.
+        start_s: Seconds to wait for the first fetcher to start.
     """
 
     fetch_s: float = 10.0
@@ -55,5 +64,5 @@ class FetchLease(NamedTuple):
 
     @property
     def silent_s(self) -> float:
-        """For one of them, before another is asked."""
+        """Seconds without a response from one fetcher, after which the rank asks another."""
         return self.fetch_s / 2

@@ -1,7 +1,7 @@
-"""An SSH connection to a host, and what travels on it: commands, files, a port that leads back.
+"""SSH connections to hosts: run commands, write files, and forward ports back to this machine.
 
-paramiko's SSHClient does the handshake over a socket that is opened here, so that it can be given
-up at any moment, and each refusal says which host, what was tried and what to do.
+paramiko's SSHClient does the handshake over a socket that is opened here, so that it can be
+cancelled at any moment. Each error names the host, what was tried, and what to do.
 """
 
 import contextlib
@@ -35,15 +35,20 @@ _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
 _ENDED = SSHException, OSError, EOFError
-"""What paramiko raises when a channel or its connection has ended, whichever side notices first."""
+"""Exceptions that paramiko raises when a channel or its connection ends, on either side."""
 _TCP_RTO_MAX_MS = 44
-"""Linux's option for the longest pause before something is sent again (linux/tcp.h, since 6.15);
-the socket module has no name for it."""
+"""Linux socket option: maximum milliseconds until a retransmission (linux/tcp.h, since 6.15).
+
+The socket module has no constant for it.
+"""
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
 _AT_ONCE = 4
-"""Of those who have not logged in yet an sshd turns some away beyond 10 (MaxStartups), and it hears
-later than they that they have."""
+"""Maximum number of simultaneous handshakes with one sshd.
+
+An sshd refuses some connections if more than 10 have not logged in yet (MaxStartups). It still
+counts a connection for a short time after the client's login.
+"""
 
 _turns: dict[str, threading.Semaphore] = {}
 _RUN_S = 60.0
@@ -53,24 +58,30 @@ _PUT = (
     'umask 077; cat >"$0.$1" && [ "$(wc -c <"$0.$1")" -eq "$2" ] && mv -f "$0.$1" "$0" '
     '|| { rm -f "$0.$1"; exit 1; }'
 )
-"""Writes standard input to a file; is told its name, something random, and how much comes."""
+"""Shell script that writes standard input to a file.
 
-logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what fails is raised, and says more
+Its arguments are the file's path, a random suffix for the temporary file, and the number of bytes.
+"""
+
+# Failures are raised as exceptions, which say more than paramiko's log.
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 class Stopped(Exception):
-    """Whoever asked for the connection does not want it any more."""
+    """Raised by `connect` after the caller has set `stop`."""
 
 
 class Connection:
-    """A host that let us in. Every method may be called from any thread.
+    """An authenticated connection to a host. Every method may be called from any thread.
 
     Args:
-        undo: What closes it.
+        target: Address and settings of the host.
+        client: Client with an open transport.
+        undo: Exit stack that closes the connection.
 
     Attributes:
-        host: The host as the user calls it.
-        tunnels: Where each port of the host leads that is forwarded (`open_tunnel`).
+        host: Name of the host in messages, as the user gave it.
+        tunnels: Address and port to which each forwarded port of the host leads (`open_tunnel`).
     """
 
     def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
@@ -86,10 +97,10 @@ class Connection:
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
-        """Start a command; the channel is its standard input, output and error.
+        """Start a command and return the channel of its standard input, output and error.
 
         Raises:
-            PoolError: The host does not let it start.
+            PoolError: The command could not be started.
         """
         try:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
@@ -99,10 +110,15 @@ class Connection:
         return channel
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> Done:
-        """Run a command of the host's shell to its end; `data` is its standard input.
+        """Run a command in the host's shell, and wait until it ends.
+
+        Args:
+            command: Command line for the shell.
+            data: Standard input of the command.
+            timeout_s: Maximum seconds without output.
 
         Raises:
-            PoolError: The connection broke, or the command said nothing for `timeout_s`.
+            PoolError: The connection broke, or the command printed nothing for `timeout_s`.
         """
         errors: list[bytes] = []
         with self.start(command) as channel:
@@ -119,15 +135,16 @@ class Connection:
             return Done(channel.recv_exit_status(), stdout, b"".join(errors))
 
     def put(self, data: bytes, path: str) -> None:
-        """Write a small file there, for the user alone; it is there whole or not at all.
+        """Write a small file to the host atomically, accessible to the user only.
 
         Args:
-            path: Where; its folder is there. Relative to the home folder unless absolute.
+            data: Content of the file.
+            path: Absolute, or relative to the home folder. The parent folder must exist.
 
         Raises:
-            PoolError: It could not be written.
+            PoolError: The file could not be written.
         """
-        # not by SFTP: a host may have none, or a login script whose output breaks it
+        # not by SFTP: a host may not offer it, and output of a login script breaks it
         words = [_PUT, path, secrets.token_hex(4), str(len(data))]
         command = f"exec sh -c {' '.join(map(shlex.quote, words))}"
         done = self.run(command, data, _RUN_S + len(data) / _SLOWEST_BYTES_S)
@@ -136,17 +153,23 @@ class Connection:
             raise PoolError(f"host {self.host}: {path} was not written: {why}")
 
     def lost(self, what: str, error: BaseException) -> PoolError:
-        """Return the error that says what could not be done on this host."""
+        """Return the error for an action that failed because the connection or a channel ended.
+
+        Args:
+            what: The failed action, in words.
+            error: The exception; if the transport has an exception, the message names that instead.
+        """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
 
     def close(self) -> None:
-        """Close the connection and all that goes through it."""
+        """Close the connection with all its channels and tunnels."""
         self._undo.close()
 
 
 def _write_all(channel: Channel, data: bytes) -> None:
-    with contextlib.suppress(*_ENDED):  # it ended without reading it; its exit status tells
+    # If the command ends without reading its input, its exit status tells whether it failed.
+    with contextlib.suppress(*_ENDED):
         channel.sendall(data)
         channel.shutdown_write()
 
@@ -157,15 +180,16 @@ def connect(
     timeout_s: float = CONNECT_TIMEOUT_S,
     silence_s: float = SILENCE_S,
 ) -> Connection:
-    """Connect to a host, through its jump hosts.
+    """Connect to a host, through its jump hosts if it has any.
 
     Args:
-        stop: Set by whoever does not want it any more; it is then given up within a moment.
-        timeout_s: How long it may take.
-        silence_s: After how long without an answer the connection counts as cut.
+        target: Address and settings of the host.
+        stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
+        timeout_s: Maximum seconds until the connection is open.
+        silence_s: Seconds without an acknowledgement after which an open connection is closed.
 
     Raises:
-        PoolError: The host cannot be reached, its key is not known, or it does not let us in.
+        PoolError: The host cannot be reached, its key is not known, or it refuses the login.
         Stopped: `stop` was set.
     """
     patience = _Patience(target, timeout_s, stop)
@@ -192,7 +216,7 @@ def connect(
 
 
 class _Patience:
-    """How long to go on with a host: until its time is over, or somebody sets `stop`."""
+    """Deadline of one connection attempt, which ends by time or by the caller's `stop` event."""
 
     def __init__(self, target: Target, timeout_s: float, stop: threading.Event) -> None:
         self.target, self.timeout_s, self.stop = target, timeout_s, stop
@@ -207,11 +231,14 @@ class _Patience:
         return self.stop.is_set() or time.monotonic() > self._until
 
     def check(self, doing: str) -> None:
-        """Return while there is patience.
+        """Raise if the attempt must end; else return.
+
+        Args:
+            doing: Current step, for the message.
 
         Raises:
             Stopped: `stop` is set.
-            PoolError: The time is over; names the host and what it was asked.
+            PoolError: The time is over; names the host and the step.
         """
         if self.stop.is_set():
             raise Stopped
@@ -224,7 +251,7 @@ class _Patience:
 
 @contextmanager
 def _turn(patience: _Patience) -> Iterator[None]:
-    """Let a few threads at a time connect to one sshd: a jump host has all hosts behind it."""
+    """Limit the number of threads that connect to the same sshd, such as that of a jump host."""
     turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
         patience.check("others connect to it first")
@@ -236,7 +263,10 @@ def _turn(patience: _Patience) -> Iterator[None]:
 
 @contextmanager
 def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[None]:
-    """Close `sock`, so that whatever blocks on it fails, when there is no patience left."""
+    """Map errors of a handshake in the block, and close `sock` at the deadline or on `stop`.
+
+    Closing `sock` makes the blocked handshake fail.
+    """
     target, done = patience.target, threading.Event()
 
     def watch() -> None:
@@ -272,9 +302,9 @@ def _close(client: SSHClient) -> None:
 def _open_way(
     target: Target, patience: _Patience, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
-    """Open the bytes' way to a host's sshd: through a jump host, a program, or a socket.
+    """Open a byte stream to a host's sshd: by a jump host, a ProxyCommand, or a socket.
 
-    `undo` is given what closes it.
+    The callback that closes it is added to `undo`.
     """
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
@@ -298,7 +328,7 @@ def _open_way(
 def _program(command: str, undo: ExitStack) -> socket.socket:
     """Start a ProxyCommand with one end of a socket pair as its standard input and output.
 
-    As ssh does, by a shell: paramiko's ProxyCommand knows none.
+    A shell runs the command, as with ssh; paramiko's own ProxyCommand uses no shell.
     """
     ours, its = socket.socketpair()
     undo.callback(ours.close)
@@ -315,7 +345,10 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
 
 
 def _end(program: "subprocess.Popen[bytes]") -> None:
-    """End a ProxyCommand; one that leads through a service may have to say there that it ends."""
+    """Terminate a ProxyCommand; kill it only if it does not exit within `_END_S`.
+
+    A program that connects through a service may have to tell the service that it ends.
+    """
     program.terminate()
     try:
         program.wait(_END_S)
@@ -327,7 +360,7 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
 def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # a name with two dots in a row is no text for DNS
+    except (OSError, UnicodeError) as error:  # a name with two dots in a row: UnicodeError
         why = error.strerror if isinstance(error, OSError) else error
         raise PoolError(
             f"cannot resolve host {target.label} ({target.hostname!r}): {why}"
@@ -336,7 +369,7 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
     for left, (family, _, _, _, address) in zip(range(len(found), 0, -1), found, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)
         undo.callback(sock.close)
-        # one that answers nothing leaves time for the next
+        # an address that does not answer must leave time for the next one
         code = _connect(sock, address, patience, patience.left_s / left if left > 1 else None)
         if code == 0:
             _notice_silence(sock, silence_s)
@@ -351,7 +384,17 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
 def _connect(
     sock: socket.socket, address: Any, patience: _Patience, limit_s: float | None = None
 ) -> int:
-    """Connect; returns an error number, 0 for none. A blocking connect could not be stopped."""
+    """Connect a socket without blocking, so that `patience` can cancel it.
+
+    Args:
+        sock: Unconnected socket; blocking again after the call.
+        address: Address from `getaddrinfo`.
+        patience: Deadline of the connection attempt.
+        limit_s: Maximum seconds for this address; None for no limit besides `patience`.
+
+    Returns:
+        An error number; 0 for success.
+    """
     until = None if limit_s is None else time.monotonic() + limit_s
     sock.setblocking(False)
     code = sock.connect_ex(address)
@@ -368,11 +411,12 @@ def _connect(
 
 
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
-    """Have the system close a connection whose other end does not answer.
+    """Make the system close a connection if the other end does not answer for `silence_s`.
 
-    ssh's own keepalive only sends; that nothing is acknowledged is known to TCP alone. What was
-    lost is sent again after a second at most: TCP doubles that pause with each loss, so that on a
-    link that loses much a host would hear nothing for longer than its lease.
+    ssh's own keepalive only sends; only TCP knows that nothing is acknowledged.
+
+    Lost packets are sent again after at most one second. By default TCP doubles that time with each
+    loss, so that on a bad link a host would receive nothing for longer than its lease.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -384,19 +428,20 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
 
 
 class KeptCommand:
-    """Starts a command, and writes an empty line to it now and then.
+    """A running command that gets an empty line on its standard input at regular intervals.
 
     Args:
-        command: For the host's shell.
-        first_line: What the command is told at once; not in its arguments, where `ps` shows it.
-        beat_s: Seconds from one line to the next.
-        log: Given every line of the command's output.
+        connection: Connection to the host.
+        command: Command line for the host's shell.
+        first_line: First input of the command. Unlike an argument, `ps` does not show it.
+        beat_s: Seconds from one empty line to the next.
+        log: Receives every line of the command's output.
 
     Attributes:
-        ended: Set when its output has ended: it is over, or the connection is.
+        ended: Set at the end of the output, when the command or the connection has ended.
 
     Raises:
-        PoolError: The host does not let it start.
+        PoolError: The command could not be started.
     """
 
     def __init__(
@@ -418,18 +463,22 @@ class KeptCommand:
 
     @property
     def tail(self) -> str:
-        """The last lines of its output."""
+        """The last `TAIL_LINES` lines of the command's output."""
         return "\n".join(self._tail)
 
     def close(self, timeout_s: float) -> bool:
-        """End its standard input and wait until it has ended; says whether it has."""
+        """Close the command's standard input, and wait until the command ends.
+
+        Returns:
+            Whether it ended within `timeout_s`.
+        """
         self._closing.set()
         with contextlib.suppress(*_ENDED):
             self._channel.shutdown_write()
         return self.ended.wait(timeout_s)
 
     def _beat(self, first_line: bytes) -> None:
-        with contextlib.suppress(*_ENDED):  # it is over; its output ends too
+        with contextlib.suppress(*_ENDED):  # the command ended, and `_read` notices it as well
             self._channel.sendall(first_line)
             while not self._closing.wait(self._beat_s):
                 self._channel.sendall(b"\n")
@@ -450,8 +499,9 @@ def shell_words(
     """Return a command line that any login shell understands.
 
     Args:
-        python: The program, as `python_word` takes it.
-        environ: Variables that it gets besides; nothing secret, `ps` shows them.
+        python: Python program to run, as accepted by `python_word`.
+        arguments: Arguments of the program, unquoted.
+        environ: Additional environment variables; not for secrets, since `ps` shows them.
     """
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environ or {}).items()]
     words = ["env", *settings] if settings else []
@@ -459,21 +509,27 @@ def shell_words(
 
 
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
-    """Forward a port of the host's own loopback to (`host`, `port`) as seen from here.
+    """Forward a loopback port of the connected host to (`host`, `port`) on this side.
 
-    It lasts as long as the connection, or until `close_tunnel`. What it leads to must ask for a key
-    itself, since everybody on the host may use it: ports of pools and farms speak TLS with
-    certificates on both sides.
+    The tunnel lasts as long as the connection, or until `close_tunnel`. Every user of the connected
+    host may use it, so the server at (`host`, `port`) must authenticate its clients. Servers of
+    pools and farms use TLS with certificates on both sides.
+
+    Args:
+        connection: Connection to the host.
+        host: Address of the server, as reachable from this machine.
+        port: Port of the server.
 
     Returns:
-        The port on the host.
+        The forwarded port on the connected host.
 
     Raises:
-        PoolError: The host does not forward ports, or the connection broke.
+        PoolError: The host refuses to forward ports, or the connection broke.
     """
 
     def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
-        address = connection.tunnels.get(server[1])  # of all ports: paramiko keeps one function
+        # paramiko keeps one function for all forwarded ports, so it must look up the port
+        address = connection.tunnels.get(server[1])
         if address is None:
             channel.close()
             return
@@ -497,19 +553,19 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 
 
 def close_tunnel(connection: Connection, port: int) -> None:
-    """End a tunnel: nobody comes through `port` of the host any more.
+    """Close the tunnel at `port` of the host for new connections.
 
-    Another program may soon listen where it led to. paramiko's own function for it would end all
-    tunnels of the connection.
+    This matters because another program may soon listen at the tunnel's local address. paramiko's
+    own function would close all tunnels of the connection.
     """
     connection.tunnels.pop(port, None)
-    with contextlib.suppress(*_ENDED):  # the connection has ended
+    with contextlib.suppress(*_ENDED):  # the connection may have ended
         connection.transport.global_request("cancel-tcpip-forward", (LOOPBACK, port), wait=False)
 
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
-    """Carry bytes both ways until either side is at its end."""
-    # the connection may go before the channel, or the pool before both: the host sees them close
+    """Copy bytes in both directions until either side closes."""
+    # the connection may end before the channel, or the pool before both; the host sees both close
     with contextlib.suppress(*_ENDED), channel, socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(
@@ -525,7 +581,7 @@ def _pump(
     write: Callable[[bytes], Any],
     close: Callable[[], Any] = lambda: None,
 ) -> None:
-    with contextlib.suppress(*_ENDED):  # either end may go at any time, in any way
+    with contextlib.suppress(*_ENDED):  # either side may close at any time, with any exception
         while data := read(_RELAY_CHUNK_BYTES):
             write(data)
     with contextlib.suppress(*_ENDED):
