@@ -1,9 +1,8 @@
-"""taas.toml -> `Config`: the settings as frozen values. With no file, all runs on this machine.
+"""Read the settings in taas.toml. Without such a file, everything runs on this machine.
 
-The file is looked for in the notebook's folder and the folders above it, up to the home folder (or
-the root), then in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys. Like the notebook, it
-may name programs to start, so it is believed only if nobody but the user and root can have
-written it.
+The file is searched in the notebook's folder and the folders above it, up to the home folder (or
+the root), then in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys. The file may name
+programs to start, so it is read only if nobody but the user and root can have written it.
 """
 
 import difflib
@@ -28,16 +27,16 @@ from taas_magic.leases import LEAST_FETCH_S, FetchLease
 FILE_NAME = "taas.toml"
 LOCAL = "local"
 MOST_BYTES = 1 << 60
-"""The largest size that a flag or a setting may have."""
+"""Largest size in bytes that a flag or a setting may have."""
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
 _CLOSE = 0.7
-"""How alike two names must be for one to be suggested for the other, from 0 to 1."""
+"""Similarity, from 0 to 1, that a name needs to be suggested instead of an unknown one."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
 
-# What a key may hold, and what is said of one that holds something else.
+# Types of the keys; error messages show the descriptions.
 _Whole = Annotated[int, Meta(ge=1, le=10**9, description="a whole number from 1")]
 _WholeOrZero = Annotated[int, Meta(ge=0, le=10**9, description="a whole number from 0")]
 _Size = Annotated[
@@ -71,26 +70,26 @@ _Options = Annotated[Mapping[str, Any], Meta(description="a table")]
 
 
 class PoolConfig(Struct, frozen=True):
-    """How one pool gets its hosts.
+    """Settings of a pool.
 
     Attributes:
-        name: What `--pool` and `#!` call it.
+        name: Name of the pool in `--pool` and `#!`.
         engine: "local", "ssh", or the import path of a Dask cluster class.
         hosts: Names of the hosts, for engine "ssh".
-        gpus: CUDA devices of each host; None asks the host.
-        cores: Logical processors of each host; None asks the host.
-        role: "ranks", or "data" for the hosts that run fetchers.
-        python: The interpreter on the hosts; None is this kernel's.
-        interface: Network interface that ranks and fetchers use; None finds it.
-        network: "shared", whose data travels under TLS, or "private", where it need not.
-        max_hosts: Hosts that may be taken at a time.
-        idle_timeout_s: Seconds after which a host that nobody uses is given back; None keeps it.
-        lease_s: Seconds without a word from the pool after which a host ends what it runs.
-        start_timeout_s: Seconds that a host may take to join, and that a starting process may do
-            nothing at all.
-        preload: Modules that ranks find imported, besides torch and IPython.
-        trusted: Whether its hosts may return what runs code in the kernel or in the browser.
-        options: Handed to the engine as they are.
+        gpus: Number of CUDA devices of each host; None asks the host.
+        cores: Number of logical processors of each host; None asks the host.
+        role: "ranks", or "data" for hosts that run fetchers.
+        python: Interpreter on the hosts; None for this kernel's.
+        interface: Network interface for ranks and fetchers; None finds it.
+        network: "shared", where batches are encrypted by TLS, or "private", where they are not.
+        max_hosts: Number of hosts that may be in use at the same time.
+        idle_timeout_s: Seconds after which an unused host is released; None never releases it.
+        lease_s: Seconds without a message from the pool after which a host ends all its processes.
+        start_timeout_s: Seconds within which a host must join the pool. Also seconds without any
+            activity after which a starting process counts as stuck.
+        preload: Modules to import before ranks start, in addition to torch and IPython.
+        trusted: Whether its hosts may return objects that run code in the kernel or the browser.
+        options: Options that are passed to the engine unchanged.
     """
 
     name: str
@@ -116,14 +115,16 @@ class DataConfig(
     frozen=True,
     rename={"buffer_bytes": "buffer", "rank_buffer_bytes": "rank_buffer", "spill_bytes": "spill"},
 ):
-    """The data service: what may be held of batches, and how long ranks wait for fetchers.
+    """Settings of the data service: memory for batches, and timeouts.
 
     Attributes:
-        buffer_bytes: What a fetcher may hold of prepared batches, over all its loaders.
-        rank_buffer_bytes: What a rank may hold of batches that came and were not handed out.
-        over: What happens over `buffer_bytes`: "wait" stops preparing, "spill" writes to disk.
-        spill_bytes: What a fetcher may write to disk.
-        fetch_s: How long no fetcher may answer a rank that waits before the run fails.
+        buffer_bytes: Size of a fetcher's prefetch buffer, over all its loaders.
+        rank_buffer_bytes: Memory of a rank for batches that it has received but not yet used.
+        over: Behaviour if the prefetch buffer is full: "wait" stops preparing batches, "spill"
+            writes them to disk.
+        spill_bytes: Bytes that a fetcher may write to disk.
+        fetch_s: Seconds that a rank waits without a response from any fetcher before the run
+            fails.
     """
 
     buffer_bytes: _Size = 1024**3
@@ -134,12 +135,12 @@ class DataConfig(
 
 
 class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
-    """The project store.
+    """Settings of the project store.
 
     Attributes:
-        path: Where it is; None is the notebook's folder.
-        limit_bytes: What of it may travel to hosts that do not share it.
-        overwrite: Patterns of files that such hosts may write though they are the user's.
+        path: Folder of the project store; None for the notebook's folder.
+        limit_bytes: Bytes that may be copied to hosts that do not share the project store.
+        overwrite: Patterns of the user's files that such hosts may nevertheless overwrite.
     """
 
     path: _Text | None = None
@@ -148,19 +149,23 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
 
 class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
-    """What a cell may send to its ranks at most."""
+    """Settings of the capture.
+
+    Attributes:
+        limit_bytes: Limit on the size of a payload.
+    """
 
     limit_bytes: _Size = 4 * 1024**3
 
 
 class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
-    """The folders of runs.
+    """Settings of runs and their folders.
 
     Attributes:
-        keep: How many are kept at most.
-        keep_bytes: Bytes that these may hold together.
-        notify: Command line that is run at the end of a detached run; None: none.
-        hang_s: Seconds in which no rank came forward, after which a run's head says so; 0: never.
+        keep: Number of run folders that are kept.
+        keep_bytes: Bytes that these folders may have together.
+        notify: Command line to execute at the end of a detached run; None for none.
+        hang_s: Seconds without progress of any rank after which a run's head says so; 0 for never.
         session_idle_s: Seconds without a cell after which a session is ended.
     """
 
@@ -172,11 +177,11 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
 
 
 class Config(Struct, frozen=True):
-    """All settings: a table each.
+    """All settings, with one attribute for each table of the file.
 
     Attributes:
-        pools: By name; `local` is always there.
-        source: The file that was read; None where there is none.
+        pools: Pools by name; `local` always exists.
+        source: The file that was read; None if there is none.
     """
 
     store: StoreConfig = StoreConfig()
@@ -187,10 +192,12 @@ class Config(Struct, frozen=True):
     source: Path | None = None
 
     def pool(self, name: str) -> PoolConfig:
-        """Return the pool that a cell means by `name`; the same one as `local` for an alias of it.
+        """Return the pool with this name.
+
+        Without a taas.toml, names such as `g2.8` are aliases of `local`.
 
         Raises:
-            UsageError: There is no such pool.
+            UsageError: There is no pool with this name.
         """
         if name in self.pools:
             return self.pools[name]
@@ -205,15 +212,15 @@ class Config(Struct, frozen=True):
         )
 
     def pool_note(self, name: str) -> str | None:
-        """Return the line that says that `name` is an alias of `local`; None where it is not."""
+        """Return a note that `name` is an alias of `local`, or None if it is not."""
         if name in self.pools or self.source is not None or not _GPU_POOL.fullmatch(name):
             return None
         return f'There is no {FILE_NAME}: pool "{name}" is this machine.'
 
 
 def closest(word: str, possible: Iterable[str]) -> str:
-    """Return ` (did you mean "x"?)`, or nothing where no word is near."""
-    by_name = {name.lstrip("-"): name for name in possible}  # all flags have their dashes alike
+    """Return ` (did you mean "x"?)`, or "" if no possible word is similar."""
+    by_name = {name.lstrip("-"): name for name in possible}  # dashes would make all flags similar
     near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_CLOSE)
     return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
 
@@ -224,7 +231,7 @@ else:
     import tomli as tomllib
 
 IDLE_TIMEOUT_S = 600.0
-"""After how long hosts that are not this machine are given back, unless the file says so."""
+"""Default of `idle_timeout_s` for pools of other hosts than this machine."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _SIZE_FACTORS = {
@@ -235,7 +242,7 @@ _SIZE_FACTORS = {
 
 
 def find_config(folder: Path) -> Path | None:
-    """Return the taas.toml that holds for a notebook in `folder`; None where there is none."""
+    """Return the taas.toml for a notebook in `folder`, or None if there is none."""
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
     places = above[: above.index(home) + 1] if home in above else above
@@ -245,11 +252,11 @@ def find_config(folder: Path) -> Path | None:
 
 
 def load_config(folder: Path) -> Config:
-    """Return the settings that hold for a notebook in `folder`.
+    """Return the settings for a notebook in `folder`.
 
     Raises:
-        UsageError: The file is no TOML, holds what it may not, or is not the user's alone to
-            write; one line.
+        UsageError: The file is not TOML, has an unknown key or a wrong value, or can be written by
+            other users. The message is one line.
     """
     path = find_config(folder)
     if path is None:
@@ -264,11 +271,11 @@ def load_config(folder: Path) -> Config:
 
 
 def _read_own(path: Path) -> str:
-    """Read a file that nobody but the user and root can have written: it may name programs.
+    """Read a file if nobody but the user and root can write it, as it may name programs to start.
 
     Raises:
-        UsageError: Somebody else can; says who, and what mends it.
-        OSError: It cannot be read.
+        UsageError: Another user can write it. The message says who, and how to change that.
+        OSError: The file cannot be read.
     """
     with path.open(encoding="utf-8") as file:
         seen = [(path.resolve(), os.fstat(file.fileno()))]
@@ -284,7 +291,7 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Return why somebody else than the user and root can change `place`; "" when nobody can."""
+    """Return why another user than root can change `place`, or "" if nobody else can."""
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
         owner = f"uid {status.st_uid}"
@@ -305,7 +312,10 @@ def _why_foreign(place: Path, status: os.stat_result) -> str:
 
 
 def _is_own(group: int) -> bool:
-    """Return whether a group is the user's private one, which many systems let write by default."""
+    """Return whether a group is the user's private group.
+
+    On many systems, new files are writable for that group by default.
+    """
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -315,7 +325,15 @@ def _is_own(group: int) -> bool:
 
 
 def parse(values: Mapping[str, Any], source: Path) -> Config:
-    """Check what a file holds. Relative paths in it are relative to its folder."""
+    """Check the contents of taas.toml and convert them to a `Config`.
+
+    Args:
+        values: The parsed TOML.
+        source: Path of the file. Relative paths in the file are relative to its folder.
+
+    Raises:
+        UsageError: The file has an unknown key or a wrong value.
+    """
     _refuse_unknown(
         values, [name for name in Config.__struct_fields__ if name != "source"], f"{source}:"
     )
@@ -340,10 +358,10 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
 
 
 def parse_size(text: str) -> int:
-    """Read "4GiB", "500MB", "1.5G" or "4096" in bytes.
+    """Parse a size such as "4GiB", "500MB", "1.5G" or "4096" to a number of bytes.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: `text` is no size, or is above `MOST_BYTES`.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or ("." in match[1] and not match[2]):
@@ -355,7 +373,12 @@ def parse_size(text: str) -> int:
 
 
 def size_text(n_bytes: float, base: int = 1000) -> str:
-    """Return bytes with a unit: `812 bytes`, `6.4 MB`; to base 1024 `1.5 GiB`."""
+    """Format a number of bytes with a unit: `812 bytes`, `6.4 MB`, or `1.5 GiB` for base 1024.
+
+    Args:
+        n_bytes: Number of bytes.
+        base: 1000 or 1024.
+    """
     if n_bytes < base:
         return f"{n_bytes:.0f} bytes"
     for unit in ("kB", "MB", "GB") if base == 1000 else ("KiB", "MiB", "GiB"):
@@ -366,10 +389,16 @@ def size_text(n_bytes: float, base: int = 1000) -> str:
 
 
 def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
-    """Read a table of the file; `given` are settings that are no keys of it.
+    """Convert a table of the file to a settings struct.
+
+    Args:
+        table: The parsed table.
+        kind: The settings struct.
+        where: File and table, for error messages.
+        **given: Fields of the struct that are not keys of the table.
 
     Raises:
-        UsageError: It is no table, or a key of it is unknown or holds what it may not.
+        UsageError: `table` is not a table, has an unknown key, or has a wrong value.
     """
     held = _table(table, where)
     fields = {each.encode_name: each.type for each in structs.fields(kind)}
@@ -377,19 +406,19 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     values = {**held, **given}
     for name in held:
         if _meta(fields[name]) == _meta(_Size):
-            with suppress(ValueError):  # what is no size stays, and is refused
+            with suppress(ValueError):  # a value that is no size stays, and `convert` refuses it
                 values[name] = parse_size(str(held[name]))
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        # it ends in the place of what is wrong: - at `$.hosts[0]` is in `hosts`
+        # The message ends with the path of the wrong value: "at `$.hosts[0]`" is in key `hosts`.
         name = str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
         needs = f"{name} needs {_meta(fields[name])}; got {held[name]!r}"
         raise UsageError(f"{where} {needs}") from None
 
 
 def _meta(kind: object) -> str:
-    """Return what a key of a type may hold, in words."""
+    """Return the description of the values that a key of this type may have."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
 
@@ -431,7 +460,10 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
 
 
 def _right_table(name: str) -> str:
-    """Return ` (it belongs below "[runs]")` for a key of that table, which stands elsewhere."""
+    """Return a hint such as ` (it belongs below "[runs]")` for a key that is in the wrong table.
+
+    Returns "" if no table has such a key.
+    """
     tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
     right = [key for key, table in tables.items() if name in table.__struct_fields__]
     return f' (it belongs below "[{right[0]}]")' if right else ""

@@ -1,22 +1,22 @@
-"""Everything that taas-magic raises.
+"""Exceptions that taas-magic raises.
 
     TaasError
-    ├── UsageError            the cell's head, a flag, a name, taas.toml: nothing was started
-    │   └── RegistrationError a loader that taas.register refuses; a TypeError and a ValueError, too
-    ├── CellSyntaxError       the cell is not Python: nothing was started
-    ├── CaptureError          the notebook holds something that cannot travel: nothing was started
-    ├── ResultError           the run succeeded, but a name of --out could not come back
-    ├── StoreError            the project store cannot be used as asked
-    ├── RunError              the user's cell
+    ├── UsageError            a mistake in the cell's head, a flag, a name or taas.toml; no start
+    │   └── RegistrationError taas.register refuses a loader; also a TypeError and a ValueError
+    ├── CellSyntaxError       the cell is not Python; nothing was started
+    ├── CaptureError          a notebook object cannot travel; nothing was started
+    ├── ResultError           the run succeeded, but a name of --out could not be returned
+    ├── StoreError            the project store cannot be used as requested
+    ├── RunError              the user's cell failed
     │   ├── RankFailed        a rank raised, died, left early or stopped
-    │   ├── RunTimeout        --timeout ended the run
+    │   │   └── RunTimeout    --timeout ended the run
     │   └── JobFailed         a job of a farm raised, died or was cancelled
-    └── PoolError             the infrastructure
-        ├── RunLost           the run's hosts, or what watched over them, are gone
-        └── ProtocolError     a peer said what it may not say
+    └── PoolError             the infrastructure failed
+        ├── RunLost           the run's hosts, or the process that controls them, are gone
+        └── ProtocolError     a peer sent a message that the protocol does not allow
 
-Each says who, what, where and what to do next. IPython shows them through `_render_traceback_`
-(the idea is ipyparallel's): what the user can act on, without the frames of this package.
+Each message says who failed, what happened, where, and what to do next. IPython shows the errors
+through `_render_traceback_` (ipyparallel's idea), without the frames of this package.
 """
 
 import errno
@@ -25,48 +25,51 @@ from collections.abc import Sequence
 
 
 class TaasError(Exception):
-    """The root of the tree; catching it catches all that this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class UsageError(TaasError):
-    """Words that cannot be carried out; the message is one line and lists what is possible."""
+    """Raised for a mistake in a flag, name or setting; the one-line message lists valid values."""
 
 
 class RegistrationError(UsageError, TypeError, ValueError):
-    """A loader cannot be registered or unregistered; the message is one line and says why."""
+    """Raised if a loader cannot be registered or unregistered; the one-line message says why."""
 
 
 class CellSyntaxError(TaasError):
-    """The cell is not Python; the message is Python's own, with the place in the notebook."""
+    """Raised if the cell is not Python; the message is Python's own, with cell and line."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
 
 
 class CaptureError(TaasError):
-    """A value that the cell uses cannot travel to the ranks; the message names the path to it."""
+    """Raised if an object cannot travel to or from the ranks; the message has the path to it."""
 
 
 class ResultError(TaasError):
-    """The run succeeded, but names of `--out` could not come back: which, why, what instead."""
+    """Raised if a run succeeded, but names of `--out` could not be returned.
+
+    The message says which names, why, and what to return instead.
+    """
 
 
 class StoreError(TaasError):
-    """The project store cannot be used as asked; the message names the path."""
+    """Raised if the project store cannot be used as requested; the message names the path."""
 
 
 class RunError(TaasError):
-    """The user's cell did not succeed.
+    """Raised if the user's cell, or a job of a farm, failed.
 
     Args:
-        headline: One line: who, where, and what happened.
-        details: Its traceback and what else helps, line by line, ready to show.
-        etype: Name of the exception's type ("" where a process died without one).
-        rank: Whose failure it is; None where no single rank is to blame.
-        name: The farm's job that it is of; "" for a cell.
+        headline: One line: who failed, where, and what happened.
+        details: Lines to show above the headline: the traceback and other helpful information.
+        etype: Name of the exception's type; "" if a process died without an exception.
+        rank: Rank that failed; None if no single rank is to blame.
+        name: Name of the farm's job; "" for a cell.
     """
 
     def __init__(
@@ -86,38 +89,38 @@ class RunError(TaasError):
 
 
 class RankFailed(RunError):
-    """The first failure of a run."""
+    """Raised if a rank failed; describes the first failure of the run."""
 
 
 class JobFailed(RunError):
-    """A job of a farm did not return."""
+    """Raised if a job of a farm raised, died or was cancelled."""
 
 
 class RunTimeout(RankFailed):
-    """The run did not end within its `--timeout`; the details say where each rank stood."""
+    """Raised if a run exceeded its `--timeout`; the details say where each rank was."""
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
-    """Return the user's interrupt, which IPython shows as one line instead of the frames it met."""
+    """Return a KeyboardInterrupt that IPython shows as one line, without a traceback."""
     error = KeyboardInterrupt(text)
     error._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return error
 
 
 class PoolError(TaasError):
-    """A pool could not be started or reached."""
+    """Raised if a pool could not be started or reached."""
 
 
 class RunLost(PoolError):
-    """What ran the cell is gone; the journal holds what was seen until then."""
+    """Raised if the processes that ran the cell are gone; the journal has all events until then."""
 
 
 class ProtocolError(PoolError):
-    """A peer sent what the protocol does not allow; its connection was closed."""
+    """Raised if a peer sent a message that the protocol does not allow."""
 
 
 def reason_of(error: OSError) -> str:
-    """Return why the system refused to write, in words."""
+    """Return a description of why the system refused to write."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",
@@ -128,7 +131,7 @@ def reason_of(error: OSError) -> str:
 
 
 def signal_name(exitcode: int) -> str:
-    """Return `SIGSEGV` for the exit code -11; "" for an exit code that is no signal."""
+    """Return the signal of a negative exit code (`SIGSEGV` for -11), else ""."""
     if exitcode >= 0:
         return ""
     try:

@@ -1,9 +1,9 @@
-"""What a cell asks for, what hosts offer, and the plan that follows from both. Pure.
+"""Make the plan of a run from a cell's flags and the capacity of hosts. Pure.
 
-A plan says everything about a run before any host is taken, so that `--dry-run` can print it and a
-test can compare it. `--cpus M` asks for M hosts for each registered loader. Where the pool has
-fewer, they are shared: loaders share fetchers first, then fetchers share hosts. What a rank is
-handed depends on none of this (docs/data.md).
+A plan decides everything about a run before any host is allocated, so that `--dry-run` can print it
+and a test can compare it. `--cpus M` requests M hosts for each registered loader. If the pool has
+fewer, loaders share fetchers first, then fetchers share hosts. The batches that a rank gets do not
+depend on any of this (docs/data.md).
 """
 
 import itertools
@@ -21,12 +21,13 @@ from taas_magic.store.rule import StoreRule
 
 
 class FetcherPlan(Struct, frozen=True):
-    """One fetcher.
+    """Plan of one fetcher.
 
     Attributes:
-        number: Its number in the run, which its messages and files carry.
-        index: Its place among the M fetchers of its loaders.
-        host: Which of the plan's hosts it is on.
+        number: Number of the fetcher in the run; its messages and files contain it.
+        index: Index among the M fetchers of its loaders.
+        loaders: Names of the loaders that it runs.
+        host: Index of its host among the hosts for fetchers.
     """
 
     number: int
@@ -36,15 +37,17 @@ class FetcherPlan(Struct, frozen=True):
 
 
 class DataPlan(Struct, frozen=True):
-    """The fetchers of a run.
+    """Plan of all fetchers of a run.
 
     Attributes:
-        hosts: How many of the pool's hosts are theirs.
-        pool_hosts: Hosts that the pool is to have before they are chosen: where it runs the ranks
-            too, these then find hosts without fetchers, as far as there are any.
-        crosses: Whether batches may go from host to host.
-        cores: Processors that each may use; the same everywhere, since the workers of a loader are
-            counted by it.
+        pool: Name of the pool that runs the fetchers.
+        hosts: Number of hosts for fetchers.
+        pool_hosts: Number of hosts that must be available before `hosts` of them are chosen. If
+            the pool also runs the ranks, this leaves them hosts without fetchers, if possible.
+        fetchers: The fetchers, by number.
+        crosses: Whether batches may travel from host to host.
+        cores: Processors that each fetcher may use. The number is the same for all fetchers, as
+            it determines the number of workers of a loader.
     """
 
     pool: str
@@ -55,22 +58,26 @@ class DataPlan(Struct, frozen=True):
     cores: int
 
     def on(self, host: int) -> tuple[FetcherPlan, ...]:
-        """Return the fetchers of one of the hosts."""
+        """Return the fetchers on host number `host`."""
         return tuple(fetcher for fetcher in self.fetchers if fetcher.host == host)
 
     @property
     def loaders(self) -> frozenset[str]:
-        """Names of the loaders that they run."""
+        """Names of the loaders that the fetchers run."""
         return frozenset(name for fetcher in self.fetchers for name in fetcher.loaders)
 
 
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
-    """Return the pool for the fetchers, and a note where the choice was open; "" where it was not.
+    """Choose the pool for the fetchers.
 
-    Without `--data-pool` it is the first pool with `role = "data"`, else the one of the ranks.
+    Without `--data-pool`, it is the first pool with `role = "data"`, or the ranks' pool if no pool
+    has that role.
+
+    Returns:
+        The pool, and a note for the user if several pools were possible, else "".
 
     Raises:
-        UsageError: There is no such pool.
+        UsageError: There is no pool with this name.
     """
     if data_pool:
         return config.pool(data_pool), ""
@@ -86,13 +93,17 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
 def place_fetchers(
     loaders: Sequence[str], cpus: int, pool: PoolConfig, cores: int, rank_hosts: int = 0
 ) -> tuple[DataPlan, str]:
-    """Put fetchers on hosts; returns also what the user is told of that, "" for nothing.
+    """Assign fetchers to hosts.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
-        cpus: Hosts for each of them; at least one.
-        cores: Processors of each of the pool's hosts.
-        rank_hosts: How many of its hosts run the ranks; 0: those of another pool do.
+        cpus: Number of hosts for each loader; at least one.
+        pool: The pool that runs the fetchers.
+        cores: Processors of each host of the pool.
+        rank_hosts: Number of the pool's hosts that run ranks; 0 if another pool runs the ranks.
+
+    Returns:
+        The plan, and a note for the user if hosts are shared, else "".
     """
     groups = max(1, min(len(loaders), pool.max_hosts // cpus))
     hosts = min(groups * cpus, pool.max_hosts)
@@ -114,7 +125,7 @@ def place_fetchers(
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return what the user is told where hosts are shared."""
+    """Return the note for the user if hosts are shared, else ""."""
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
@@ -127,11 +138,12 @@ def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
 
 
 class Prefill(Struct, frozen=True):
-    """How much must be prepared before ranks start.
+    """Amount of data that fetchers must prepare before ranks start.
 
     Attributes:
-        amount: How many `unit`s; 0 for all.
-        unit: "bytes", "batches" (over all fetchers and loaders), or "all" that `--units` bounds.
+        amount: Number of bytes or batches; 0 if `unit` is "all".
+        unit: "bytes" or "batches" (both over all fetchers and loaders), or "all" for all data
+            within the bound of `--units`.
     """
 
     amount: int
@@ -139,22 +151,24 @@ class Prefill(Struct, frozen=True):
 
 
 class RunOptions(Struct, frozen=True, kw_only=True):
-    """What the head of a cell asks for and its plan has as it is.
+    """Options of a cell's head that its plan contains unchanged.
 
     Attributes:
-        cpus: Fetcher hosts for the registered loaders; 0 runs the loaders inside the ranks.
-        units: Bound on the units that all ranks together are given; None is no bound.
-        prefill: What fetchers must have ready before ranks start; None starts both together.
-        out: Variables that come back into the notebook, as `split_name` reads them.
-        max_restarts: How often all ranks may start again after one died.
-        timeout_s: Bound on the run's time, in seconds; None is no bound.
-        env: Environment variables of the ranks, on top of the notebook's own.
-        log_ranks: Ranks whose lines and displays the notebook shows; empty shows all. None shows
-            the lines of all ranks and the displays of rank 0.
-        federated: One rank a host, and the run goes on when a host that is not the first fails or
-            is lost.
-        session: Name of the session that the cell runs in; "" is none.
-        ranks: The ranks of the session that run the cell; empty is all.
+        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders inside the
+            ranks.
+        units: Limit on the units that all ranks together get; None for no limit.
+        prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks
+            and fetchers together.
+        out: Variables to return to the notebook, in the form that `split_name` parses.
+        max_restarts: Number of times that all ranks may start again after one failed.
+        timeout_s: Limit on the run's time, in seconds; None for no limit.
+        env: Environment variables of the ranks, added to the notebook's own.
+        log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
+            shows the lines of all ranks and the displays of the first rank that runs the cell.
+        federated: Whether each host runs one rank, and the run continues if a host other than the
+            first fails or is lost.
+        session: Name of the session that the cell runs in; "" for none.
+        ranks: Ranks of the session that run the cell; empty for all.
     """
 
     name: str = ""
@@ -173,20 +187,25 @@ class RunOptions(Struct, frozen=True, kw_only=True):
 
 
 class Flags(RunOptions, frozen=True, kw_only=True):
-    """All that the head of a cell asks for; the magic's flags, parsed.
+    """All options of a cell's head: the magic's flags, parsed.
 
     Attributes:
-        gpus: Ranks in all (world size); 0: as many as the session has.
-        max_gpus: Ranks that the run may grow to, once there are hosts for them; 0: it does not.
-        data_pool: Name of the pool that runs the fetchers; "" finds one.
+        gpus: Number of ranks (world size); 0 for the session's number.
+        max_gpus: Number of ranks that the run may grow to when more hosts are available; 0 for no
+            growth.
+        data_pool: Name of the pool that runs the fetchers; "" lets `choose_data_pool` choose.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        hang_s: After how long without a sign of progress it is said where ranks stand; 0: never;
-            None: as taas.toml says.
-        store: The project store; "" is the one of taas.toml, else the notebook's folder.
-        store_writes: What becomes of writes to it by ranks that are not 0: discard or refuse.
-        shared_writes: Folders in it that every rank may write.
-        detach: Whether the run goes on without its kernel as soon as its ranks have started.
-        send: Names whose values a session's ranks get from the notebook, though theirs differ.
+        hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
+            never; None for the value in taas.toml.
+        store: Folder of the project store; "" for the one in taas.toml, or else the notebook's
+            folder.
+        store_writes: What happens to writes to the project store by ranks other than 0:
+            "discard" or "refuse".
+        shared_writes: Folders in the project store that every rank may write to.
+        detach: Whether the run continues without its kernel as soon as its ranks have started.
+        send: Variables whose values the notebook sends to a session's ranks, although cells of
+            the session have assigned them.
+        dry_run: Whether to print the plan only and start nothing.
     """
 
     gpus: int
@@ -204,11 +223,11 @@ class Flags(RunOptions, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """What one host of a pool offers.
+    """Capacity of one host of a pool.
 
     Attributes:
-        gpus: CUDA devices; 0 is a CPU host, whose ranks run on the CPU.
-        cores: Logical processors that its processes may use.
+        gpus: Number of CUDA devices; 0 for a CPU host, whose ranks run on the CPU.
+        cores: Number of logical processors that its processes may use.
     """
 
     gpus: int
@@ -216,7 +235,7 @@ class HostCapacity:
 
 
 class HostPlan(Struct, frozen=True):
-    """The share of one host: `ranks` processes from global rank `first_rank` on."""
+    """Plan of one host's share: `ranks` ranks, the first with global rank `first_rank`."""
 
     host_rank: int
     first_rank: int
@@ -225,10 +244,13 @@ class HostPlan(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """How far a run may grow: to `most` ranks, on hosts of `per_host` ranks and `cores` processors.
+    """Limits on the growth of a run.
 
     Attributes:
-        uneven: Whether its hosts may have different numbers of ranks.
+        most: Number of ranks that the run may grow to.
+        per_host: Number of ranks that one host can run.
+        cores: Number of processors of one host.
+        uneven: Whether hosts may have different numbers of ranks.
     """
 
     most: int
@@ -238,10 +260,17 @@ class Room(Struct, frozen=True):
 
 
 class Plan(RunOptions, frozen=True, kw_only=True):
-    """One run, decided.
+    """Plan of a run.
 
     Attributes:
-        trusted: Whether the pool is; see `PoolConfig`.
+        hosts: Shares of the hosts that run ranks.
+        hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
+            never.
+        notes: Notes for the user.
+        store: Rule for access to the project store; None for no restrictions.
+        data: Plan of the fetchers; None if the run has none.
+        room: Limits on the run's growth; None if it does not grow.
+        trusted: Whether the pool is trusted; see `PoolConfig`.
     """
 
     run_id: str
@@ -256,35 +285,38 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
     @property
     def untrusted_pool(self) -> str:
-        """The pool, if it is not trusted; else ""."""
+        """Name of the pool if it is not trusted, else ""."""
         return "" if self.trusted else self.pool
 
     def shows_lines(self, rank: int) -> bool:
-        """Return whether the notebook shows a rank's lines."""
+        """Return whether the notebook shows the lines of a rank."""
         return not self.log_ranks or rank in self.log_ranks
 
     def shows_displays(self, rank: int) -> bool:
-        """Return whether the notebook shows a rank's displays."""
+        """Return whether the notebook shows the displays of a rank."""
         return (
             rank == min(self.ranks, default=0) if self.log_ranks is None else self.shows_lines(rank)
         )
 
 
 LAST = -1
-"""Stands for the last rank in a name of `--out`, however many there are."""
+"""Rank number that means the last rank in a name of `--out`, for any world size."""
 
 ALL = -2
-"""Stands for all ranks in a name of `--out`."""
+"""Rank number that means all ranks in a name of `--out`."""
 
 
 def split_name(text: str) -> tuple[str, int]:
-    """Return a name of `--out`, and the rank whose value it is.
+    """Parse a name of `--out` into the variable and the rank that returns its value.
 
-    `losses` is rank 0's, `losses@3` rank 3's, `losses@last` that of the rank with the highest
-    number, `losses@all` a list of those of all ranks.
+    `losses` means rank 0, `losses@3` rank 3, and `losses@last` the rank with the highest number.
+    `losses@all` means a list of the values of all ranks.
+
+    Returns:
+        The variable, and a rank number, `LAST` or `ALL`.
 
     Raises:
-        ValueError: It is not a variable's name, or what follows `@` is no rank.
+        ValueError: `text` is not the name of a variable, or no rank follows the `@`.
     """
     name, at, rank = text.partition("@")
     special = {"last": LAST, "all": ALL}
@@ -295,18 +327,18 @@ def split_name(text: str) -> tuple[str, int]:
 
 
 def name_of(text: str) -> str:
-    """Return what the value of a name of `--out` is called, in the rank and in the notebook."""
+    """Return the variable in a name of `--out`: `losses` for `losses@3`."""
     return split_name(text)[0]
 
 
 def is_from(text: str, rank: int, world_size: int) -> bool:
-    """Return whether this rank sends the value of a name of `--out`."""
+    """Return whether a rank sends the value of a name of `--out`."""
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
 
 def senders(out: Sequence[str], world_size: int) -> frozenset[int]:
-    """Return the ranks that may send results: rank 0, and those that `--out` names."""
+    """Return the ranks that may send results: rank 0 and the ranks named in `--out`."""
     return frozenset(
         rank
         for rank in range(world_size)
@@ -316,14 +348,14 @@ def senders(out: Sequence[str], world_size: int) -> frozenset[int]:
 
 NO_GPU = "No GPU found"
 MAX_RANKS_PER_CPU_HOST = 64
-"""Ranks that one host without a GPU runs at most; beyond it, memory ends before patience does."""
+"""Limit on the ranks of a host without a GPU; more of them would run out of memory."""
 
 
 def new_run_id(now: float | None = None) -> str:
-    """Return a name that sorts by time and that two kernels cannot both choose.
+    """Return a run id that sorts by time and that two kernels do not both choose.
 
-    For example `20260131-142501-0423f9a1`: the day, the time to the millisecond, and four digits
-    of chance.
+    For example `20260131-142501-0423f9a1`: the day, the time in milliseconds, and four random
+    hexadecimal digits.
     """
     now = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -337,14 +369,15 @@ def make_plan(
     max_hosts: int = 1,
     store: StoreRule | None = None,
 ) -> Plan:
-    """Decide how the ranks lie on hosts like `host`.
+    """Make the plan of a run, with its ranks distributed over hosts like `host`.
 
     Args:
-        max_hosts: Hosts that the pool may have.
-        store: None holds no rank to anything.
+        host: Capacity of each host of the pool.
+        max_hosts: Number of hosts that the pool may have.
+        store: Rule for access to the project store; None for no restrictions.
 
     Raises:
-        UsageError: The pool cannot hold so many ranks, or not evenly.
+        UsageError: The pool cannot run that many ranks, or not with as many on each host.
     """
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
@@ -365,7 +398,11 @@ def make_plan(
 
 
 def next_size(plan: Plan) -> Plan | None:
-    """Return the run on as few more hosts as give it more ranks; None where it may not grow."""
+    """Return the plan for the next larger run, with as few additional hosts as possible.
+
+    Returns:
+        The plan, or None if the run may not grow further.
+    """
     room = plan.room
     if room is None or plan.world_size >= room.most:
         return None
@@ -401,7 +438,7 @@ def _most_on(room: Room, n_hosts: int) -> int:
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    """Return shares that differ by one rank at most, the larger ones first."""
+    """Return shares that differ by at most one rank, with the larger ones first."""
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []
     for number in range(n_hosts):

@@ -1,7 +1,7 @@
-"""Which loaders of this process are registered: run by fetchers when a cell uses them.
+"""Register loaders, so that fetchers run them if a cell uses them.
 
-A registered loader stays what it is in the notebook. When a cell that uses it travels, what the
-ranks get under its name is a `RemoteLoader`, and the loader itself goes to the fetchers.
+A registered loader does not change in the notebook. If a cell uses it, the ranks get a
+`RemoteLoader` under its name, and the fetchers get the loader itself.
 """
 
 import contextlib
@@ -31,27 +31,31 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import LoaderShape
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
-"""What pickle does not ask anybody about: every rank would get all of it."""
+"""Types that pickle handles without calling a reducer, so that every rank would get all data."""
 
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
-"""A name's most: it is in a file's name, in hexadecimal, and in a line of the ledger."""
+"""Limit on the length of a loader's name.
+
+The name is part of a file name, in hexadecimal, and of a line of the ledger.
+"""
 
 _Loader = TypeVar("_Loader")
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered loader.
+    """Registration of a loader.
 
     Attributes:
-        name: Its name in runs; "" as long as it has none.
-        held: Returns it; None once nothing of the notebook has it any more.
-        seed: The seed of its randomness; None: the run's.
-        uneven: What happens when its batches do not divide by the ranks: `pad`, `drop`, `keep`.
-        is_named: Whether the user named it; else it goes by its variable, once it has one.
-        start: Where its sampler and generator stood when it was registered; None: where they stand
-            now.
+        name: Name of the loader in runs; "" if it has none yet.
+        held: Function that returns the loader, or None if the notebook no longer refers to it.
+        seed: Seed of its random numbers; None for the run's seed.
+        uneven: Rule for batches that do not divide by the number of ranks: `pad`, `drop` or
+            `keep`.
+        is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
+        start: Pickled state of its sampler and generator when it was registered; None for their
+            current state.
     """
 
     name: str
@@ -63,14 +67,14 @@ class Registered:
 
     @property
     def loader(self) -> Any:
-        """The loader itself, which the notebook has."""
+        """The loader itself, as the notebook has it."""
         return self.held()
 
     def packed(self) -> "PackedLoader":
-        """Pickle what a run needs of it.
+        """Pickle the parts of the loader that a run needs.
 
         Raises:
-            CaptureError: Something in it cannot travel, or it would begin in the wrong place.
+            CaptureError: An object in it cannot travel, or `load_state_dict` has set its position.
         """
         from taas_magic.data.dataset import as_data_loader, parts_of
 
@@ -81,11 +85,11 @@ class Registered:
 
 
 class PackedLoader(NamedTuple):
-    """A registered loader on its way to a run.
+    """A registered loader, pickled for a run.
 
     Attributes:
-        shape: What goes to the ranks in its place; none of its data.
-        payload: Its parts, pickled for the fetchers.
+        shape: Description of the loader that ranks get instead of it; contains no data.
+        payload: Parts of the loader, pickled for the fetchers.
     """
 
     shape: "LoaderShape"
@@ -93,37 +97,41 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, Registered] = {}
-"""By the loader's identity; one without a name as long as the notebook has it."""
+"""Registrations by the loader's id.
+
+A loader that the user did not name is kept only as long as the notebook refers to it.
+"""
 
 
 def register(
     loader: _Loader, *, name: str | None = None, seed: int | None = None, uneven: Uneven = "pad"
 ) -> _Loader:
-    """Have fetchers run this loader whenever a `%%taas` cell uses it.
+    """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    Registering again replaces: the same loader, one of the same name, or the one that was in the
-    same variable before. One without a `name` is registered as long as the notebook has it.
-    Runs begin with the sampler and the generator as they are now.
+    A registration replaces an earlier one of the same loader, of the same name, or of the loader
+    that was in the same variable before. A loader without a `name` stays registered as long as the
+    notebook refers to it. Runs start with the current state of its sampler and generator.
 
     Args:
-        loader: A DataLoader, or anything that can be iterated again and again.
-        name: What it is called in views and messages, at most 100 bytes in UTF-8; left out, its
-            variable's name.
-        seed: Seed of its order and of the random numbers in its dataset; None: torch's seed in the
-            notebook when the cell starts.
-        uneven: When its batches do not divide by the ranks: `pad` begins again with the first ones,
-            `drop` leaves the last ones out, `keep` gives some ranks one batch less.
+        loader: A DataLoader, or any object that can be iterated several times.
+        name: Name in displays and messages, at most 100 bytes in UTF-8; None for the name of its
+            variable.
+        seed: Seed of its order and of the random numbers in its dataset; None for torch's seed in
+            the notebook when the cell starts.
+        uneven: Rule if the number of batches does not divide by the number of ranks: `pad` repeats
+            the first batches, `drop` drops the last ones, `keep` gives some ranks one batch less.
 
     Returns:
         The loader, so that `loader = taas.register(DataLoader(...))` works.
 
     Raises:
-        RegistrationError: It is not iterable, something in it cannot be pickled, it deals its data
-            to ranks itself, or `uneven` is none of these. A TypeError and a ValueError, too.
+        RegistrationError: The loader is not iterable, an object in it cannot be pickled, it divides
+            its data between ranks itself, or `uneven` has another value. Also a TypeError and a
+            ValueError.
         UsageError: The name is too long.
-        RuntimeError: This is a rank.
+        RuntimeError: The caller is a rank.
     """
-    # A fetcher that a rank starts has no RANK: a module that it imports may register what it likes.
+    # Fetchers have no RANK, even if a rank started them: modules that they import may call this.
     if PAYLOAD in os.environ and "RANK" in os.environ:
         raise RuntimeError(
             f"register: this is rank {os.environ['RANK']} of a cell's run, where it has no effect. "
@@ -155,21 +163,25 @@ def _is_short(name: str) -> bool:
 
 
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
-    """Return what returns a loader; without a name as long as the notebook has it.
+    """Return a function that returns the loader, weakly referenced if the user did not name it.
 
-    Its data may be most of the memory, and the cell that registers it is run again and again.
+    The loader's data may fill most of the memory, and a cell that registers a loader may run many
+    times. So an earlier loader must not be kept alive.
     """
     if not is_named:
-        with contextlib.suppress(TypeError):  # a list, say
+        with contextlib.suppress(TypeError):  # some types allow no weak references
             return weakref.ref(loader)
     return lambda: loader
 
 
 def unregister(loader: Any) -> None:
-    """Take a loader, given itself or by its name, out again.
+    """Remove the registration of a loader.
+
+    Args:
+        loader: The loader, or its name.
 
     Raises:
-        RegistrationError: It is not registered; a ValueError, too.
+        RegistrationError: The loader is not registered. Also a ValueError.
     """
     by_name = {name: entry.loader for name, entry in registered().items()}
     found = by_name.get(loader) if isinstance(loader, str) else loader
@@ -180,8 +192,8 @@ def unregister(loader: Any) -> None:
 
 
 def is_registered(loader: Any) -> bool:
-    """Return whether fetchers run this loader."""
-    entry = _registered.get(id(loader))  # another's, which has ended, has no loader any more
+    """Return whether this loader is registered."""
+    entry = _registered.get(id(loader))  # may be a deleted loader's entry, which had the same id
     return entry is not None and entry.loader is loader
 
 
@@ -197,11 +209,11 @@ def registered() -> dict[str, Registered]:
 
 
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
-    """Reduce a registered loader to its shape, any other to what it is; a pickler's rule.
+    """Reduce a registered loader to its shape; leave any other loader to the pickler.
 
     Args:
         loader: Any loader.
-        used: Takes it packed, by its name.
+        used: Mapping to which the packed loader is added, under its name.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -216,11 +228,14 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
 def serve(
     loaders: Mapping[str, PackedLoader], run_dir: Path, plan: Plan, settings: DataConfig, tls: bool
 ) -> None:
-    """Write what a run's ranks and fetchers need of the loaders that its cell uses.
+    """Write the files that a run's ranks and fetchers need for the loaders that its cell uses.
 
     Args:
-        loaders: Those loaders, by name.
-        tls: Whether batches go from host to host over a network that is not the user's alone.
+        loaders: The packed loaders, by name.
+        run_dir: Folder of the run.
+        plan: Plan of the run.
+        settings: Settings of the data service.
+        tls: Whether to encrypt batches, as they travel over a network with other users.
     """
     if not loaders:
         return
@@ -276,10 +291,13 @@ def _iterated_by(kind: type) -> str | None:
 
 
 def _check_travels(name: str, loader: Any) -> bytes:
-    """Check that a loader can go to fetchers; return where its sampler and generator stand.
+    """Check that a loader can be sent to fetchers.
+
+    Returns:
+        The pickled state of its sampler and generator.
 
     Raises:
-        RegistrationError: It cannot travel; the message has the path to what cannot.
+        RegistrationError: An object in it cannot travel; the message has the path to it.
     """
     from taas_magic.data import dataset
 
@@ -290,7 +308,8 @@ def _check_travels(name: str, loader: Any) -> bytes:
         _pickled(name, dataset.parts_of(loader))
         return dataset.order_start(loader)
     except CaptureError as error:
-        raise RegistrationError(f"register: {error}") from None  # it says all, in one line
+        # The message is complete; a chained traceback would only hide it.
+        raise RegistrationError(f"register: {error}") from None
 
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
@@ -300,7 +319,13 @@ def _pickled(name: str, parts: "LoaderParts") -> bytes:
 
 
 def _refuse_a_loaded_state(name: str, loader: Any) -> None:
-    """Refuse a StatefulDataLoader that is to go on with a state: ranks would begin at 0."""
+    """Raise if `load_state_dict` has set the position of a StatefulDataLoader.
+
+    Ranks would ignore that position and start at the beginning.
+
+    Raises:
+        CaptureError: The loader has loaded a state.
+    """
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
             f"`{name}` has loaded a state in the notebook (load_state_dict), and fetchers cannot "
@@ -310,10 +335,10 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 
 
 def _name_by_variables() -> None:
-    """Name the loaders that the user did not name by their variables; forget those that ended.
+    """Name unnamed loaders after their variables, and remove loaders that no longer exist.
 
-    One whose variable holds another registered loader now, and that no other variable holds, was
-    replaced by it: the cell that registered it was run again.
+    A loader is also removed if its variable now holds another registered loader and no other
+    variable holds the first one: the cell that registered it was run again.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):
@@ -328,16 +353,20 @@ def _name_by_variables() -> None:
 
 
 def _variables() -> dict[str, Any]:
-    """Return the notebook's variables."""
+    """Return the notebook's variables by name; empty outside of IPython."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
     return shell.user_ns if shell else {}
 
 
 def _variable_of(loader: Any, preferred: str = "") -> str | None:
-    """Return the notebook's variable that holds this loader, as far as there is one yet.
+    """Return the name of the notebook's variable that holds this loader, or None.
 
-    One whose name is too long is none: the loader is numbered.
+    Variables with too long names are ignored, so that the loader gets a number instead.
+
+    Args:
+        loader: The loader.
+        preferred: Name to return if several variables hold the loader.
     """
     variables = _variables()
     if preferred and variables.get(preferred) is loader:
@@ -372,13 +401,13 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         has_set_epoch=_has(dataset, "set_epoch"),
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
-        # apart from the ranks' pickle: a sampler may hold millions of indices
+        # outside of the ranks' pickle, as a sampler may hold millions of indices
         shown=pickle.PickleBuffer(parts.shown()),
     )
 
 
 def _batches(parts: "LoaderParts") -> int | None:
-    """Return what `len(loader)` is; None where it has none."""
+    """Return `len(loader)`, or None if the loader has no length."""
     if parts.batch_sampler is not None:
         return _length(parts.batch_sampler)
     if parts.sampler is not None:
@@ -403,7 +432,7 @@ def _may_vary(parts: "LoaderParts") -> bool:
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether a sampler, or one that it wraps, is not torch's."""
+    """Return whether a sampler, or a sampler that it wraps, is not one of torch's."""
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
         if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):
@@ -419,7 +448,7 @@ def _has(dataset: Any, method: str) -> bool:
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the dataset's attributes that cost nothing to send, like its classes."""
+    """Return the dataset's attributes that are small enough to send, such as class names."""
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
@@ -432,7 +461,7 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn of a dataset that has random generators of its own."""
+    """Warn if the dataset has random generators of its own."""
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, goes_on
