@@ -1,15 +1,16 @@
-"""Where the ranks of an attempt meet: torch's TCPStore, and horovod's server where it is installed.
+"""The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-torchrun's agent serves the store itself; ours imports no torch. The agent binds the port, so that
-all hosts can be told of it at once, and starts a process of the forkserver that serves it once the
-ranks are started. Every attempt has a store of its own: in an old one its ranks would find where
-those of the last attempt listened.
+torchrun's agent serves the store itself, but this package's agent does not import torch. So the
+agent binds the port, which lets all hosts know the port at once. When the ranks have been started,
+the agent starts a process of the forkserver that serves the store on the port. Each attempt has a
+new store, since an old one holds the addresses at which the last attempt's ranks listened.
 
-Ranks of several hosts that end wait for one another there (`await_all`). Ranks without fetchers
-agree there on what their loaders give (`LoaderAgreement`).
+Ranks of several hosts use the store to wait for one another before they end (`await_all`). Ranks
+without fetchers use it to agree on the contents of their loaders (`LoaderAgreement`).
 
-Horovod's ranks find each other over an HTTP server of horovod's own. The same process runs it, and
-leaves its port in the store, from which ranks make what `horovodrun` would tell them.
+Horovod's ranks find each other through an HTTP server of horovod's. The process that serves the
+store runs that server too, and puts its port into the store. From the port, ranks build the
+variables that `horovodrun` would set.
 """
 
 import functools
@@ -29,7 +30,7 @@ from taas_magic.host import forkserver
 
 STORE_TIMEOUT_S = 300.0
 REACH_TIMEOUT_S = 30.0
-"""How long a host may take to reach the first one."""
+"""Seconds for a host to connect to the run's first host."""
 
 _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
@@ -37,15 +38,16 @@ _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
 _ANSWER_S, _LOOK_S = 5.0, 0.01
 _AGREE_S = 60.0
-"""How long a rank may take to publish the order of an epoch, once it has run the sampler."""
+"""Seconds to wait for a rank to publish the order of an epoch after it has run the sampler."""
 
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
-    """The rendezvous of one attempt, on the run's first host; used in the agent.
+    """The rendezvous of one attempt, on the run's first host. Used in the agent.
 
-    It listens on one address; the system chooses the port.
+    Attributes:
+        port: Port chosen by the system.
     """
 
     def __init__(self, address: str) -> None:
@@ -56,12 +58,12 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Have a process serve it; who has come already waits in the kernel."""
+        """Start the process that serves the store. Connections made before wait in the backlog."""
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def close(self) -> None:
-        """End it; called when the attempt's ranks are gone."""
+        """End the rendezvous. Called when the attempt's ranks have ended."""
         self._listener.close()
         if self._server is not None:
             self._server.kill()
@@ -70,10 +72,10 @@ class Rendezvous:
 
 
 def reach(address: str, port: int) -> None:
-    """Check from another host that the first one can be reached; blocks.
+    """Check from another host that the run's first host can be reached. Blocks.
 
     Raises:
-        PoolError: It cannot.
+        PoolError: The first host cannot be reached.
     """
     try:
         socket.create_connection((address, port), REACH_TIMEOUT_S).close()
@@ -86,7 +88,9 @@ def reach(address: str, port: int) -> None:
 
 
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
-    """Return when all ranks of the attempt are here, or `limit_s` have passed; in a rank that ends.
+    """Wait until all ranks of the attempt are ending, or `limit_s` have passed.
+
+    Runs in each rank that is about to end.
 
     Args:
         environ: torchrun's variables of this rank.
@@ -94,7 +98,7 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
     import torch.distributed as dist
 
     until = time.monotonic() + limit_s
-    with suppress(RuntimeError):  # the store is gone with its host
+    with suppress(RuntimeError):  # the store has ended with its host
         store = dist.TCPStore(  # type: ignore[attr-defined]
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),
@@ -104,17 +108,18 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
         )
         if store.add(_ENDING_KEY, 1) == int(environ["WORLD_SIZE"]):
             store.set(_ALL_END_KEY, "")
-        # torch writes warnings when the time of its own wait() is over
+        # Not `store.wait`: torch logs warnings when that times out.
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
 
 class LoaderAgreement:
-    """What the ranks of an attempt agree on about their loaders, in its store; any thread may ask.
+    """Values about loaders that an attempt's ranks share through its store. Thread-safe.
 
     Args:
-        environ: torchrun's variables of this rank, as they were before the cell could change them.
-        run: What tells the values of this run apart from those of another one in the same ranks.
+        environ: torchrun's variables of this rank, from before the cell could change them.
+        run: Key prefix that separates this run's values from those of another run in the same
+            ranks.
     """
 
     def __init__(self, environ: Mapping[str, str], run: str) -> None:
@@ -124,27 +129,27 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Return the value that the first rank gave for a key, which may be this one."""
+        """Set `key` to `value` unless a rank has set it before; return the value that is stored."""
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store a value for the other ranks; remove the one of another key."""
+        """Store `value` under `key` for the other ranks; remove the key `replaced`."""
         store = self._client()
         store.set(self._prefix + key, value)
         store.delete_key(self._prefix + replaced)
 
     def read(self, key: str) -> bytes:
-        """Return a value that another rank publishes; wait for it.
+        """Wait until another rank publishes a value for `key`; return the value.
 
         Raises:
-            RuntimeError: That rank, or the store, is gone.
+            RuntimeError: The other rank or the store is gone.
         """
         found: bytes = self._client().get(self._prefix + key)
         return found
 
     def _client(self) -> Any:
-        """Return the connection of this process; a fork of the rank has one of its own."""
+        """Return this process's connection to the store. A fork of the rank opens a new one."""
         import torch.distributed as dist
 
         with self._lock:
@@ -160,7 +165,7 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve a store on a socket until it is killed; a process of the forkserver."""
+    """Serve a store on `listener` until this process, a fork of the forkserver, is killed."""
     import torch.distributed as dist
 
     make_store = functools.partial(
@@ -174,7 +179,7 @@ def serve(listener: socket.socket, address: str) -> None:
     )
     try:
         store = make_store()
-    except NotImplementedError:  # the libuv store of torch 2.4 takes no listening socket
+    except NotImplementedError:  # torch 2.4's libuv store does not accept a listening socket
         store = make_store(use_libuv=False)
     store.set(_HOROVOD_KEY, _serve_horovod(address))
     threading.Event().wait()
@@ -182,28 +187,36 @@ def serve(listener: socket.socket, address: str) -> None:
 
 @functools.cache
 def has_horovod() -> bool:
-    """Return whether this host has horovod; the forkserver looks once for all that it forks."""
+    """Return whether horovod is installed. The forkserver checks once, and its forks inherit it."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def _serve_horovod(address: str) -> str:
-    """Serve horovod's ranks from a thread; returns the port, or why there is none."""
+    """Start horovod's rendezvous server in a thread.
+
+    Returns:
+        The server's port as decimal digits, or the reason why there is no server.
+    """
     if not has_horovod():
         return "the run's first host has no horovod"
     try:
         http_server = importlib.import_module(_HOROVOD_SERVER)
         handler = http_server.RendezvousHandler
         server = http_server.RendezvousHTTPServer((address, 0), handler, verbose=False)
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         return f"horovod's rendezvous could not be started: {type(error).__name__}: {error}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return str(server.server_port)
 
 
 def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
-    """Return what `horovodrun` would set for this rank; blocks until the first host has a server.
+    """Return the variables that `horovodrun` would set for this rank.
 
-    Where horovod's ranks will not find each other, `note` tells the user why.
+    Blocks until the first host has started horovod's server, or has failed to.
+
+    Args:
+        environ: torchrun's variables of this rank.
+        note: Called with a message for the user if horovod's ranks cannot find each other.
     """
     import torch.distributed as dist
 
@@ -221,9 +234,15 @@ def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict
 
 
 def horovod_variables(environ: Mapping[str, str], port: str) -> dict[str, str]:
-    """Return horovod's variables of a rank, from torchrun's and the port of its rendezvous."""
+    """Return horovod's variables of a rank.
+
+    Args:
+        environ: torchrun's variables of the rank.
+        port: Port of horovod's rendezvous server.
+    """
     local_rank, host_rank = environ["LOCAL_RANK"], environ["GROUP_RANK"]
-    # hosts that have a rank in that place; the first ones may have one more than the others
+    # HOROVOD_CROSS_SIZE is the number of hosts that have this local rank. The first hosts may have
+    # one rank more than the others.
     hosts = int(environ["GROUP_WORLD_SIZE"])
     on_all, larger = divmod(int(environ["WORLD_SIZE"]), hosts)
     return {
@@ -233,7 +252,7 @@ def horovod_variables(environ: Mapping[str, str], port: str) -> dict[str, str]:
         "HOROVOD_LOCAL_SIZE": environ["LOCAL_WORLD_SIZE"],
         "HOROVOD_CROSS_RANK": host_rank,
         "HOROVOD_CROSS_SIZE": str(hosts if int(local_rank) < on_all else larger),
-        # horovod takes ranks with one name to be of one host
+        # Horovod treats ranks with the same host name as ranks of one host.
         "HOROVOD_HOSTNAME": f"{socket.gethostname()}-{host_rank}",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",

@@ -1,24 +1,26 @@
-"""The first process on a host: starts the agent, and ends whatever the agent leaves behind.
+"""The first process on a host: starts the agent, and ends all processes that the agent leaves.
 
-Run by an engine (`spawn_command`). Its standard input is its lease: the first line that the engine
-writes there goes to the agent, and when it closes, because the pool's process ended in whatever
-way, everything on the host ends. On the far side of a network nothing closes it when the cable is
-cut; there the engine goes on to write a byte now and then, and names, as the first argument, the
-seconds after which silence means the same (0: never). The second argument is the agent's: what its
-forkserver imports. It imports neither torch nor Dask, so that it can
-neither run out of memory with them nor hang with them.
+An engine starts the supervisor (`spawn_command`). The supervisor's standard input is its lease. The
+supervisor passes the first line, which the engine writes, to the agent. When standard input closes,
+because the pool's process has ended for whatever reason, the supervisor ends everything on the
+host. Over a network, a cut cable does not close standard input. There the engine also writes a byte
+regularly.
 
-A subreaper inherits every orphan below it (prctl(2)), so a cell's daemon that forked twice or
-called setsid is still found.
+The first argument is the number of seconds without input after which the supervisor ends the host
+(0: never). The second argument is passed to the agent: the modules that its forkserver imports. The
+supervisor imports neither torch nor Dask, so it can neither run out of memory nor hang with them.
 
-What a host needs for the time of its life lies in one folder:
+The supervisor is a subreaper, which inherits every orphan below it (prctl(2)). So it finds even a
+cell's daemon that forked twice or called setsid.
 
-    <TMPDIR>/taas-<uid>-<random>/   0700; locked by the host's supervisor while it lives
+All temporary files of a host are in one folder:
+
+    <TMPDIR>/taas-<uid>-<random>/   mode 0700; locked by the host's supervisor while it runs
         lock
-        pymp-…                      multiprocessing's, of the agent
+        pymp-…                      temporary files of multiprocessing, in the agent
         run-…                       pipes and scratch folders of a run
 
-What a supervisor that was killed has left, the next one of the same user removes.
+If a supervisor was killed, the next supervisor of the same user removes the folder.
 """
 
 import os
@@ -46,11 +48,11 @@ from taas_magic.host.system import (
 from taas_magic.shared_files import is_free, take_lock
 
 GRACE_S = 3.0
-"""What the agent gets to end its ranks and to close its connections, before all is killed."""
+"""Seconds for the agent to close its connections and exit after SIGTERM. Then it is killed."""
 
 
 def main() -> int:
-    """Run until the agent or the lease ends; returns the agent's exit code."""
+    """Run until the agent or the lease ends; return the agent's exit code."""
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -63,7 +65,11 @@ def main() -> int:
 
 
 def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
-    """Run an agent, and leave nothing of it; returns its exit code, as a shell has it."""
+    """Run an agent until it or the lease ends, then end all processes below this one.
+
+    Returns:
+        The agent's exit code as a shell reports it: 128 + N for signal N.
+    """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -82,18 +88,21 @@ def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
 
 
 def _leave(*_: object) -> None:
-    """Handle SIGTERM, once: what follows is not to be interrupted."""
+    """Handle the first SIGTERM: exit, and ignore SIGTERM from then on during the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
 
 def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
-    """Tell the agent the first line; make the main thread leave when nobody holds the lease."""
+    """Pass the first line of standard input to the agent. When the lease ends, end the host.
+
+    Runs in a thread. To end the host, it sends SIGTERM to the main thread.
+    """
     assert agent.stdin is not None
     heard = b""
     while (ready := select.select([0], [], [], lease_s)[0]) and (data := os.read(0, 65536)):
         if not agent.stdin.closed and b"\n" in (heard := heard + data):
-            with suppress(BrokenPipeError):  # it has just ended, which the main thread sees
+            with suppress(BrokenPipeError):  # the agent has just ended; the main thread notices
                 agent.stdin.write(heard[: heard.index(b"\n") + 1])
                 agent.stdin.close()
     if not ready:
@@ -102,10 +111,10 @@ def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
 
 
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
-    """Kill the ranks before the agent, which may be slow to end, or stopped.
+    """Kill the ranks before the agent, because the agent may be stopped or slow to end.
 
-    Nobody holds the lease any more: the same ranks may start elsewhere, and only one rank 0 may
-    write to the project store.
+    The lease has ended, so the same ranks may start on another host, and only one rank 0 may write
+    to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -113,7 +122,7 @@ def _end_below(agent: subprocess.Popen[bytes]) -> None:
 
 def _end_agent(agent: subprocess.Popen[bytes]) -> None:
     agent.terminate()
-    agent.send_signal(signal.SIGCONT)  # a stopped one would not see it
+    agent.send_signal(signal.SIGCONT)  # a stopped agent would not handle SIGTERM
     try:
         agent.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -123,10 +132,10 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def host_folder() -> Iterator[Path]:
-    """Make the folder of this host, for as long as the block.
+    """Create the host's folder; remove it when the block ends.
 
     Raises:
-        PoolError: It cannot be made.
+        PoolError: The folder cannot be created.
     """
     sweep()
     folder = _make(f"taas-{os.getuid()}-")
@@ -139,16 +148,16 @@ def host_folder() -> Iterator[Path]:
 
 
 def run_folder() -> Path:
-    """Return a new folder for what a run needs on this host; in the agent.
+    """Create a folder for a run's temporary files on this host. Runs in the agent.
 
     Raises:
-        PoolError: It cannot be made.
+        PoolError: The folder cannot be created.
     """
     return _make("run-")
 
 
 def sweep() -> None:
-    """Remove the folders of hosts of this user whose supervisors were killed."""
+    """Remove host folders of this user that killed supervisors have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +174,7 @@ def _make(prefix: str) -> Path:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a new folder; nobody sees the lock before it is held."""
+    """Lock a new folder. The lock file appears under its name only after it is locked."""
     beside = folder / ".lock"
     lock = take_lock(beside)
     assert lock is not None
@@ -177,4 +186,4 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         return folder.lstat().st_uid == os.getuid() and is_free(folder / "lock", os.O_NOFOLLOW)
     except OSError:
-        return False  # another user's, or one that is just being made or removed
+        return False  # another user's folder, or one that is being created or removed

@@ -1,7 +1,8 @@
-"""This host as its operating system shows it: GPUs, network addresses, processes.
+"""Functions for this host's network addresses and processes.
 
-Processes tie their lifetimes to one another here, find what is left of a run, and end it. Imports
-neither torch nor anything of this package: supervisor, agent and ranks use it.
+The process functions start processes, tie their lifetimes together, and find and end the processes
+that a run has left. This module imports neither torch nor any other module of this package, because
+supervisor, agent and ranks all use it.
 """
 
 import contextlib
@@ -18,16 +19,16 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""The environment variable by which the children of a run's ranks are known."""
+"""Environment variable that marks the children of a run's ranks. Its value is the run's id."""
 
 CALM_DASK = {
     "distributed.admin.tick.interval": "1s",
     "distributed.worker.profile.enabled": False,
 }
-"""Of Dask's settings, those of each process of ours that uses it.
+"""Dask settings for every process of this package that uses Dask.
 
-By default each looks 150 times a second at what it does itself: that was two thirds of what an
-idle pool costs.
+With its defaults, Dask profiles its own process 150 times a second. That caused two thirds of the
+CPU time of an idle pool.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -37,14 +38,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def address_of(name: str) -> str:
-    """Return the address of an interface, IPv4 where it has one; "" for no such interface."""
+    """Return the address of a network interface, preferring IPv4; "" if there is none."""
     addresses = psutil.net_if_addrs().get(name, [])
     found = [seen.address for family in _FAMILIES for seen in addresses if seen.family == family]
     return found[0] if found else ""
 
 
 def name_of(address: str) -> str:
-    """Return the name of the interface that has an address; "" where none has."""
+    """Return the name of the network interface that has an address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(seen.address == address and seen.family in _FAMILIES for seen in addresses):
             return name
@@ -52,7 +53,7 @@ def name_of(address: str) -> str:
 
 
 def facing(peer: str) -> str:
-    """Return the address of this host on the route to another; sends nothing."""
+    """Return this host's address on the route to the address `peer`. Sends nothing."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
@@ -63,16 +64,18 @@ def facing(peer: str) -> str:
 def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -> str:
     """Return the address that ranks and fetchers of this host use.
 
-    A host's own name is no help: Debian resolves it to 127.0.1.1, and a host with several networks
-    has one name for all of them. What counts is the address at which others just reached this host.
+    The host's own name does not help: Debian resolves it to 127.0.1.1, and a host with several
+    networks has one name for all. So the address is used at which another host has just reached
+    this one.
 
     Args:
-        interface: What the pool's settings say: a name or an address; "" finds one.
-        environ: The agent's environment; under sshd it says where this host was reached.
-        scheduler: Host part of the scheduler's address as this host reaches it.
+        interface: The pool's `interface` setting: name or address of a network interface; "" if
+            the address is to be found.
+        environ: The agent's environment. Under sshd it holds the address that was reached.
+        scheduler: Host part of the scheduler's address as seen from this host.
 
     Raises:
-        ValueError: The interface that the settings name is not here.
+        ValueError: This host does not have the interface of the settings.
     """
     if interface:
         address = interface if name_of(interface) else address_of(interface)
@@ -82,24 +85,26 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
         return address
     reached = environ.get("SSH_CONNECTION", "").split()
     name = name_of(reached[2]) if len(reached) == 4 else ""
-    # a batch job inherits the variable from the host on which it was submitted: not ours then
+    # A batch job inherits SSH_CONNECTION from the host on which it was submitted. Then no interface
+    # of this host has that address, and `name` is "".
     return address_of(name) if name else facing(scheduler)
 
 
 def spawn_command(module: str) -> list[str]:
-    """Return the command that runs `module.main()` in a fresh Python.
+    """Return the command that runs `module.main()` in a new Python process.
 
-    Not `-m`: a forkserver's children import their parent's main module again, and with `-c` there
-    is none (`-m` costs every rank 0.35 s).
+    It uses `-c` rather than `-m`: a forkserver's children import their parent's main module again,
+    which takes each rank 0.35 s. With `-c` there is no such module.
     """
     return [sys.executable, "-c", entry_code(module)]
 
 
 def entry_code(module: str) -> str:
-    """Return the program, for `python -c`, that runs `module.main()`.
+    """Return the code, for `python -c`, that runs `module.main()`.
 
-    A random.py beside a notebook is not for us: the current folder is taken off the import path, or
-    comes last where PYTHONPATH names it (unless this package is there).
+    This package must not import a random.py beside the notebook. So the code removes the current
+    folder from the import path. If PYTHONPATH names that folder, the code moves it to the end,
+    unless it is the folder of this package.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -109,11 +114,11 @@ def entry_code(module: str) -> str:
 
 
 def supervisor_arguments(lease_s: float | None, preload: Sequence[str]) -> list[str]:
-    """Return what a supervisor is started with.
+    """Return the command-line arguments of a supervisor.
 
     Args:
-        lease_s: Seconds of silence after which its host ends; None where silence means nothing.
-        preload: Modules that the pool's settings add to what ranks find imported.
+        lease_s: Seconds without input after which the supervisor ends its host; None for never.
+        preload: Modules of the pool's settings for the forkserver to import.
     """
     return [f"{lease_s or 0:g}", ",".join(preload)]
 
@@ -124,10 +129,11 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the system kill this process when its parent ends; end at once where that is gone.
+    """Let the system kill this process when its parent ends; exit at once if it has ended.
 
     Args:
-        parent_pid: As the parent has told it: one that has ended is not this process's any more.
+        parent_pid: The parent's pid, as the parent passed it. If the parent has ended, `getppid`
+            returns another pid.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -141,14 +147,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 TRACKERS_END_S = 10.0
-"""Seconds that resource trackers may take to end after the processes that they serve."""
+"""Seconds for resource trackers to exit after the processes that they serve have ended."""
 
 
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
-    """End processes: SIGTERM, `grace_s` seconds, then SIGKILL. Returns what is still there.
+    """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
-    A stopped process does not see SIGTERM, so it is continued first. A process that may not be
-    signalled (`sudo` in a cell) is not waited for.
+    Each process also gets SIGCONT, since a stopped process would not handle SIGTERM. After SIGKILL,
+    this does not wait for processes that this user may not signal (`sudo` in a cell).
+
+    Args:
+        grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
+
+    Returns:
+        The processes that are still running.
     """
     if grace_s > 0:
         for process in processes:
@@ -161,7 +173,7 @@ def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Proc
 
 
 def _send(process: psutil.Process, number: int) -> bool:
-    """Send a signal; returns whether it may be sent."""
+    """Send a signal; return False if this user may not signal the process."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -172,10 +184,13 @@ def _send(process: psutil.Process, number: int) -> bool:
 
 
 def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill processes, but let resource trackers end themselves. Returns what is still there.
+    """Kill processes, but let resource trackers exit by themselves.
 
-    A tracker ends when the last process that it serves has ended, and then removes the semaphores
-    and shared memory that those have left; killed, it could not.
+    A tracker exits when the last process that it serves has ended. Before that, it removes the
+    semaphores and shared memory that those processes left. A killed tracker could not.
+
+    Returns:
+        The processes that are still running.
     """
     trackers = [process for process in processes if is_tracker(process)]
     left = end_all([process for process in processes if process not in trackers], grace_s=0)
@@ -184,7 +199,7 @@ def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is a resource tracker, multiprocessing's or joblib's."""
+    """Return whether a process is a resource tracker of multiprocessing or joblib."""
     try:
         return any("resource_tracker import main" in word for word in process.cmdline())
     except psutil.Error:
@@ -192,9 +207,10 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def status_of(process: psutil.Process | None) -> str:
-    """Return psutil's word for a process's state; "" for one that has ended.
+    """Return psutil's name of a process's state; "" if the process has ended.
 
-    One that was killed runs for the system as long as its memory is taken down, some 20 ms.
+    A killed process counts as ended even while the system still frees its memory, which takes about
+    20 ms.
     """
     try:
         has_memory = process is not None and process.memory_info().rss > 0
@@ -204,7 +220,7 @@ def status_of(process: psutil.Process | None) -> str:
 
 
 def named(processes: Iterable[psutil.Process]) -> str:
-    """Return processes as a user finds them: `4711 (sudo)`."""
+    """Return the pids and names of processes as text for the user: `4711 (sudo), 4712 (ssh)`."""
     found = []
     for process in processes:
         try:
@@ -216,14 +232,17 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
-    """Find the processes of a run that has ended; called in the agent.
+    """Return the processes that a run has left after its end. Runs in the agent.
 
-    Three marks tell them: the run's token in their environment (what a rank started as a program),
-    an open pipe of the run (what it forked), and being an orphan that the supervisor adopted, which
-    counts only while no other run is on this host, since an orphan does not say whose it was.
+    A process belongs to the run if one of these holds:
+
+    - Its environment has the run's token. This finds programs that a rank started.
+    - It has a pipe of the run open. This finds forks of a rank.
+    - It is an orphan that the supervisor adopted, and no other run is on this host. With another
+      run, the orphan could be of either.
 
     Args:
-        pipes: How the paths of the run's named pipes on this host begin.
+        pipes: Path prefix of the run's named pipes on this host.
         alone: Whether no other run is on this host.
     """
     own = psutil.Process()
@@ -239,7 +258,7 @@ def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         if process.environ().get(RUN_TOKEN) == run_id:
             return True
-    base = f"/proc/{process.pid}/fd"  # of open files psutil lists the regular ones only
+    base = f"/proc/{process.pid}/fd"  # psutil's open_files lists only regular files
     try:
         return any(os.readlink(f"{base}/{fd}").startswith(pipes) for fd in os.listdir(base))
     except OSError:
