@@ -1,4 +1,4 @@
-"""From a cell's head and body to a finished run, or, with `--dry-run`, to what it would do."""
+"""Run a cell on ranks from start to end; with `--dry-run`, describe what would run."""
 
 import linecache
 import os
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 last_run: Run | None = None
-"""The newest run that this kernel started or attached."""
+"""The run that this kernel started or attached last."""
 
 NO_LOADER = (
     "without effect, as the cell uses no registered loader; write taas.register(loader) in an "
@@ -57,28 +57,28 @@ NO_LOADER = (
 )
 
 set_in_ranks: set[str] = set()
-"""Names that cells of this kernel have set in ranks."""
+"""Names of variables that cells of this kernel assigned on ranks."""
 
 _ASKED = "__taas_asked"
-"""The variable in which ranks put what `ask_ranks` asks for."""
+"""The variable that holds the result of `ask_ranks` on each rank."""
 
 _told: set[str] = set()
 
 
 def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> Run:
-    """Run a cell on the ranks of a pool; blocks until it has ended and is shown.
+    """Run a cell on the ranks of a pool. Block until the run has ended and its end is shown.
 
-    Nothing is started before the cell, its flags and all that it uses are known to be fit.
+    The flags, the cell and all objects that it uses are checked before anything is started.
 
     Raises:
-        UsageError: The flags cannot be carried out, or `--out` names what no rank will have.
-        StoreError: The project store cannot be used, or another run writes to it.
-        CellSyntaxError: The cell is not Python.
-        CaptureError: The cell uses something that cannot travel.
-        ResultError: The run succeeded, but not all that `--out` names could come back.
+        UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
+        StoreError: The project store is not usable, or another run writes to it.
+        CellSyntaxError: The cell is not valid Python.
+        CaptureError: The cell uses an object that cannot be pickled for the ranks.
+        ResultError: The run succeeded, but not all variables of `--out` could be returned.
         PoolError: The pool could not be started.
         RunError: The cell failed on a rank.
-        KeyboardInterrupt: The user interrupted it.
+        KeyboardInterrupt: The user interrupted the run.
     """
     session = sessions.for_cell(flags)
     if session is not None:
@@ -140,7 +140,7 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks; start these if it is the first cell."""
+    """Run a cell on a session's ranks. The first cell starts the ranks."""
     driver.listener = session.take_event
     try:
         with RunFolder(driver.path).held():
@@ -152,7 +152,7 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return what other processes need to know of a run, but for the names of its cells."""
+    """Return the facts about a run that other processes need, without the labels of its cells."""
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
         project=str(Path.cwd()),
@@ -163,13 +163,13 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
 
 
 def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
-    """Return the folder of a new run, with all that its ranks and fetchers read.
+    """Create the folder of a new run, and write all files that its ranks and fetchers read.
 
     Raises:
-        PoolError: The state folder cannot be written.
+        PoolError: The state folder is not writable.
     """
     folder = RunFolder.create(plan.run_id, plan, captured.cell.raw)
-    # whether batches go from host to host over a network that is not the user's alone
+    # TLS is needed if batches cross between hosts on a network that others can use, too
     needs_tls = plan.data is not None and plan.data.crosses
     if plan.data is not None and needs_tls:
         used = (config.pool(plan.pool), config.pool(plan.data.pool))
@@ -181,9 +181,10 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return what the head says; what is so from run to run only once a session.
+    """Return the notes for the head of a run, without lasting notes that were shown already.
 
-    That is, that there is no GPU, and that constants differ, as long as their values are the same.
+    Lasting notes are shown once in a kernel: that there is no GPU, and that constants differ (again
+    if their values change).
     """
     lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
     lasting |= zip(differences, differences, strict=True)
@@ -193,7 +194,7 @@ def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
-    """Return a syntax error at its place in the notebook's cell, head included."""
+    """Return a syntax error whose line number counts from the top of the notebook's cell."""
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above
@@ -214,8 +215,8 @@ def _carry_out(
     """Get fetchers and hosts, start the ranks, and show the run until it has ended.
 
     Args:
-        detaches: Whether the run is detached as soon as all ranks have started.
-        session: The session on whose ranks the run is a cell.
+        detaches: Whether to detach the run as soon as all ranks have started.
+        session: The session whose ranks run the cell. None starts new ranks.
         is_shown: Whether the notebook shows the run.
     """
     global last_run
@@ -227,7 +228,7 @@ def _carry_out(
             fetchers = Fetching(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
-        try:  # what never had hosts leaves no trace
+        try:  # a run that never got hosts leaves no run folder
             if not plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if fetchers:
@@ -264,7 +265,7 @@ def start_session(
     config: Config,
     interrupts: Interrupts,
 ) -> None:
-    """Start a session's ranks, if that has not been done; raises as `Session.start`."""
+    """Start a session's ranks unless they were started already; raise as `Session.start`."""
     if session.is_started:
         return
     assert session.plan is not None
@@ -274,15 +275,18 @@ def start_session(
 
 
 def ask_ranks(session: Session, call: str, shell: "InteractiveShell", config: Config) -> list[Any]:
-    """Return what a function of `host.variables` returns on each rank of a session.
+    """Call a function of `host.variables` on each rank of a session.
 
     Args:
-        call: The call, for example "memory()"; `globals()` in it are the rank's variables.
+        call: The call as source code, such as "memory()". `globals()` are the rank's variables.
+
+    Returns:
+        The result of each rank, in the order of the ranks.
 
     Raises:
-        PoolError: The session has ended, or runs a cell just now.
+        PoolError: The session has ended, or is running a cell.
         RunError: The call failed.
-        KeyboardInterrupt: The user did not want to wait.
+        KeyboardInterrupt: The user interrupted the call.
     """
     source = f"from taas_magic.host import variables as __taas_module\n{_ASKED} = "
     source += f"__taas_module.{call}"
@@ -317,8 +321,8 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
 
     Raises:
         UsageError: There is no such session.
-        PoolError: The pool has no hosts for them.
-        KeyboardInterrupt: The user did not want to wait.
+        PoolError: The pool has no hosts for the new ranks.
+        KeyboardInterrupt: The user interrupted the restart.
     """
     with Interrupts() as interrupts:
         new = sessions.restarted(name, interrupts)
@@ -332,11 +336,11 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
-    """Decide how the ranks lie on the pool's hosts, and where they write; takes none.
+    """Assign the ranks to the pool's hosts and choose the project store; allocate no hosts.
 
     Raises:
-        UsageError: The pool cannot hold so many ranks.
-        StoreError: The project store cannot be used as asked.
+        UsageError: The pool has no room for so many ranks.
+        StoreError: The project store does not allow what the flags ask for.
     """
     settings = config.store
     rule = store.choose(
@@ -354,10 +358,13 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 
 
 def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Config) -> Plan:
-    """Decide on which hosts of which pool the cell's registered loaders are run; takes none.
+    """Add to the plan the pool and hosts that run the registered loaders; allocate no hosts.
+
+    Args:
+        loaders: Names of the registered loaders that the cell uses.
 
     Raises:
-        UsageError: There is no such pool.
+        UsageError: taas.toml has no such pool.
     """
     if not loaders:
         idle = [f"--{name}" for name in ("cpus", "units", "prefill") if getattr(flags, name)]
@@ -380,10 +387,10 @@ def out_problem(
     shell: "InteractiveShell",
     known: RankNames | None = None,
 ) -> str | None:
-    """Return what is wrong with `--out`, as far as it can be known before the cell runs.
+    """Return the problem with `--out`, as far as it is detectable before the cell runs.
 
     Args:
-        known: What the ranks of the cell's session have.
+        known: Names that the ranks of the cell's session have. None without a session.
     """
     python = shell.transform_cell(captured.cell.source)
     names = {value.name for value in captured.captured} | (known.all if known else set())
@@ -391,7 +398,7 @@ def out_problem(
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
-    """Return the keyword arguments of `capture` for a cell, or a job, of a notebook."""
+    """Return the keyword arguments of `capture` for a notebook's cell or job."""
     return {
         "transform": shell.transform_cell,
         "project": Path.cwd(),
@@ -401,24 +408,28 @@ def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any
 
 
 def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
-    """Return the cell that the kernel compiled under a name; None for files and other code."""
+    """Return the cell that the kernel compiled under `filename`; None for any other code."""
     number = payload.cell_number(shell, filename)
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):
         return None
-    # a kernel compiles a cell without the empty lines that it begins with
+    # the kernel removes a cell's leading empty lines before it compiles the cell
     lines = leading_empty_lines(cells[number].splitlines(keepends=True))
     return CellSource("".join(lines), f"Cell In[{number}]")
 
 
 def labels_of_cells(shell: "InteractiveShell") -> dict[str, str]:
-    """Return what tracebacks call each cell that the kernel has compiled, by its file name."""
+    """Return the label in tracebacks of each cell that the kernel compiled, by file name."""
     numbers = {name: payload.cell_number(shell, name) for name in list(linecache.cache)}
     return {name: f"Cell In[{number}]" for name, number in numbers.items() if number is not None}
 
 
 def origin(shell: "InteractiveShell", folder: str) -> Origin:
-    """Return what ranks, and jobs, take over from the notebook."""
+    """Return the notebook's settings that ranks and jobs inherit.
+
+    Args:
+        folder: Project store, the working directory of the ranks.
+    """
     return Origin(
         cwd=folder,
         environ=dict(os.environ),
@@ -430,7 +441,7 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
 
 
 def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
-    """Return what `execute` would do: the plan, what travels and why, and what would fail."""
+    """Describe what `execute` would do: the plan, the payload with reasons, and the problems."""
     session = sessions.for_cell(flags, registers=False)
     if session is not None:
         flags = session.complete(flags)
@@ -441,7 +452,7 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
     travels: list[str] = []
     try:
         captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
-    except CaptureError as error:  # a module of the project cannot be read
+    except CaptureError as error:  # a module of the project is not readable
         problems.append(str(error))
     else:
         travels = _payload_lines(captured)
@@ -453,7 +464,7 @@ def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) ->
 
 
 def _count(number: int, what: str) -> str:
-    """Return `1 host`, `2 hosts`."""
+    """Return a number with its noun, such as `1 host` or `2 hosts`."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

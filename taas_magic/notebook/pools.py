@@ -1,4 +1,4 @@
-"""The pools that this kernel uses: found by name, waited for, listed, checked, ended."""
+"""Find, open, list, check and end the pools that this kernel uses."""
 
 import os
 import sys
@@ -40,16 +40,16 @@ _lock = threading.Lock()
 
 
 def named(name: str, config: Config) -> Pool:
-    """Return this kernel's pool of that name; not opened.
+    """Return this kernel's pool with the given name, without opening it.
 
     Raises:
-        UsageError: There is none in taas.toml.
+        UsageError: taas.toml has no such pool.
     """
     settings = config.pool(name)
     with _lock:
         known = _pools.get(settings.name)
         if known is None or known.config != settings:
-            if known is not None:  # its settings have changed; without kernels it ends
+            if known is not None:  # the settings changed: the old pool ends when no kernel uses it
                 known.retire()
                 _retired[:] = [one for one in (*_retired, known) if not one.is_over()]
             known = _pools[settings.name] = Pool(settings, Path.cwd())
@@ -57,12 +57,18 @@ def named(name: str, config: Config) -> Pool:
 
 
 def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
-    """Return the connection to a pool when it has so many hosts; print what it waits for.
+    """Wait until a pool has enough hosts, and print the progress of the wait.
+
+    Args:
+        hosts: Number of hosts to wait for.
+
+    Returns:
+        The connection to the pool.
 
     Raises:
-        ConnectionEnded: The pool's process that was to get them has ended.
-        PoolError: They could not be had.
-        KeyboardInterrupt: The user did not want to wait: hosts that nobody uses are given back.
+        ConnectionEnded: The pool's process ended before it got the hosts.
+        PoolError: The pool could not get the hosts.
+        KeyboardInterrupt: The user interrupted the wait. The pool releases hosts that nobody uses.
     """
     wait = Wait(pool)
     if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
@@ -78,20 +84,23 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
 
 
 def say(line: str) -> None:
-    """Print a line at once, below the cell that waits."""
+    """Print a line below the waiting cell, and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def warm(config: Config, name: str = "local") -> threading.Thread:
-    """Open a pool in a thread; a failure shows when a cell needs the pool."""
+    """Open a pool in a background thread, and return the thread.
+
+    A failure is not shown here. The user sees it when a cell needs the pool.
+    """
     pool = named(name, config)
-    wait = Wait(pool)  # `down` ends it, also if the thread has not begun by then
+    wait = Wait(pool)  # created here, so that `down` can cancel it before the thread has started
     return Background(lambda tell: pool.open(1, wait=wait, has_run=False)).thread
 
 
 def stop(run: Run, config: Config) -> None:
-    """End an active run, of this kernel or of another one of the user's.
+    """End an active run of any of the user's kernels.
 
     Raises:
         PoolError: The pool's process has ended, or does not answer.
@@ -100,7 +109,7 @@ def stop(run: Run, config: Config) -> None:
 
 
 def detach(run: Run, config: Config) -> None:
-    """Have the pool's process take an active run over from its kernel.
+    """Hand an active run over from its kernel to the pool's process.
 
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
@@ -110,7 +119,7 @@ def detach(run: Run, config: Config) -> None:
 
 
 def stacks(run: Run, config: Config) -> RunStacks:
-    """Return where the ranks and fetchers of a run stand; of any kernel of the user's.
+    """Return the stacks of the ranks and fetchers of a run of any of the user's kernels.
 
     Raises:
         PoolError: The pool's process has ended, or does not answer.
@@ -124,10 +133,10 @@ def stacks(run: Run, config: Config) -> RunStacks:
 
 
 def _ask(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
-    """Ask the process that keeps a run's pool; start none.
+    """Send a request to the process of a run's pool; never start a process.
 
     Args:
-        folder: The pool's folder; "" for a run of an older version, whose pool is found by name.
+        folder: Folder of the pool. "" for a run of an older version: the pool is found by `name`.
 
     Raises:
         PoolError: The process has ended, or does not answer.
@@ -143,10 +152,10 @@ def _ask(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
 
 
 def _joined(name: str, config: Config) -> PoolConnection:
-    """Return the connection to a pool whose process lives; start none.
+    """Return a connection to the pool's running process; never start a process.
 
     Raises:
-        PoolError: None lives.
+        PoolError: The pool has no running process.
     """
     found = named(name, config).join()
     if found is None:
@@ -156,7 +165,7 @@ def _joined(name: str, config: Config) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml, and what it says of itself; nothing where it does not answer."""
+    """A pool of taas.toml and its status. The status is empty if the pool does not answer."""
 
     name: str
     engine: str
@@ -165,7 +174,7 @@ class PoolRow:
 
 
 def rows(config: Config) -> list[PoolRow]:
-    """Return every pool of taas.toml, and how it stands."""
+    """Return all pools of taas.toml, each with its state and status."""
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
@@ -181,20 +190,23 @@ def rows(config: Config) -> list[PoolRow]:
 
 
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
-    """Ask the hosts of the pools of those names, or of all pools, what they are like; take none.
+    """Check whether the hosts of pools are fit for runs, without allocating any host.
+
+    Args:
+        names: Names of the pools to check. Empty for all pools.
 
     Raises:
-        UsageError: There is no such pool.
-        StoreError: The project store cannot be written.
+        UsageError: taas.toml has no such pool.
+        StoreError: The project store is not writable.
         PoolError: A pool that is up does not answer.
-        KeyboardInterrupt: The user did not want to wait.
+        KeyboardInterrupt: The user interrupted the check.
     """
-    # Only a check needs it, 0.05 s: the first cell does not pay for it.
+    # This import takes 0.05 s, and only a check needs it: the first cell should not pay for it.
     from taas_magic.setup.install import packages_needed
 
     asked, packages = [config.pool(name) for name in names or config.pools], packages_needed()
     store = config.store.path or os.getcwd()
-    try:  # who sees a file of random name in the project store shares the store
+    try:  # a host that sees this randomly named file shares the project store
         mark = tempfile.NamedTemporaryFile(prefix=".taas-", dir=store)  # noqa: SIM115
     except OSError as error:
         raise StoreError(
@@ -209,7 +221,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
         known = {row.pool for row in found}
         for pool in asked:
             if pool.name not in known and up[pool.name]:
-                # its hosts are there only while they are taken: their agents say
+                # such a pool has hosts only while they are allocated: ask their agents
                 question = GetFacts(packages=list(packages), mark=mark.name)
                 agents = _joined(pool.name, config).call(question)
                 found += [facts.judged(pool, each, here, packages) for each in agents]
@@ -227,21 +239,23 @@ _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
 
 
 class CheckReport(str):
-    """The hosts of pools as one table, with all findings and what to do."""
+    """A table of the pools' hosts, with all findings and what to do about them."""
 
     __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        """Return it as HTML that breaks no line; all that comes from hosts is escaped."""
+        """Return the report as HTML without line wrapping. All text from hosts is escaped."""
         return as_html(self)
 
 
 def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], str]) -> CheckReport:
-    """Return what `%taas pools --check` shows; a host's findings stand below it.
+    """Return the report of `%taas pools --check`. The findings of a host are listed below it.
 
     Args:
-        here: What the hosts were asked by.
-        means: What holds a host's ranks off the project store, by pool and host, where it is up.
+        rows: The checked hosts.
+        here: The kernel that checked the hosts.
+        means: The mechanism that keeps a host's ranks from writing to the project store, by
+            (pool, host). Only hosts that are up have an entry.
     """
     cells = (_cells(row, here, means.get((row.pool, row.host), "")) for row in rows)
     head, *lines = columns([_HEAD, *cells])
@@ -260,7 +274,7 @@ def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], st
 
 
 def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
-    """Return what stands in a host's row."""
+    """Return the table cells of a host."""
     seen = row.facts
     if seen is None or not seen.system:
         python = seen.python if seen else "?"
@@ -276,7 +290,7 @@ def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
         f"{seen.gpus} {', '.join(dict.fromkeys(seen.gpu_names))}".rstrip(),
         f"{size_text(seen.free_bytes)} free",
         f"{seen.ahead_s:+.1f} s",
-        # the one at which the host was reached is the one that ranks will use
+        # ranks will use the interface at which the host was reached
         f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
         f"{store}, held by {means}" if means else store,
     )
@@ -293,5 +307,5 @@ def _ours(seen: Facts, here: Kernel) -> str:
 
 
 def down(name: str, config: Config) -> None:
-    """End a pool: its runs, its hosts, its process."""
+    """End a pool with its runs, hosts and process."""
     named(name, config).down()
