@@ -358,6 +358,7 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
 
 
 def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
+    """Open a TCP connection to the host, trying all of its addresses in turn."""
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # a name with two dots in a row: UnicodeError
@@ -390,7 +391,7 @@ def _connect(
         sock: Unconnected socket; blocking again after the call.
         address: Address from `getaddrinfo`.
         patience: Deadline of the connection attempt.
-        limit_s: Maximum seconds for this address; None for no limit besides `patience`.
+        limit_s: Maximum seconds for this address; if None, only `patience` limits the time.
 
     Returns:
         An error number; 0 for success.
@@ -581,6 +582,7 @@ def _pump(
     write: Callable[[bytes], Any],
     close: Callable[[], Any] = lambda: None,
 ) -> None:
+    """Copy bytes from `read` to `write` until either side ends; then call `close`."""
     with contextlib.suppress(*_ENDED):  # either side may close at any time, with any exception
         while data := read(_RELAY_CHUNK_BYTES):
             write(data)

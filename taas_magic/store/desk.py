@@ -139,6 +139,7 @@ class Desk:
         self._tree.close()
 
     def _make_token(self, host_rank: int, asked: MakeToken) -> str:
+        """Make the token file at the first request, and return its name."""
         if self._token is None:
             for seen in self._tree.entries(""):
                 self._tree.remove_leftover(seen.path)
@@ -147,6 +148,7 @@ class Desk:
         return self._token.name
 
     def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
+        """Return the manifest of the store, or None while the store is being searched."""
         if self._look is None or (asked.fresh and self._look.done()):
             # in a thread, which alone may use the hashes until it ends
             arguments = self._tree, self._hashes, self._rule.limit_bytes
@@ -177,6 +179,7 @@ class Desk:
         return [self._part(path, offset, size) for path, offset, size in parts]
 
     def _part(self, path: str, offset: int, size: int) -> bytes | None:
+        """Return a part of a file that was listed or changed; None if it cannot be read."""
         changed = path in self._changes and self._changes[path].entry is not None
         if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
@@ -187,6 +190,7 @@ class Desk:
             return None
 
     def _news(self, host_rank: int, asked: ListChanges) -> ChangeList:
+        """Return the changes that other hosts made after change number `asked.since`."""
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
             if change.number <= asked.since:
@@ -262,7 +266,7 @@ class Desk:
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
             return True
-        is_notebook = known_as(path).endswith(".ipynb")  # it may be open
+        is_notebook = known_as(path).endswith(".ipynb")  # the user may have it open
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
@@ -360,12 +364,14 @@ class Desk:
             raise UnsafeError(path, WHY_BESIDE)
 
     def _drop(self, key: tuple[int, str]) -> None:
+        """Discard the arriving file of a host and path, if there is one."""
         self._checks.pop(key, None)
         arrival = self._arriving.pop(key, None)
         if arrival is not None:
             arrival.discard()
 
     def _remove(self, host_rank: int, path: str) -> None:
+        """Remove the run's version of a file, or an empty folder; the user's file stays."""
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._tree.open_file(path).close()  # raises if it is not a regular file
@@ -383,6 +389,7 @@ class Desk:
             self._note(host_rank, path, None)
 
     def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:
+        """Record a change for the other hosts; it replaces an earlier change of the same path."""
         self._number += 1
         self._changes.pop(path, None)
         self._changes[path] = _Change(self._number, host_rank, entry)

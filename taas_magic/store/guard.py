@@ -2,8 +2,8 @@
 
 `hold` is called in a freshly forked rank before any of the user's code. Processes that the rank
 starts inherit the protection. The strongest mechanism of the host is used: a read-only mount, else
-Landlock. `strongest` finds it once by trying each in a throwaway process, because a process cannot
-leave a user namespace that it entered, even if the next step fails.
+Landlock. `strongest` finds it once by trying each in a throwaway process: if a trial fails halfway,
+its process is left in a user namespace, which no process can leave.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -147,6 +147,7 @@ def hold(
 
 
 def _lead(view: redirect.Watched) -> None:
+    """Redirect this process's file calls by `view`."""
     redirect.install(view)
     libraries.install(view)
 
@@ -343,8 +344,8 @@ def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace; later mounts of the host still appear in it.
 
     Args:
-        as_user: Also enter a user namespace, in which an ordinary user may mount. All other users
-            are then shown as nobody.
+        as_user: Also enter a user namespace, in which an ordinary user may mount. In it, files of
+            all other users appear to belong to `nobody`.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)

@@ -194,7 +194,9 @@ class Ignore:
         return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
-        """Return whether a path does not travel; a folder that does not is not searched.
+        """Return whether an ignore rule matches `path` itself, so that it does not travel.
+
+        If a rule matches a folder, the folder is not searched.
 
         Args:
             path: Path relative to the store.
@@ -202,12 +204,13 @@ class Ignore:
         """
         if not folder:
             return self._spec.match_file(path)
-        # for the spec, `*` overrides `!*/`, for a folder as for files in it; here the last one wins
+        # The spec lets `*` override `!*/` for a folder, as it does for the files in the folder.
+        # Here the last matching pattern must decide instead.
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether a path does not travel, by itself or because a parent folder does not."""
+        """Return whether an ignore rule matches `path`, as a file, as a folder, or by a parent."""
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 

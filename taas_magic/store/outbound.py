@@ -351,6 +351,7 @@ class _Sender:
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
+        """Record why a path did not arrive; show the user the first path for each reason."""
         if self.refused.get(path) == why:
             return
         self.refused[path] = why
@@ -430,6 +431,7 @@ class Outbound:
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
 
     def _is_sent(self, path: str) -> bool:
+        """Return whether changes at `path` are sent, by the shared folders and ignore rules."""
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_within(path)
 

@@ -41,7 +41,8 @@ class Receipt:
     Attributes:
         written: Bytes of each existing file that rank 0 wrote, by path.
         kept_out: Ranks whose write of a file was kept out of the store, by path.
-        missing: Paths in `kept_out` that do not exist in the store, as rank 0 wrote no such file.
+        missing: Paths in `kept_out` that do not exist in the store, because rank 0 wrote no such
+            file.
         shared: Folders that every rank could write.
         means: Mechanism that protected the store from ranks other than 0 (value of
             `guard.Means`); "" if there were no such ranks.

@@ -148,7 +148,9 @@ class Watched:
         return None if any(is_below(place, shared) for shared in self._open_folders) else place
 
     def note(self, place: str) -> None:
-        """Note once that the rank wrote to `place` or would have; bytecode files are not noted.
+        """Call `note` once for a place that the rank wrote or would have written.
+
+        Bytecode files are not noted: Python writes them, not the user's code.
 
         Forked children of the rank note nothing: the channel that `note` writes to may have been in
         use at the fork.
@@ -297,11 +299,11 @@ def _path_of(folder: int) -> str:
 
 
 _installed: list[Watched] = []
-"""This process's view, once it has one."""
+"""The view of this process; empty before `install`."""
 
 
 def begin_run() -> None:
-    """Note each path again that this process writes: another run begins in it."""
+    """Start a new run in this process: paths noted in an earlier run are noted again."""
     for view in _installed:
         view.begin_run()
 

@@ -175,7 +175,7 @@ def _try_to_write(store: str) -> None:
 
 
 def user_name() -> str:
-    """Return the user's name, or the user id if it has no name, as in many containers."""
+    """Return the user's name; the numeric user id if there is none, as in many containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -191,7 +191,17 @@ def state_folder(store: str) -> Path:
 
 
 class StoreOwner(Struct):
-    """The run that owns a store, as recorded in the lock file for messages to other runs."""
+    """Record of the run that owns a store; the content of the lock file, for other runs' messages.
+
+    Attributes:
+        store: Path of the store.
+        run_id: Id of the run.
+        name: Name of the run; may be empty.
+        pid: Id of the process that holds the lock.
+        host: Name of that process's machine.
+        user: Name of the user.
+        since: Local time at which the run took the lock, as HH:MM:SS.
+    """
 
     store: str
     run_id: str
@@ -293,8 +303,8 @@ class Identity(Struct, frozen=True):
         """Return whether the same folder is at `path` on this host.
 
         Args:
-            token: Function that has the notebook's machine make a file in the folder, and returns
-                the file's name.
+            token: Function that makes the notebook's machine create a file in the folder, and that
+                returns the file's name. Not called on the notebook's own kernel.
         """
         try:
             here = Identity.of(self.path)
