@@ -1,7 +1,9 @@
-"""Events of a run -> what the notebook shows. Runs in the kernel, in the cell's thread.
+"""Turns the events of a run into the output of the notebook; runs in the cell's thread.
 
-view.py     one run's view: events in, screens out; notebook, console, terminal
-head.py     events folded into what the head knows, and that as text and HTML
-log.py      lines of all ranks -> the log under the cell
-failure.py  failures -> the one exception
+view.py     the view of one run, and the screens: notebook, console, terminal
+head.py     the run's state, computed from its events, and the head as text and HTML
+log.py      the log under the cell, from the lines of all ranks
+tails.py    the last lines of each rank, from the log files
+failure.py  the exception, from the failures of a run
+replay.py   the state and the past output of a run, from its journal
 """

@@ -1,7 +1,8 @@
-"""Failure events -> the one exception that the notebook raises. Pure.
+"""Turns the failures of a run into the one exception that the notebook raises. Pure.
 
-Which failure came first is decided by the agent; here it gets its words, the others are collapsed,
-and everything is bounded: a message of a megabyte must not reach the browser.
+The event of the run's end names the failure that came first. This module writes its message,
+summarizes the other failures, and bounds all texts, because a message of a megabyte must not reach
+the browser.
 """
 
 import re
@@ -28,7 +29,7 @@ NO_GPU_ADVICE = (
     "`import taas`), pass DistributedDataParallel no device_ids, or take another pool by --pool"
 )
 
-# What torch raises where there is no CUDA: a build for the CPU, a machine without a GPU or driver.
+# Messages of torch without CUDA: a build for the CPU, or a machine without a GPU or its driver.
 _NO_GPU = re.compile(
     r"not compiled with CUDA|compiled without CUDA|requires (a )?CUDA|Cannot get CUDA generator"
     r"|no NVIDIA (driver|GPU)|No CUDA GPUs are available|torch\.cuda\.is_available\(\) is False"
@@ -43,19 +44,19 @@ _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
 def no_gpu_advice(etype: str, message: str) -> str:
-    """Say what to do about an exception that says that there is no GPU; "" for any other."""
+    """Return advice for an exception about a missing GPU; "" for any other exception."""
     return NO_GPU_ADVICE if etype in _NO_GPU_TYPES and _NO_GPU.search(message) else ""
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Return the beginning of a long text, marked with its length."""
+    """Return the text; of a long text only the beginning, followed by its full length."""
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """Return the first and last of many lines, with a mark between; a long line is cut, too."""
+    """Return the lines; of many lines only the first and last ones. Long lines are cut, too."""
     if len(lines) > limit_lines:
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
@@ -64,7 +65,7 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
 
 
 def place(failure: Failure) -> str:
-    """Say who failed: `rank 3 on host gpu1 (pid 812)`, or the host where no rank is to blame."""
+    """Return who failed: `rank 3 on host gpu1 (pid 812)`, or the host if no rank is to blame."""
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
     named = f"rank {failure.rank} on host {failure.host}"
@@ -72,7 +73,7 @@ def place(failure: Failure) -> str:
 
 
 def cause(failure: Failure) -> str:
-    """Say what happened, in one line without the place."""
+    """Return what happened, in one line without the rank and host."""
     message = cut(failure.message.strip())
     first_line = message.partition("\n")[0]
     words = {
@@ -89,19 +90,19 @@ def cause(failure: Failure) -> str:
 
 
 def _is_of_store(failure: Failure) -> bool:
-    """Return whether a host is there, but the project store could not get to it."""
+    """Return whether the host works but could not receive the project store."""
     return failure.how == "host" and failure.etype == StoreError.__name__
 
 
 def headline(failure: Failure) -> str:
-    """Say in one line rank, host, and what happened; of a --timeout no rank is the cause."""
+    """Return rank, host and cause in one line; after a `--timeout` only the cause."""
     if failure.how == "timeout":
         return cause(failure)
     return f"{place(failure)}: {cause(failure)}"
 
 
 def details(failure: Failure) -> list[str]:
-    """Return what helps to understand a failure: traceback or log, exit, file, advice."""
+    """Return the details of a failure: traceback or last log lines, stack, log file, advice."""
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = middle_cut(traceback)
     if not traceback and "\n" in (message := cut(failure.message.strip())):
@@ -119,9 +120,15 @@ def details(failure: Failure) -> list[str]:
 
 
 def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, list[str]]:
-    """Say what failed besides the first: how many ranks, in one line, and how.
+    """Summarize the failures other than the first.
 
-    Equal causes of many ranks are one line. Where nothing did, and of a `--timeout`, it is "".
+    Args:
+        first: The failure that came first, if known.
+        failures: All failures of the run.
+
+    Returns:
+        One line with the number of ranks, and one line for each cause, which ranks with equal
+        causes share. Empty if nothing else failed, and after a `--timeout`.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -155,7 +162,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def stood(failures: Sequence[Failure]) -> list[str]:
-    """Say where ranks stood that were stopped: the notebook's lines, equal ones together."""
+    """Return the notebook lines at which stopped ranks were; ranks at equal lines share one."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
         if failure.rank is not None:
@@ -165,7 +172,7 @@ def stood(failures: Sequence[Failure]) -> list[str]:
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """Return the innermost line of the notebook in a stack, else its innermost line."""
+    """Return the innermost notebook line in a stack, or the innermost line if there is none."""
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
         return "not seen in Python code yet"
@@ -177,10 +184,14 @@ def _notebook_line(stack: Sequence[str]) -> str:
 
 
 def labelled(text: str, labels: Mapping[str, str]) -> str:
-    """Return a text that calls the notebook's cells by their numbers.
+    """Replace the file names of the notebook's cells in a text by the cells' labels.
 
-    Who does not know them, a worker process, a fetcher or faulthandler, has the names under which
-    the kernel compiled the cells; `labels` has `Cell In[5]` by file name.
+    Worker processes, fetchers and faulthandler know only the file names under which the kernel
+    compiled the cells.
+
+    Args:
+        text: Any text, such as a line of a traceback.
+        labels: The labels (`Cell In[5]`), by file name.
     """
     for filename, label in labels.items():
         text = text.replace(filename, label)
@@ -188,7 +199,7 @@ def labelled(text: str, labels: Mapping[str, str]) -> str:
 
 
 def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
-    """Return a failure whose texts call the notebook's cells by their numbers."""
+    """Return a copy of a failure with `labelled` applied to its texts."""
     if failure is None:
         return None
     names = ("traceback", "stack", "tail")
@@ -222,8 +233,12 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
     """Return an exception of the type that a rank raised; None if this process has no such type.
 
-    Only a type counts that the notebook, or a module that is already imported, has under that name.
-    No code of the type runs: the exception has the message as its argument, and no attributes.
+    The type must exist under its name in the notebook or in a module that is already imported. No
+    code of the type runs. The exception has the message as its argument and no attributes.
+
+    Args:
+        failure: The failure that came first.
+        notebook: The notebook's namespace.
     """
     if failure is None or not failure.etype:
         return None

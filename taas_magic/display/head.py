@@ -1,8 +1,8 @@
-"""The head above a run's log: its events folded into a state, and that as text and as HTML. Pure.
+"""The head above a run's log: the state of the run, and its form as text and as HTML. Pure.
 
-Both forms show the same facts. The HTML is built from what survives in an untrusted notebook
-(inline styles, details, progress) and from colours that read on light and dark themes; all that
-comes from outside is escaped.
+`RunState` computes the state from the run's events. Text and HTML show the same facts. The HTML
+uses only what an untrusted notebook keeps (inline styles, details, progress), and colours that are
+readable on light and dark themes. All texts from outside are escaped.
 """
 
 import math
@@ -68,7 +68,10 @@ MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
 STALE_S = 30
-"""A head of a run that goes on is brought up to date each second."""
+"""Seconds without an update after which the head of an active run says that it is out of date.
+
+An active run updates its head each second.
+"""
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
@@ -82,24 +85,27 @@ T = TypeVar("T")
 
 @dataclass
 class RunState:
-    """What is known of a run, folded from its events in the notebook's kernel.
+    """The state of a run, computed from its events in the notebook's kernel.
 
     Attributes:
-        gpus: GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
-        held_gpu_s: GPUs times seconds, of the time before their number changed.
-        began: When the run began, on the caller's clock.
-        world_size: Ranks in all; the plan's, until the run grows.
-        hosts: Those of the newest attempt; until one of them starts its ranks, those before.
-        hosts_attempt: The attempt that they are of.
-        up_since: When its first ranks started, or when the number of its GPUs changed last, on
-            that clock; infinity before.
-        ended_at: When it ended, on that clock; infinity before.
-        elapsed_s: How long it took, where its end says so.
-        hangs: By host, when it reported that none of its ranks makes progress, and their stacks.
+        gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
+        held_gpu_s: GPU-seconds from before the last change of `gpus`.
+        began: Start time of the run, on the caller's clock.
+        world_size: Number of ranks: the plan's, until the run grows.
+        hosts: The hosts of the attempt `hosts_attempt`.
+        hosts_attempt: The newest attempt that has started ranks on a host.
+        up: The ranks that have started and have not failed.
+        up_since: Time at which the first ranks started, or `gpus` last changed, on the caller's
+            clock; infinity before that.
+        ended_at: End time of the run, on the caller's clock; infinity before that.
+        elapsed_s: Seconds that the run took, if the event of its end has them.
+        hangs: For each host that reported a hang, the time of the report and the stacks of its
+            ranks.
+        settled: The hosts whose ranks have ended or failed.
         last_attempt: The attempt whose results count, once the run has ended.
-        left: Title of a head that the run's end does not reach, in the place of the state; "": it
-            is followed to its end.
-        tails: The last lines of ranks whose logs were read, by rank, once the run has ended.
+        left: Title that replaces the state if this head is not updated to the run's end; "" if it
+            is.
+        tails: The last lines of ranks, by rank, once the run has ended and its logs were read.
     """
 
     plan: Plan
@@ -136,10 +142,12 @@ class RunState:
         self.world_size, self.notes = self.plan.world_size, list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
-        """Take the next event; those that say nothing about the head are ignored.
+        """Apply the next event; events that do not concern the head are ignored.
 
-        It arrived at `now`, on the clock of `began`; default is the event's own time. Hosts' clocks
-        may be days apart, so that a live view gives its own.
+        Args:
+            event: The event.
+            now: Time of its arrival, on the clock of `began`; default is the event's own time. A
+                live view passes its own time, because the clocks of hosts may differ by days.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -149,11 +157,11 @@ class RunState:
             case RanksStarted():
                 self._started(event, now)
             case Progress(rank=0):
-                # when there is no unfinished line any more, a bar stays as it stood
+                # an empty text (the line is finished) does not remove a progress bar
                 if event.text.strip() or not TQDM.match(self.progress):
                     self.progress = event.text.strip()
             case Lines(rank=0):
-                # a bar's last state is a line; a quick loop's bar is nothing else
+                # a bar's final state is a whole line; a quick loop's bar has no other state
                 bars = (it for it in reversed(event.lines) if "%|" in it and TQDM.match(it))
                 self.progress = next(bars, self.progress)
             case Note():
@@ -179,12 +187,15 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last event of the run has come."""
+        """Whether the run has ended."""
         return self.state in ENDED_STATES
 
     @property
     def hang(self) -> list[RankStand]:
-        """Where ranks stand, if none of any host comes forward; `since` is by `began`'s clock."""
+        """The stacks of all ranks if no rank of any host makes progress, else an empty list.
+
+        `RankStand.since` of each is on the clock of `began`.
+        """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
         if self.has_ended or not said or there - said.keys():
@@ -196,18 +207,18 @@ class RunState:
         ]
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the run began; for one that ended, how long it took."""
+        """Return the seconds since the run began, until its end if it has ended."""
         if self.elapsed_s is not None:
             return self.elapsed_s
         return max(0.0, min(now, self.ended_at) - self.began)
 
     def gpu_seconds(self, now: float) -> float:
-        """Return the GPUs held, times the seconds since their ranks started."""
+        """Return the GPU-seconds that the run has held since its ranks started."""
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _started(self, event: RanksStarted, now: float) -> None:
         gpus = self.gpus + event.gpus
-        if event.attempt > self.hosts_attempt:  # others may have taken the place of some
+        if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt = [], event.attempt
             gpus = event.gpus
         self._hold(gpus, now)
@@ -220,7 +231,7 @@ class RunState:
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
-        if failure.how == "host":  # a federation goes on without it
+        if failure.how == "host":  # a federation continues without the host
             self.settled.add(failure.host)
         if self.first is None and not failure.consequence:
             self.first = failure
@@ -235,7 +246,7 @@ class RunState:
             known.clear()
 
     def _hold(self, gpus: int, now: float) -> None:
-        """Count other GPUs from now on."""
+        """Change the number of GPUs that the run holds from `now` on."""
         self.held_gpu_s = self.gpu_seconds(now)
         if self.up_since < math.inf:
             self.up_since = max(self.up_since, now)
@@ -299,7 +310,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _tails_html(state: RunState) -> str:
-    """Return the last lines of each rank, to be unfolded; ranks whose lines are equal together."""
+    """Return collapsible HTML with the last lines of each rank; equal lines share one entry."""
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, lines in state.tails.items():
         alike[tuple(cut(_COLOUR.sub("", line), CELL_CHARS) for line in lines)].append(rank)
@@ -318,7 +329,7 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield the first metrics as one row of small curves; as text, a line for each."""
+    """Yield the first metrics: as HTML a row of small curves, as text one line per metric."""
     if not curves:
         return
     words, figures = [], []
@@ -342,13 +353,13 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
 
 
 def _values_text(first: Curve, n_ranks: int) -> str:
-    """Return how many values a metric has, and of how many ranks if several logged it."""
+    """Return the number of a metric's values, and of its ranks if several logged it."""
     values = f"{first.count:,} value{'s' * (first.count != 1)}"
     return f"{values} on each of {n_ranks} ranks" if n_ranks > 1 else values
 
 
 def facts(state: RunState, now: float) -> list[Fact]:
-    """Return the head's facts in their order."""
+    """Return the facts of the head's first row, in their order."""
     ranks = f"{state.world_size:,}"
     if not state.has_ended and len(state.up) < state.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
@@ -372,7 +383,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
 
 
 def duration(seconds: float, decimals: int = 0) -> str:
-    """Return `8 s`, `8.3 s`, `1 min 05 s`, `2 h 03 min`: whole units have passed."""
+    """Return a duration as `8 s`, `8.3 s`, `1 min 05 s` or `2 h 03 min`, rounded down."""
     if seconds < 60:
         scale = 10**decimals
         return f"{int(seconds * scale) / scale:.{decimals}f} s"
@@ -383,12 +394,12 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 
 def plain(progress: str) -> str:
-    """Return a progress text without what a terminal obeys and without blanks around it."""
+    """Return a progress text without colour codes and surrounding blanks."""
     return cut(_COLOUR.sub("", progress).strip(), WORDS_CHARS)
 
 
 def shown_notes(state: RunState) -> list[str]:
-    """Return the first notes, and how many there are besides."""
+    """Return the first notes, and a line with the number of further notes."""
     notes = [cut(note, WORDS_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
@@ -416,10 +427,11 @@ def _facts_html(found: Sequence[Fact]) -> str:
 
 
 def _title_row(state: RunState) -> str:
-    """Return the title; of a run that goes on, one that gives way to another by itself.
+    """Return the title row as HTML.
 
-    So it does in a page that was loaded again, and after the kernel is gone: nobody can reach this
-    HTML then. Each update begins the time anew.
+    For an active run, a CSS animation replaces the title after `STALE_S` by a hint that it is out
+    of date. Each update restarts the animation. Only CSS can do this after a reload of the page or
+    the end of the kernel, because no process can update the HTML then.
     """
     shown = state.left or state.state
     title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
@@ -450,20 +462,24 @@ def _progress_row(progress: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, a row each, with cells one below the other."""
+    """Return the lines of a table with aligned columns, one line per row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def as_html(text: str) -> str:
-    """Return lines whose columns stand below one another as HTML that breaks none of them."""
+    """Return HTML for lines with aligned columns, without line breaks in them."""
     return f"<pre style='white-space:pre;overflow-x:auto;margin:0px'>{escape(text)}</pre>"
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
-    """Return the facts of each loader, by its name; of a run that has ended means, and no buffer.
+    """Return the name and the facts of each loader.
 
-    `units` is the bound of `--units`, for each loader.
+    Args:
+        flow: The reports on the loaders.
+        units: The limit of `--units` for each loader, if any.
+        has_ended: Whether the run has ended; if so, the rates are means, and the facts about
+            buffers are left out.
     """
     shown = list(flow.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
@@ -472,7 +488,7 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
 
 
 def filling(flow: Flow) -> str:
-    """Return how far `--prefill` has come; "" when ranks do not wait for it."""
+    """Return the progress of `--prefill`; "" if ranks do not wait for it."""
     if flow.filling is None:
         return ""
     done, wanted = flow.filling.done, flow.filling.wanted
@@ -498,7 +514,7 @@ def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> lis
 
 
 def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
-    """Yield only what is there: a run without fetchers has no buffer."""
+    """Yield the facts about buffers that are in use; a run without fetchers has no buffer."""
     if budget := int(loader.stock("budget_bytes")):
         ready = f"{int(loader.stock('ready')):,} ({size_text(int(loader.stock('ready_bytes')))}"
         yield "ready", f"{ready} of {size_text(budget)})"
@@ -524,7 +540,7 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return what was written to the project store and what was kept out; none for nothing."""
+    """Return the facts of a receipt: files written to the project store, and kept out of it."""
     if receipt is None:
         return []
     written = []
@@ -553,7 +569,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Return what is known of each file, those of a zarr store together under the store's name."""
+    """Group the values of files; the files of a zarr store form one group under its name."""
     found: dict[str, list[T]] = {}
     for path, known in files.items():
         above = [str(folder) for folder in PurePosixPath(path).parents if folder.suffix == ".zarr"]
@@ -572,7 +588,12 @@ def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
-    """Return what the head's text says of a run that hangs, since when by the clock of `now`."""
+    """Return the text about a run that hangs: a title, and a table of the ranks.
+
+    Args:
+        rows: The stacks of the ranks.
+        now: The current time, on the clock of `RankStand.since`.
+    """
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
     still = duration(now - max(row.since for row in rows))
     title = f"no rank has made progress for {still} (%taas stacks shows all threads):"
@@ -590,9 +611,9 @@ def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ..
 
 
 def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
-    """Group ranks that stand at the same line and wait for the same; the odd ones out come first.
+    """Group ranks that are at the same line and wait for the same; the smallest groups come first.
 
-    Who waits for the others in a collective is no culprit, however few they are.
+    Groups that wait in a collective come last, however small, because they only wait for others.
     """
     alike: defaultdict[tuple[str, str], list[RankStand]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):
@@ -606,7 +627,12 @@ def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
 
 
 def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
-    """Return what `%taas stacks` prints, with the labels of this kernel's cells for their files."""
+    """Return the output of `%taas stacks`.
+
+    Args:
+        found: The stacks of the run's processes.
+        labels: Labels of this kernel's cells, by file name, for the stacks of fetchers.
+    """
     alike: defaultdict[str, list[RankStand]] = defaultdict(list)
     for group in _groups(found.ranks):
         for row in group:
@@ -626,7 +652,7 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
 
 
 def _process_lines(process: ProcessStand, indent: str) -> list[str]:
-    """Return what a process waits for, its threads, and its children."""
+    """Return lines with what a process waits for, its threads, and its children."""
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():
         lines += [f"{indent}{name}:", *(f"{indent}  {frame}" for frame in frames)]

@@ -1,12 +1,12 @@
-"""Lines of all ranks -> the text of a run's log in the notebook. Pure: the caller gives the time.
+"""Turns the lines of all ranks into a run's log in the notebook. Pure: callers pass the time.
 
-Three things happen to a line here: it folds with its equals, it gets a prefix that says who
-printed it, and it counts against what a cell may hold. A browser draws each piece of output again
-and again as more is added, so a cell takes `CELL_BYTES` of text; of what comes after that, only
-the last lines are shown, in one display that is updated (`Rest`).
+Equal lines of several ranks become one line. Each line gets a prefix with the ranks that printed
+it, and counts towards the size of the cell. A browser draws all output of a cell again whenever
+more is added, so a cell shows at most `CELL_BYTES` of text. Of the lines after that, only the last
+ones are shown, in one display that is updated (`Rest`).
 
-A line waits at most `hold_s` for the other ranks to print it too, less than anybody sees, and no
-longer when each of them has printed something else.
+A line waits for other ranks to print it too. The wait is at most `hold_s`, which is too short to
+notice. It ends earlier if each of the other ranks has printed something else.
 """
 
 import math
@@ -22,7 +22,10 @@ from taas_magic.messages import Lines, LinesDropped, harmless
 from taas_magic.plan import Plan
 
 HOLD_S = 0.005
-"""Ranks that a collective has just let go print within a few milliseconds of one another."""
+"""Seconds that a line waits for other ranks to print it too.
+
+After a collective returns, the ranks print within a few milliseconds of one another.
+"""
 
 
 class Shown(NamedTuple):
@@ -33,7 +36,7 @@ class Shown(NamedTuple):
 
 
 def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
-    """Return ascending ranks as `0-2,5,7-9`; many ranges are cut with `…`."""
+    """Return ascending ranks as `0-2,5,7-9`; ranges after the first `max_ranges` become `…`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
@@ -41,12 +44,16 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
 
 
 class Folder:
-    """Folds the lines of `world_size` ranks; the order within each rank is kept.
+    """Merges equal lines of several ranks into one; keeps the order of lines within each rank.
 
-    Each rank has a queue of lines that wait. Ranks whose first waiting lines are equal form a
-    group, found by the line's hash: a line costs the same for 2 ranks and for 8,192.
+    Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
+    A group is found by the hash of its line, so a line costs the same for 2 ranks and for 8,192.
 
-    A line that all printed need not wait; another waits for `hold_s` seconds at most.
+    A line that all ranks have printed is shown at once. Any other line waits at most `hold_s`.
+
+    Args:
+        world_size: Number of ranks whose lines are shown.
+        hold_s: Longest wait of a line, in seconds.
     """
 
     def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
@@ -60,7 +67,7 @@ class Folder:
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[Shown]:
-        """Take the next lines of a rank; returns what is to be shown now, in this order."""
+        """Add the next lines of a rank, and return the lines to show now, in their order."""
         if self._world_size == 1:
             return [Shown((rank,), line) for line in lines]
         shown = self.due(now)
@@ -85,7 +92,7 @@ class Folder:
         return shown
 
     def next_due(self) -> float:
-        """Return when `due` will have something to return; infinity when nothing waits."""
+        """Return the time at which `due` will return lines; infinity when no line waits."""
         while self._deadlines:
             deadline, rank, number = self._deadlines[0]
             if number > self._n_released[rank]:
@@ -94,7 +101,7 @@ class Folder:
         return math.inf
 
     def flush(self) -> list[Shown]:
-        """Return all that waits."""
+        """Return all waiting lines."""
         shown: list[Shown] = []
         while self._groups:
             shown += self._release(next(iter(self._groups)))
@@ -102,9 +109,10 @@ class Folder:
         return shown
 
     def _release_unmatched(self) -> list[Shown]:
-        """Show lines that wait for nobody: every rank has lines waiting, and not this one.
+        """Release first lines that no other rank will match.
 
-        The lowest rank's goes first: rank 0 is the one that says more than the others.
+        Such lines exist when every rank has waiting lines. The lowest rank's line is released
+        first, because rank 0 usually prints more than the others.
         """
         shown: list[Shown] = []
         while len(self._waiting) == self._world_size:
@@ -120,9 +128,13 @@ class Folder:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[Shown]:
-        """Show a rank's first line; at once, those behind it that are like no other, up to `most`.
+        """Release a rank's first line, and the lines behind it that no other rank has.
 
-        A flood is such lines: one by one they would cost several times as much.
+        A flood consists of such lines. Released one by one, they would cost several times as much.
+
+        Args:
+            rank: The rank.
+            most: Largest number of lines to release.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -141,13 +153,13 @@ class Folder:
         return shown if complete is None else shown + self._release(complete)
 
     def _join(self, rank: int, line: str) -> bool:
-        """Put a rank whose first line is `line` into its group; says whether nobody is missing."""
+        """Add a rank whose first line is `line` to the group; return whether it is complete."""
         group = self._groups.setdefault(line, set())
         group.add(rank)
         return len(group) == self._world_size
 
     def _advance(self, rank: int) -> str | None:
-        """Put a rank whose first lines are shown into its next group; returns one that is whole."""
+        """Add a rank to the group of its new first line; return the line if it is complete."""
         queue = self._waiting[rank]
         if not queue:
             del self._waiting[rank]
@@ -155,7 +167,7 @@ class Folder:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[Shown]:
-        """Show a group, and what can be shown because its members' next lines come first now."""
+        """Release a group, and each group that becomes complete by it."""
         shown = []
         ready = [text]
         while ready:
@@ -178,7 +190,7 @@ class Folder:
 CELL_BYTES = 500_000
 UNBOUNDED = 1 << 62
 ERRORS = (16_000, 200)
-"""Bytes and lines that look like errors which are kept of what does not fit into the cell."""
+"""Most bytes and lines that look like errors to keep from the output beyond the cell's limit."""
 
 LAST_LINES = 100
 LINE_CHARS = 500
@@ -188,7 +200,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class Rest:
-    """What does not fit into the cell: counted, with its errors and its last lines."""
+    """Summary of the lines beyond the cell's limit: their number, the errors, the last lines."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -198,19 +210,25 @@ class Rest:
         self.has_news = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Count lines that are nowhere but in the log."""
+        """Count lines whose text exists only in the log files."""
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_news = True
 
     def take(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
-        """Count lines, and keep the last of them, and those that look like errors."""
+        """Count lines, and keep the last ones and the errors.
+
+        Args:
+            prefix: The prefix with the ranks that printed the lines.
+            lines: All lines.
+            errors: Those of `lines` that look like errors, as far as they fit.
+        """
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
-        """Return all that is shown of it."""
+        """Return the text of the summary."""
         self.has_news = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
@@ -220,13 +238,16 @@ class Rest:
 
 
 class LogText:
-    """The log of one run, as the text that is still to be written.
+    """The log of one run: buffers the text that is still to be written to the cell.
 
     Args:
-        plan: Of the run; with several hosts, a prefix names the host, too. Its `log_ranks` says
-            whose lines are shown.
-        run_dir: Where the complete logs lie.
-        limit_bytes: Text that the cell takes; what comes after it is `rest`.
+        plan: The plan of the run. If it has several hosts, prefixes name the host, too. Only lines
+            of its `log_ranks` are shown.
+        run_dir: The run folder, with the complete logs.
+        limit_bytes: Most bytes of text for the cell. The lines after that go to `rest`.
+
+    Attributes:
+        rest: The summary of the lines beyond the limit; None while there are none.
     """
 
     def __init__(self, plan: Plan, run_dir: Path, limit_bytes: int) -> None:
@@ -242,7 +263,7 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew: the cell is empty again."""
+        """Reset the limit after the cell's output was cleared."""
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, UNBOUNDED),
@@ -254,13 +275,13 @@ class LogText:
         self.rest: Rest | None = None
 
     def lines(self, event: Lines, now: float) -> None:
-        """Take what a rank wrote."""
+        """Add the lines that a rank printed."""
         if self._plan.shows_lines(event.rank):
             self._host_of[event.rank] = event.host
             self._add(self._folder.push(event.rank, event.lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
-        """Take how much the rank's host did not send."""
+        """Count the lines that a rank's host did not send."""
         if not self._plan.shows_lines(event.rank):
             return
         if self.rest is not None:
@@ -270,7 +291,7 @@ class LogText:
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def say(self, text: str) -> None:
-        """Add a line that no rank printed, after all that was printed before it."""
+        """Add a line that no rank printed, after all earlier lines."""
         self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
@@ -278,42 +299,47 @@ class LogText:
             self.rest.take("", [text], [text])
 
     def restart(self, text: str, world_size: int | None) -> None:
-        """Say that all ranks start again; a run that has grown has so many, on more hosts."""
+        """Add a line about a restart of all ranks.
+
+        Args:
+            text: The line.
+            world_size: The new number of ranks, if the run has grown; else None.
+        """
         self.say(text)
         if world_size is not None:
             self._folder, self._names_hosts = self._folder_of(world_size), True
 
     def due(self, now: float) -> None:
-        """Add what has waited long enough."""
+        """Add the lines that have waited long enough."""
         self._add(self._folder.due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
     def flush(self) -> None:
-        """Add all that waits for other ranks."""
+        """Add the lines that still wait for other ranks."""
         self._add(self._folder.flush())
 
     def close(self, now: float) -> None:
-        """Add all that waits, and how much was left out."""
+        """Add all waiting lines, and the number of lines that were left out."""
         self.flush()
         self._note_dropped(now)
 
     def next_due(self) -> float:
-        """Return when `due` will have something to add; infinity while nothing waits."""
+        """Return the time at which `due` will add lines; infinity while no line waits."""
         return min(self._folder.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
     def has_text(self) -> bool:
-        """Whether there is something to write."""
+        """Whether there is text to write."""
         return bool(self._pieces) or (self.rest is not None and self.rest.has_news)
 
     @property
     def fullness(self) -> float:
-        """How much of what the cell takes has been taken, from 0 to 1."""
+        """The share of the cell's limit that is used, from 0 to 1."""
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def take(self) -> str:
-        """Return the text to write now: whole lines."""
+        """Return and remove the text to write now, in whole lines."""
         taken = "".join(self._pieces)
         self._taken_bytes += len(taken)
         self._pieces.clear()
@@ -342,7 +368,10 @@ class LogText:
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:
-        """Say what was left out since the last time; less and less often, as a flood goes on."""
+        """Add a line with the number of lines left out since the last such line.
+
+        The pause between these lines doubles each time, so a long flood causes few of them.
+        """
         if not self._dropped:
             return
         ranks = sorted(self._dropped)

@@ -1,7 +1,7 @@
-"""A journal folded into the state of its run, and into what a view that comes later shows. Pure.
+"""Computes a run's state, and the past output that a later view shows, from its journal. Pure.
 
-The state is exact: every event that says something about the head is applied. Of what ranks
-printed, only the end is decoded, which makes a journal of 100 MB cost less than a second.
+The state is exact, because every event that concerns the head is applied. Of the lines that ranks
+printed, only the last ones are decoded, so a journal of 100 MB takes less than a second.
 """
 
 import re
@@ -28,13 +28,13 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 
 TAIL_BYTES = 500_000
-"""How much of the end of a log a view shows of what was printed before it came."""
+"""Most bytes from the end of the past log that a view shows."""
 
 END_LINES = 100
-"""How many lines at both ends of a longer log the view of an ended run shows."""
+"""Number of first and of last lines that the view of an ended run shows of a longer log."""
 
 ERRORS = (64_000, 1_000)
-"""Bytes and lines that look like errors which such a view shows of what is between them."""
+"""Most bytes and lines that look like errors to show from between the first and last lines."""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -44,17 +44,20 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Reports of loaders at both ends of an attempt that are all applied: rates need the last ones."""
+"""Smallest number of loader reports at the start and end of an attempt that are all applied.
+
+Rates need the last reports.
+"""
 
 Piece = Event | str
-"""What a view shows: an event, or a line that no rank printed."""
+"""A piece of past output: an event, or a line that no rank printed."""
 
 
 class Replay:
-    """Folds a journal, as far as it was read; more of it may follow.
+    """Computes state and past output from a journal, which it receives in chunks.
 
     Args:
-        state: The run's state before its first event.
+        state: The run's state before its first event; `Replay` updates it.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -69,12 +72,12 @@ class Replay:
 
     @property
     def state(self) -> RunState:
-        """The run's state after all that was read."""
+        """The run's state after all events read so far."""
         self._apply_pending()
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Take the next lines of the journal."""
+        """Process the next chunk of the journal, which has whole lines."""
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
         if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
@@ -92,7 +95,7 @@ class Replay:
             elif line.startswith(_PROGRESS):
                 if not line.endswith(_NO_TEXT):
                     self._progress.clear()
-                if len(self._progress) < 2:  # another empty text changes nothing
+                if len(self._progress) < 2:  # one empty text is enough: more change nothing
                     self._progress.append(line)
             elif line.startswith(_DROPPED):
                 printed.append(line)
@@ -105,12 +108,12 @@ class Replay:
         self._counts.add(counts)
 
     def pieces(self) -> list[Piece]:
-        """Return what a view shows of the past, in its order; call it once."""
+        """Return the past output in its order; call it once."""
         return self._shown.pieces(self.state)
 
     def _take(self, event: Event) -> None:
         self._shown.keep(event)
-        if isinstance(event, Restart | RunEnded):  # they look at what came before
+        if isinstance(event, Restart | RunEnded):  # these need the state from before them
             self._apply_pending()
         if isinstance(event, StateChanged) and self._state.state == "STARTING":
             self._state.began = event.time
@@ -130,14 +133,15 @@ class Replay:
 
 
 class _Counts:
-    """Reports of loaders that wait to be applied: sums, of which an earlier one may be left out.
+    """Reports of loaders that wait to be applied.
 
-    The first ones and the last ones are all kept: from them come the rates, and what was there when
-    the ranks began.
+    Each report has sums since its start, so a later report may replace earlier ones. All of the
+    first and last reports are kept: the last ones give the rates, and the first ones the counts at
+    the start of the ranks.
 
     Args:
-        most: How many at each end are kept.
-        reporters: How many ranks and fetchers report.
+        most: Number of first and of last reports to keep.
+        reporters: Number of ranks and fetchers that report.
     """
 
     def __init__(self, most: int, reporters: int) -> None:
@@ -148,7 +152,7 @@ class _Counts:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Take the next reports."""
+        """Add the next reports."""
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
             lines = lines[room:]
@@ -162,38 +166,39 @@ class _Counts:
             self._add_up(old)
 
     def take(self) -> list[bytes]:
-        """Return those that are to be applied, in their order, and forget them."""
+        """Return and remove the reports to apply, in their order."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()
         return taken
 
     def _add_up(self, lines: list[bytes]) -> None:
-        """Keep the last report of each rank and fetcher."""
+        """Keep only the last of these reports for each rank and fetcher."""
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):
             newest.setdefault((line[:12], _reporter(line)), line)
             if len(newest) == self._reporters:
                 break
         for about, line in reversed(newest.items()):
-            self._sums.pop(about, None)  # so that they are in the order of their times
+            self._sums.pop(about, None)  # keeps the dict in the order of the reports' times
             self._sums[about] = line
 
 
 def _reporter(line: bytes) -> bytes:
-    """Return the number of the rank, or of the fetcher, that an event is of."""
+    """Return the number of the rank or fetcher that sent an event; b"" if there is none."""
     found = _REPORTER.search(line)
     return found[1] if found else b""
 
 
 @dataclass
 class _Block:
-    """Lines of the journal, one after the other, with what ranks printed.
+    """Consecutive lines of the journal, whose events are lines that ranks printed.
 
     Attributes:
-        number: Its place among the blocks and the events that are shown.
-        errs: Whether there may be an error in it.
-        skipped: How many lines at its beginning are among the first ones, which are kept.
+        number: Position among the blocks and events to show.
+        raw: The bytes of the lines.
+        errs: Whether the block may contain an error.
+        skipped: Number of lines at the start of the block that are also kept as first lines.
     """
 
     number: int
@@ -202,11 +207,11 @@ class _Block:
     skipped: int = 0
 
     def lines(self) -> list[bytes]:
-        """Return its lines."""
+        """Return the journal's lines in this block."""
         return self.raw.splitlines()
 
     def erring(self) -> list[bytes]:
-        """Return its lines that may hold an error."""
+        """Return the lines that may contain an error, without the first `skipped` lines."""
         if not self.errs:
             return []
         lines = self.lines()[self.skipped :]
@@ -214,7 +219,7 @@ class _Block:
 
 
 class _Shown:
-    """What a view shows of the past: displays, restarts, and the ends of what ranks printed."""
+    """The past output of a run: displays, restarts, and the first and last printed lines."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._numbers = plan, 0
@@ -231,7 +236,12 @@ class _Shown:
         self._tail_bytes = self._left_out_bytes = 0
 
     def add(self, raw: bytes, errs: bool) -> None:
-        """Take the next events with lines that ranks printed."""
+        """Add the next lines of the journal with output of ranks.
+
+        Args:
+            raw: The bytes of these lines.
+            errs: Whether they may contain an error.
+        """
         if not raw:
             return
         self._numbers += 1
@@ -246,7 +256,7 @@ class _Shown:
             self._leave_out(self._tail.popleft())
 
     def keep(self, event: Event) -> None:
-        """Take an event that is shown wherever it is, or that changes what is."""
+        """Add a display or restart, which is always shown, or apply an event that changes these."""
         self._numbers += 1
         match event:
             case ClearOutput() if event.rank == min(self._plan.log_ranks or {0}):
@@ -264,7 +274,11 @@ class _Shown:
                 self._kept.append((self._numbers, event))
 
     def pieces(self, state: RunState) -> list[Piece]:
-        """Return all of it in its order, for a run with that state."""
+        """Return the past output in its order.
+
+        Args:
+            state: The run's state after the whole journal.
+        """
         if self._tail_bytes > TAIL_BYTES:
             self._shorten(self._tail[0])
         if not self._left_out_bytes:
@@ -283,14 +297,14 @@ class _Shown:
         return [*pieces, f"the last {END_LINES} lines:", *last]
 
     def _leave_out(self, block: _Block) -> None:
-        """Forget a block, but for its errors."""
+        """Leave out a block, except its errors."""
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)
         if len(self._errors) < ERRORS[1]:
             self._errors += block.erring()
 
     def _shorten(self, block: _Block) -> None:
-        """Leave the first lines of a block out, as far as there are too many."""
+        """Leave out the first lines of a block, so that the rest fits into `TAIL_BYTES`."""
         end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
         self._tail.popleft()
         self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
@@ -307,7 +321,12 @@ class _Shown:
 
 
 def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[Lines]:
-    """Return the first END_LINES lines; `from_end`: the last, of lines that come backwards."""
+    """Return the first or last `END_LINES` printed lines.
+
+    Args:
+        lines: Lines of the journal; in reverse order if `from_end` is true.
+        from_end: Whether to return the last lines.
+    """
     left, found = END_LINES, list[Lines]()
     for line in lines:
         event = _decoded(line)
@@ -321,7 +340,7 @@ def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[Lines]:
 
 
 def _errors_of(lines: Sequence[bytes], last: Sequence[Lines]) -> list[Lines]:
-    """Return what looks like errors and is not among the last lines, as far as it fits."""
+    """Return the lines that look like errors and are not among `last`, within `ERRORS`."""
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)
     )

@@ -8,18 +8,23 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import harmless
 
 TAIL_LINES = 15
-"""Lines of each rank."""
+"""Number of last lines of each rank."""
 
 MOST_RANKS = 32
-"""Ranks whose last lines a head shows; `%taas logs` shows those of the others."""
+"""Most ranks whose last lines the head shows; `%taas logs` shows the others."""
 
 _READ_BYTES = 1 << 14
 
 
 def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[int, list[str]]:
-    """Return the last lines of the lowest ranks, by rank, and first of the one that failed first.
+    """Return the last lines of the failed rank and of the lowest ranks, in this order, by rank.
 
-    Ranks that wrote nothing are left out; so are log files that cannot be read.
+    Ranks that wrote nothing and log files that cannot be read are left out.
+
+    Args:
+        run_dir: The run folder.
+        world_size: Number of ranks.
+        failed_rank: The rank that failed first; None if no rank failed.
     """
     ranks = [failed_rank] if failed_rank is not None else []
     ranks += [rank for rank in range(min(world_size, MOST_RANKS)) if rank != failed_rank]

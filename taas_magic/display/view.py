@@ -1,8 +1,8 @@
-"""The view of one run: its events in, what the notebook shows out.
+"""The view of one run: receives the run's events and shows its head and log.
 
-A screen is where it is shown: under a notebook's cell, in a console, or in a terminal. No
-ipywidgets: a display with an id is updated in place, which JupyterLab, Notebook 7, VS Code and
-nbclient all render. Runs in the cell's thread.
+A screen writes the output below a notebook's cell, in a console, or in a terminal. It uses no
+ipywidgets, but displays with an id, which are updated in place. JupyterLab, Notebook 7, VS Code and
+nbclient all render these. Runs in the cell's thread.
 """
 
 import math
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class NotebookScreen:
-    """The output of the cell that runs now.
+    """A screen that shows a run in the output of the notebook cell that is executing.
 
     Attributes:
-        limit_bytes: Text that a screen takes by `write`; of what comes after that, `show_rest` is
-            told. Text comes in whole lines.
+        limit_bytes: Most bytes of text that the view passes to `write`, in whole lines. The view
+            passes a summary of the later lines to `show_rest`.
     """
 
     limit_bytes = CELL_BYTES
@@ -45,7 +45,7 @@ class NotebookScreen:
         self._clears_first = False
 
     def show(self, state: RunState, now: float) -> None:
-        """Show the head, or bring it up to date."""
+        """Show the head, or update it if it has changed."""
         is_shown, before = bool(self._head), self._head
         self._head = head.both(state, now)
         if self._head != before:
@@ -54,20 +54,20 @@ class NotebookScreen:
     open = show
 
     def write(self, text: str) -> None:
-        """Write lines below the head, at once."""
+        """Write whole lines below the head at once."""
         self._clear_now()
         sys.stdout.write(text)
         sys.stdout.flush()
 
     def show_rest(self, text: str) -> None:
-        """Show what stands for the lines that the cell does not take."""
+        """Show or update the summary of the lines beyond `limit_bytes`."""
         self._clear_now()
         transient = {"display_id": f"{self._run_id}:rest"}
         publish_display_data({"text/plain": text}, transient=transient, update=self._shows_rest)
         self._shows_rest = True
 
     def display(self, event: Display) -> None:
-        """Show what a rank displayed; its ids are kept apart from those of other runs and ranks."""
+        """Show a display of a rank, under an id that is unique to its run and rank."""
         if not event.update:
             self._clear_now()
         named = {}
@@ -76,17 +76,21 @@ class NotebookScreen:
         publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
 
     def clear(self, wait: bool) -> None:
-        """Clear the cell's output, but for the head."""
+        """Clear the cell's output except the head.
+
+        Args:
+            wait: Whether to clear only when the next output comes, as IPython's `clear_output`.
+        """
         self._clears_first = True
         if not wait:
             self._clear_now()
 
     def close(self, state: RunState, now: float) -> None:
-        """Bring the head up to date for the last time."""
+        """Update the head for the last time."""
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """Carry out a clearing that was asked for; the new head is what the old gives way to."""
+        """Carry out a pending clear. The new head replaces the old output without a gap."""
         if self._clears_first:
             self._clears_first = False
             self._shows_rest = False
@@ -99,13 +103,13 @@ class NotebookScreen:
 
 
 class UrgentLines:
-    """What of the head cannot wait for a run's end: new notes, and that the run hangs."""
+    """The parts of the head that cannot wait for the run's end: new notes, and a hang."""
 
     def __init__(self) -> None:
         self._notes, self._hangs = 0, False
 
     def lines(self, state: RunState, now: float) -> str:
-        """Return what has come since the last call, as whole lines."""
+        """Return the new notes and a new hang since the last call, as whole lines."""
         notes = head.shown_notes(state)
         said = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:
@@ -115,7 +119,7 @@ class UrgentLines:
 
 
 class ConsoleScreen(NotebookScreen):
-    """A kernel's console: it shows no updates, so that the head comes at both ends of a run."""
+    """A kernel's console, which cannot update displays: it shows the head at start and end."""
 
     limit_bytes = 16 * CELL_BYTES
     _rest = ""
@@ -130,22 +134,22 @@ class ConsoleScreen(NotebookScreen):
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Bring the head up to date where it can be; write what cannot wait."""
+        """Update the head if the console supports that, and write the urgent lines."""
         super().show(state, now)
         if news := self._urgent.lines(state, now):
             self.write(news)
 
     def show_rest(self, text: str) -> None:
-        """Keep it for the end."""
+        """Keep the summary for `close`."""
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
-        """Write the lines that were kept, and the head."""
+        """Write the summary that was kept, and the head."""
         self.write(f"{self._rest}{head.text(state, now)}\n")
 
 
 class TerminalScreen:
-    """Standard output: the head at both ends of a run, and what cannot wait in between."""
+    """Standard output: shows the head at the start and end of a run, urgent lines in between."""
 
     limit_bytes = UNBOUNDED
 
@@ -159,7 +163,7 @@ class TerminalScreen:
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the progress bar in place; write what cannot wait."""
+        """Redraw the progress bar in place, and write the urgent lines."""
         progress = head.plain(state.progress).partition("\n")[0]
         if progress != self._progress and sys.stdout.isatty():
             self._progress = progress
@@ -176,17 +180,17 @@ class TerminalScreen:
         sys.stdout.flush()
 
     def show_rest(self, text: str) -> None:
-        """Do nothing: a terminal takes all lines."""
+        """Do nothing, because a terminal shows all lines."""
 
     def display(self, event: Display) -> None:
-        """Write the text form of what a rank displayed."""
+        """Write the text form of a rank's display."""
         self.write(f"{event.data.get('text/plain', '')}\n")
 
     def clear(self, wait: bool) -> None:
-        """Do nothing: a terminal keeps what it has shown."""
+        """Do nothing, because a terminal cannot remove old output."""
 
     def close(self, state: RunState, now: float) -> None:
-        """Remove the progress bar, and write the head once more."""
+        """Remove the progress bar and write the head again."""
         if self._progress:
             self._progress = ""
             self.write("\r\x1b[K")
@@ -197,10 +201,11 @@ Screen = NotebookScreen | TerminalScreen
 
 
 def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
-    """Return the screen that fits a shell: a kernel's has a front end, the others have a terminal.
+    """Return the screen for a shell: one of a frontend for a kernel, else a terminal.
 
-    A console cannot update what it has shown. A notebook's frontend names the cell in its request
-    (JupyterLab, Notebook 7, VS Code) or has nobody to ask (nbclient).
+    A kernel's frontend is a notebook if its request names the cell (JupyterLab, Notebook 7, VS
+    Code) or allows no input (nbclient). Any other frontend is a console, which cannot update
+    displays.
     """
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
@@ -211,24 +216,29 @@ def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
 
 
 HEAD_GAP_S = 0.1
-"""The head changes at most this often."""
+"""Shortest time in seconds between two updates of the head."""
 
 HEAD_TICK_S = 1.0
-"""While a run goes on and nothing happens, its elapsed time changes this often."""
+"""Seconds between updates of the elapsed time while a run is active and no events arrive."""
 
 DATA_TYPES = frozenset({"text/plain", "image/png", "image/jpeg"})
-"""Media types that a browser shows without running anything of theirs."""
+"""Media types that a browser shows without running code from them."""
 
 WRITE_GAP_S = 0.003
-"""Jupyter's server stops the output of a kernel that sends 1,000 messages a second."""
+"""Shortest time in seconds between two writes.
+
+Jupyter's server stops the output of a kernel that sends 1,000 messages a second.
+"""
 
 FULL_CELL_GAP_S = 1.0
-"""The more a cell holds, the longer a browser takes to add to it. A full one is written to at most
-so often, and an emptier one in proportion."""
+"""Shortest time in seconds between two writes to a full cell; less in proportion for other cells.
+
+The more output a cell has, the longer a browser takes to add to it.
+"""
 
 
 def _as_data(event: Display) -> Display:
-    """Return a display without what a browser would run."""
+    """Return a display without content that a browser would run."""
     kept = {kind: held for kind, held in event.data.items() if kind in DATA_TYPES}
     data = kept or {"text/plain": "(a display of an untrusted pool, without a text or picture)"}
     return structs.replace(event, data=data, metadata=None)
@@ -256,17 +266,18 @@ class NoView:
 
 
 class View:
-    """Shows a run in the notebook's kernel; belongs to the thread that runs the cell.
+    """The view of one run in the notebook's kernel; used only in the cell's thread.
 
-    `feed` takes events, `tick` writes what they came to, in one message: call it after every batch
-    of events, and no later than `next_due` says. Nothing here starts a thread or a timer.
+    `feed` receives events, and `tick` writes the resulting output in one message. Call `tick` after
+    every batch of events, and no later than `next_due` returns. The view starts no thread and no
+    timer.
 
     Args:
-        state: What is known of the run, which the events are folded into; it begins now, unless it
-            has begun.
-        shell: The shell that shows it; default is the one that runs.
-        clock: Seconds that never go back; `tick` and `next_due` speak of its time.
-        past: What is shown of the events that `state` has already.
+        state: The state of the run, which `feed` updates. If the state has no start time, the run
+            starts now.
+        shell: The shell that shows the run; default is the current one.
+        clock: Monotonic clock in seconds, used by `tick` and `next_due`.
+        past: The output of the events that `state` already includes.
     """
 
     def __init__(
@@ -298,10 +309,11 @@ class View:
             self._write(now)
 
     def feed(self, event: Event, now: float | None = None) -> None:
-        """Take the next event. Displays are shown at once, after the lines before them.
+        """Process the next event. Displays are shown at once, after the lines before them.
 
         Args:
-            now: When it came, by the view's clock; default is now.
+            event: The event.
+            now: Time of its arrival on the view's clock; default is now.
         """
         now = self._clock() if now is None else now
         self._state.apply(event, now)
@@ -335,7 +347,7 @@ class View:
         self._head_is_stale = True
 
     def tick(self, now: float) -> None:
-        """Write what is to be shown by now."""
+        """Write the output that is due."""
         self._log.due(now)
         if self._write_due() <= now:
             self._write(now)
@@ -345,15 +357,15 @@ class View:
 
     @property
     def can_update(self) -> bool:
-        """Whether what it has shown can be changed after it was closed."""
+        """Whether the screen can update its displays after the view was closed."""
         return type(self._screen) is NotebookScreen
 
     def next_due(self) -> float:
-        """Return when to call `tick` although no event came; infinity when there is no need to."""
+        """Return the time of the next `tick` if no event arrives; infinity if none is needed."""
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
-        """Write all that is left and the head as it stands."""
+        """Write all remaining output and the final head."""
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)

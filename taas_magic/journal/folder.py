@@ -438,8 +438,8 @@ def summary(folder: RunFolder) -> RunSummary:
     reader = JournalReader(folder.events)
     ended, is_active = reader.end(), True
     if ended is None and not is_kept(folder):
-        # The end may have been written since the last line, or earlier in the journal by a kernel
-        # that declared a hung pool dead.
+        # The end may have been written since the first look. Or a kernel wrote it for a pool that
+        # hung, and the pool added events after it.
         ended, is_active = reader.end(whole=True), False
     started = reader.started()
     begun = made if started is None else started
