@@ -1,13 +1,13 @@
-"""The agent: one a host, a Dask worker without a nanny, that runs hosts' shares of runs.
+"""The agent of a host: a Dask worker without a nanny that runs the host's shares of runs.
 
-It is light: torch is imported by the forkserver beside it (`forkserver`), from which ranks and
-fetchers come. The agent joins the pool only when that server is warm, so a host that the pool knows
-is a host that is ready.
+Each host has one agent. The agent does not import torch. It starts the forkserver (`forkserver`),
+which imports torch, and whose forks are the ranks and fetchers.
 
-Run by the supervisor, which passes on the engine's words: one JSON line on standard input with the
-scheduler's address and the pool's key (never in argv, where `ps` shows it). The arguments are
-the supervisor's pid, the modules that the pool's settings add to what the forkserver imports, with
-commas, and the host's folder for what is temporary.
+The supervisor starts the agent, and passes it one JSON line of the engine on standard input
+(`AgentSettings`). The line holds the scheduler's address and the agent's keys. The keys are not in
+the command line, because `ps` would show them. The command-line arguments are the supervisor's pid,
+the modules that the pool's settings add to the forkserver's imports (separated by commas), and the
+host's folder for temporary files.
 """
 
 import gc
@@ -25,13 +25,13 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def main() -> int:
-    """Run until the pool closes the host or is lost; returns the process's exit code."""
+    """Run until the pool ends the host or the pool is lost; return the process's exit code."""
     supervisor, preload, folder = sys.argv[1:]
     die_with_parent(int(supervisor))
     _leave_the_notebooks_folder()
     _make_temporary_folders(folder)
     forkserver.begin([name for name in preload.split(",") if name])
-    gc.disable()  # what is imported stays; to look through it again and again takes a tenth
+    gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
     import asyncio
 
     from taas_magic.host.member import serve
@@ -45,14 +45,15 @@ def main() -> int:
     finally:
         os.kill(
             int(supervisor), signal.SIGCONT
-        )  # a stopped one would stay, and all that it is to end
+        )  # a stopped supervisor would not end, nor end the processes below it
     return 0
 
 
 def _make_temporary_folders(folder: str) -> None:
-    """Use the host's folder for what is temporary; for sockets /tmp where its name is too long.
+    """Use the host's folder for temporary files. If its path is too long, use /tmp for sockets.
 
-    A socket's name has 107 characters at most. Python itself goes to /tmp then, from 3.14 on.
+    A Unix socket's path may have at most 107 characters. From version 3.14 on, Python itself falls
+    back to /tmp.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -61,10 +62,11 @@ def _make_temporary_folders(folder: str) -> None:
 
 
 def _leave_the_notebooks_folder() -> None:
-    """Keep what lies there (a random.py, a torch.py) out of this process and of the forkserver.
+    """Leave the notebook's folder, so that no module is imported from it.
 
-    Python starts the forkserver with the current folder on its import path. What PYTHONPATH names
-    comes before Python's own modules.
+    A random.py or torch.py in the folder would otherwise replace the real module, here and in the
+    forkserver: Python starts the forkserver with the current folder on its import path, and folders
+    in PYTHONPATH come before Python's own modules.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

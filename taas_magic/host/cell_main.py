@@ -1,11 +1,13 @@
-"""The main module of a child that a rank starts by spawn or forkserver; so it imports little.
+"""The main module of a child that a rank starts by spawn or forkserver. It imports little.
 
-Such a child imports its parent's main module again, to find the functions and classes that were
-pickled by name. Of a script that is the script's file; of a cell it is this module, since the
-`__spec__` of a rank's `__main__` names it, as `python -m` would. Names are looked up when they are
-asked for: those of earlier cells come from the run's payload, those of the cell from its top level.
-If the cell has an `if __name__ == "__main__":`, all of its top level runs, as of a script; else
-only imports, functions, classes and constants, so that no child starts the training again.
+Such a child imports its parent's main module again, to find functions and classes that were pickled
+by name. For a script, that module is the script's file. For a cell, it is this module, because the
+`__spec__` of a rank's `__main__` names this module, as `python -m` would.
+
+Names are loaded when the first one is looked up. Names of earlier cells come from the run's
+payload. Names of the `%%taas` cell come from running its top level. If the cell has an
+`if __name__ == "__main__":`, all of its top level runs, as for a script. Otherwise only its
+imports, functions, classes and constants run, so that no child starts the training again.
 """
 
 import ast
@@ -16,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 PAYLOAD = "TAAS_PAYLOAD"
-"""The environment variable that names the run's payload on this host."""
+"""Environment variable with the path of the run's payload on this host."""
 
 _loading = threading.RLock()
 _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Return what of a cell a child runs: all of it where it tells a main program from an import.
+    """Return the statements of a cell that a child runs.
 
-    Else what only defines.
+    These are all statements if the cell has an `if` that tests `__name__`. Otherwise they are only
+    the definitions.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -51,7 +54,12 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> None:
-    """Put a payload's names and the cell's definitions into the namespace of a child's main."""
+    """Load a payload's names and the cell's definitions into a child's main namespace.
+
+    Args:
+        path: Path of the payload.
+        namespace: The namespace of the child's main module.
+    """
     from taas_magic.capture import payload
     from taas_magic.host import tracebacks
 
@@ -65,7 +73,7 @@ def load(path: Path, namespace: dict[str, Any]) -> None:
 
 
 def _as_python(source: str) -> str:
-    """Return a cell's text without IPython's syntax."""
+    """Return a cell's text with IPython's syntax translated to Python."""
     try:
         ast.parse(source)
     except SyntaxError:
@@ -76,7 +84,7 @@ def _as_python(source: str) -> str:
 
 
 def _find(name: str) -> Any:
-    """Find a name of the main module (PEP 562); all is loaded when the first one is asked for."""
+    """Return a name of the main module (PEP 562). The first lookup loads all names."""
     global _is_loaded
     main = sys.modules["__main__"].__dict__
     with _loading:
@@ -93,10 +101,14 @@ def _find(name: str) -> Any:
 
 
 def become_main(namespace: dict[str, Any]) -> None:
-    """Leave a child's main module nothing but a way to find the notebook's names.
+    """Turn a child's main module into an empty one that looks up the notebook's names.
 
-    What this module has itself would hide names that a notebook uses, `load` or `Path`. The
-    project's own modules are made importable at once: arguments may be of their classes.
+    This module's own names, such as `load` and `Path`, are removed, because they would hide the
+    notebook's. The project's modules are made importable at once, because the child's arguments may
+    be objects of their classes.
+
+    Args:
+        namespace: The namespace of the child's main module.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install
@@ -108,7 +120,7 @@ def become_main(namespace: dict[str, Any]) -> None:
     namespace["__getattr__"] = _find
 
 
-if __name__ == "__mp_main__":  # what multiprocessing calls the main module in a child
+if __name__ == "__mp_main__":  # multiprocessing's name of the main module in a child
     from taas_magic.host import cell_main
 
     cell_main.become_main(globals())

@@ -1,9 +1,9 @@
-"""What a run needs on a host and leaves there: its folder and the project store, shared or not.
+"""Transfer of a run's files to and from a host: the run folder and the project store.
 
-What ranks and fetchers read comes before they start; what they leave (results, logs, ledgers)
-goes back when they have ended. A host that does not see the notebook's folders (`HostFiles`) asks
-the pool's process (`FileServer`). Parts are so small that they never fill a slow link for long:
-the run's beats go the same way.
+Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
+host sends back what they left: results, logs, ledgers. A host that does not share the notebook's
+folders (`HostFiles`) sends its requests to the pool's process (`FileServer`). Files are transferred
+in small parts, so that they never block a slow link for long: the run's beats use the same link.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from taas_magic.store.tree import shown
 _T = TypeVar("_T")
 
 LOG_BYTES = 64 << 20
-"""Of a log, what goes back at most: its end."""
+"""Maximum size of a log that is sent back. Of a longer log, only the end is sent."""
 
 _RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 _OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
@@ -59,11 +59,11 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class OwnedFiles:
-    """Which files of a run's folder a host may write.
+    """Files of the run folder that a host may write.
 
     Attributes:
-        numbers: Its ranks, or its fetchers.
-        attempt: The run's attempt; results of earlier ones are not wanted any more.
+        numbers: Numbers of the host's ranks, or of its fetchers.
+        attempt: The run's attempt. Results of earlier attempts are refused.
         senders: Ranks that may send results.
     """
 
@@ -72,7 +72,12 @@ class OwnedFiles:
     senders: Collection[int]
 
     def has(self, name: str, fetches: bool) -> bool:
-        """Return whether the host may write the file of that name."""
+        """Return whether the host may write the file.
+
+        Args:
+            name: Path of the file, relative to the run folder.
+            fetches: Whether the share runs fetchers instead of ranks.
+        """
         if not fetches and (result := _RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
             return attempt == self.attempt and rank in self.numbers and rank in self.senders
@@ -81,7 +86,7 @@ class OwnedFiles:
 
 
 class RunFolderCopy:
-    """The folder of a run, below `cache`, on a host where the notebook's is not."""
+    """A host's copy of the run folder, below `cache`, if the host does not share the original."""
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
@@ -92,24 +97,30 @@ class RunFolderCopy:
         self._folder.path.chmod(0o700)
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """Return the share with this host's paths; also that of a later attempt."""
+        """Return the share, of the first or a later attempt, with this host's paths."""
         self._attempt = spec.attempt
         return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> bool:
-        """Bring what ranks and fetchers read, as long as it is wanted; says whether all is there.
+        """Copy the files that ranks and fetchers read to this host.
+
+        Args:
+            is_wanted: Checked before each part. If it returns False, the transfer stops.
+
+        Returns:
+            Whether all files are complete.
 
         Raises:
-            PoolError: The pool's process does not answer.
+            PoolError: The pool's process does not respond.
         """
         sizes = self._ask(ListRunFiles())
         return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
-        """Send what the run left here; called when nothing of it runs any more.
+        """Send back the files that the run left here. Called when all its processes have ended.
 
         Raises:
-            PoolError: The pool's process does not answer.
+            PoolError: The pool's process does not respond.
         """
         base = self._folder.path
         folders = (base / "logs", base / "data" / "ledger", self._folder.results)
@@ -118,12 +129,12 @@ class RunFolderCopy:
         for path in files:
             result = _RESULT.fullmatch(name := path.relative_to(base).as_posix())
             is_old = result is not None and int(result[1]) != self._attempt
-            # a hidden one is what a rank that was ended had not finished
+            # A hidden file is one that a killed rank had not finished.
             if not path.name.startswith(".") and not is_old:
                 self._send(path, name)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the copy."""
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _bring(self, name: str, size: int, is_wanted: Callable[[], bool]) -> bool:
@@ -154,7 +165,7 @@ class RunFolderCopy:
 
 
 def _is_same(spec: HostSpec) -> bool:
-    """Return whether the run's folder here is the notebook's: its plan has this run's random id."""
+    """Return whether this host shares the run folder: its plan must have the run's random id."""
     try:
         return spec.folder.plan().run_id == spec.plan.run_id
     except (OSError, ValueError):
@@ -162,13 +173,16 @@ def _is_same(spec: HostSpec) -> bool:
 
 
 class Travelling:
-    """A store that is not on this host, and its mirror here.
+    """The mirror of the project store on a host that does not share the store.
 
     Args:
-        shares: The session's, whose mirror a cell of it uses; None: it has one of its own.
+        ask: Sends a request to the pool's process and returns the response.
+        note: Called with messages for the user.
+        shares: The session's object, whose mirror a cell of the session uses; None creates a
+            separate mirror.
 
     Raises:
-        StoreError: It cannot be copied to this host.
+        StoreError: The store cannot be copied to this host.
     """
 
     def __init__(
@@ -191,14 +205,14 @@ class Travelling:
         )
         try:
             _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
-            if not spec.is_session:  # nothing travels between its cells
+            if not spec.is_session:  # between a session's cells, nothing is transferred
                 self._follow(_sends(spec))
         except BaseException:
             self._release()
             raise
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """Return the same share with this host's paths."""
+        """Return the share with this host's paths."""
         rule = self._rule
         shared = tuple(map(self._place, rule.shared))
         here = structs.replace(rule, path=self._mirror.path, shared=shared)
@@ -211,10 +225,11 @@ class Travelling:
         )
 
     def again(self, spec: HostSpec) -> None:
-        """Make ready for the next attempt, in which rank 0 may be on another host.
+        """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        The mirror becomes what the store is now, so that every rank finds the same last checkpoint;
-        where rank 0 was and will be, it is so already, and has what the store could not take.
+        The mirror is updated from the store, so that every rank finds the same last checkpoint. If
+        rank 0 was and will be on this host, there is no update: the mirror is current, and may also
+        hold files that the store could not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -227,10 +242,10 @@ class Travelling:
         self._follow(sends)
 
     def finish(self) -> tuple[list[WrittenFile], list[UnsentFile]]:
-        """Send what is left to be sent; called when nothing of the run writes here any more.
+        """Send the remaining files. Called when no process of the run writes here any more.
 
         Returns:
-            The files that travelled, and those that did not get into the store.
+            The files that were sent to the store, and those that the store did not accept.
         """
         self._send_rest()
         self._release()
@@ -268,7 +283,7 @@ class Travelling:
         return any(is_below(place, folder) for folder in self._rule.shared)
 
     def _place(self, path: str) -> str:
-        """Return where a path of the notebook's machine is on this one, if it is in the store."""
+        """Translate a path of the notebook's machine to the mirror, if the path is in the store."""
         if not is_below(path, self._rule.path):
             return path
         below = os.path.relpath(path, self._rule.path)
@@ -284,7 +299,7 @@ def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:
 
 
 def _sends(spec: HostSpec) -> Sequence[str] | None:
-    """Return what may be written here: all (None), or folders, relative to the store."""
+    """Return the folders of the store that this host may write, relative to it; None for all."""
     rule = spec.plan.store
     if spec.reads_only or spec.fetches:
         return []
@@ -294,7 +309,7 @@ def _sends(spec: HostSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The files of a share of a run on this host; fetchers write nothing to the project here."""
+    """The files of a share of a run on this host. A share of fetchers writes none to the store."""
 
     def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
@@ -305,18 +320,24 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use the mirror that a session's ranks have as their working directory."""
+        """Use the mirror that is the working directory of a session's ranks."""
         self._session = session
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
-        """Return the share with this host's paths when all is here; None: it ended meanwhile.
+        """Copy all files that the share needs to this host.
+
+        Args:
+            is_wanted: Returns False as soon as the share has ended.
+
+        Returns:
+            The share with this host's paths; None if the share ended meanwhile.
 
         Raises:
-            PoolError: The pool's process does not answer.
+            PoolError: The pool's process does not respond.
             StoreError: The store cannot be copied to this host.
         """
         spec = self._spec
-        # ranks and fetchers of a run may be on one host, each with the folder for themselves
+        # Ranks and fetchers of one run may be on the same host; each share has a separate folder.
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
         if not _is_same(spec):
             self._folder = RunFolderCopy(spec, self._ask, cache)
@@ -333,9 +354,9 @@ class HostFiles:
         return here
 
     def again(self, spec: HostSpec) -> HostSpec:
-        """Return the next attempt's share with this host's paths, when all is here.
+        """Prepare the files for the next attempt; return its share with this host's paths.
 
-        Called when the ranks of the last are gone.
+        Called when the ranks of the last attempt have ended.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -346,15 +367,17 @@ class HostFiles:
         return self._local(spec)
 
     def take(self, rank: int, message: StoreMessage) -> None:
-        """Take down what a rank says of the store."""
+        """Record a message from a rank about the store."""
         if self._ledger is not None:
             self._ledger.take(rank, message)
 
     def bring_home(self) -> None:
-        """Send what the run left here, and its receipt; called when nothing of it runs any more.
+        """Send back the files that the run left here, and the receipt.
+
+        Called when all processes of the run on this host have ended.
 
         Raises:
-            PoolError: The pool's process does not answer.
+            PoolError: The pool's process does not respond.
         """
         try:
             self._close_store()
@@ -373,9 +396,10 @@ class HostFiles:
         return self._travelling.local(spec) if self._travelling else spec
 
     def _close_store(self) -> None:
-        """Have all that was written where it belongs, and say what was done to the store."""
+        """Finish all writes to the store and send the receipt."""
         receipt = None
-        if self._ledger is not None:  # what a kill left unfinished goes before the rest is sent
+        # First remove what killed ranks left unfinished, so that it is not sent.
+        if self._ledger is not None:
             is_here = self._travelling is None
             receipt = self._ledger.close(has_rank_0=self._has_rank_0 and is_here)
             if is_here and not self._place.is_foreign:
@@ -387,10 +411,10 @@ class HostFiles:
             self._emit(receipt)
 
     def _record(self, receipt: StoreReceipt) -> None:
-        """Record what rank 0 wrote here, on the notebook's machine, as files of a run."""
+        """Record rank 0's files as written by a run. Used on the notebook's machine."""
         rule = self._spec.plan.store
         assert rule is not None
-        with suppress(OSError):  # without the record, other hosts keep their versions beside
+        with suppress(OSError):  # without the record, hosts store their versions as separate files
             folder = state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             RunsFiles(folder).record_written(rule.path, [it.path for it in receipt.written])
@@ -400,9 +424,9 @@ class HostFiles:
 
 
 class FileServer:
-    """Answers the hosts of a share of a run, in the pool's process.
+    """Handler of file requests from the hosts of a share, in the pool's process.
 
-    What of the project store takes a disk's time is done in a thread of its own.
+    Requests about the project store run in a separate thread, because they wait for the disk.
     """
 
     def __init__(self, spec: HostSpec) -> None:
@@ -412,11 +436,15 @@ class FileServer:
         self._is_closed = False
 
     async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
-        """Answer a host.
+        """Handle a host's request; return the response.
+
+        Args:
+            host_rank: Number of the host in the run.
+            owned: Files of the run folder that the host may write.
 
         Raises:
-            ProtocolError: It cannot be asked, or not by this host.
-            StoreError: The store is too much to travel.
+            ProtocolError: The request is invalid, or this host may not send it.
+            StoreError: The store is too large to be copied.
         """
         if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
             return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
@@ -427,7 +455,7 @@ class FileServer:
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
-        """Return when nothing of what was on its way to the store is left."""
+        """Refuse further requests about the store, and finish those that have begun."""
         self._is_closed = True
         if self._desk is not None:
             loop = asyncio.get_running_loop()
@@ -435,10 +463,10 @@ class FileServer:
         self._thread.shutdown(wait=False)
 
     def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
-        """Answer what is asked of the run's folder; blocks, any thread may call it.
+        """Handle a request about the run folder. Blocks; any thread may call this.
 
         Raises:
-            ProtocolError: It may not be asked.
+            ProtocolError: This host may not send the request.
         """
         match asked:
             case ListRunFiles():
@@ -452,7 +480,7 @@ class FileServer:
                 return self._write(host_rank, asked)
 
     def _list(self) -> dict[str, int]:
-        """Return the bytes of each file that a host needs for its ranks and fetchers, by name."""
+        """Return the size in bytes of each file that ranks and fetchers need, by name."""
         names = ["payload"]
         data = service.folder_of(self._path)
         if data.exists():
@@ -484,9 +512,8 @@ class FileServer:
             rule = self._spec.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
-            if (
-                self._spec.reads_only or self._spec.is_session
-            ):  # others may use the store at the same time
+            # With these shares, other runs may use the store at the same time.
+            if self._spec.reads_only or self._spec.is_session:
                 self._desk = Desk(rule, folder / "readers", writer=-1)
             elif self._spec.fetches:
                 self._desk = Desk(rule, folder / "fetchers", writer=-1)

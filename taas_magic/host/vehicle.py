@@ -1,10 +1,12 @@
-"""A plain Dask worker as a vehicle: it brings the agent to its host, and holds the host's lease.
+"""A vehicle: a plain Dask worker that starts a host's supervisor and holds the host's lease.
 
-Batch systems and clouds start Dask workers of their own kind, through classes that know nothing of
-us. Every worker that joins the pool's scheduler is given this plugin. It starts the supervisor; the
-agent below joins the pool as a member of its own. When the vehicle ends, in whatever way (wall
-time, a cancelled job, a lost connection), the supervisor's standard input closes, and with it
-everything on the host ends. A module of its own: such a worker, and the engine, import no agent.
+Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
+this package. Dask installs the plugin `Vehicle` in every worker that joins the pool's scheduler.
+The plugin starts the supervisor, and the supervisor's agent joins the pool as a separate worker.
+When the vehicle ends for whatever reason (wall time, a cancelled job, a lost connection), the
+supervisor's standard input closes, and everything on the host ends.
+
+This is a separate module so that neither such a worker nor the engine imports the agent.
 """
 
 import asyncio
@@ -21,21 +23,27 @@ _MARK = "@"
 
 
 def agent_name(vehicle: object) -> str:
-    """Return a name for the agent that a vehicle brings.
+    """Return a new name for the agent that a vehicle starts.
 
-    Another one each time: a job that the batch system has started again has the name of the old
-    one, whose agent may still be known.
+    The name has a random part, because a job that the batch system restarts keeps its name, and
+    the pool may still know the agent of its first start.
+
+    Args:
+        vehicle: Dask's name of the vehicle.
     """
     return f"{vehicle}{_MARK}{secrets.token_hex(4)}"
 
 
 def vehicle_of(agent: object) -> str:
-    """Return the name of the vehicle that brought an agent; "" for what is no such agent."""
+    """Return the name of the vehicle that started the agent named `agent`.
+
+    Returns "" if the name is not that of such an agent.
+    """
     return str(agent).rpartition(_MARK)[0]
 
 
 class Vehicle(WorkerPlugin):
-    """Makes a Dask worker a vehicle; the arguments are settings of its pool."""
+    """Dask plugin that makes a worker a vehicle. The arguments are settings of the pool."""
 
     name = "taas-vehicle"
 
@@ -53,7 +61,7 @@ class Vehicle(WorkerPlugin):
         self._following: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
-        """Start the host; called by Dask when a worker has joined, also an agent: left alone."""
+        """Start the supervisor. Called by Dask when a worker has joined. Ignores agents."""
         if vehicle_of(worker.name):
             return
         try:
@@ -63,7 +71,7 @@ class Vehicle(WorkerPlugin):
             raise
 
     async def teardown(self, worker: Worker) -> None:
-        """End the host; called by Dask when the worker closes."""
+        """End the supervisor and so the host. Called by Dask when the worker closes."""
         if self._supervisor is None or self._following is None:
             return
         self._following.cancel()
@@ -75,10 +83,10 @@ class Vehicle(WorkerPlugin):
             self._supervisor.kill()
 
     async def _start(self, worker: Worker) -> None:
-        worker.http_server.stop()  # Dask's web pages would ask nobody for a key
+        worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
             for listener in worker.listeners:
-                listener.stop()  # all vehicles of a pool have one key
+                listener.stop()  # all vehicles share one key, so each could connect to the others
         agent = await ask(worker.scheduler, GetAgentKeys(str(worker.name)))
         self._supervisor = await asyncio.create_subprocess_exec(
             *spawn_command("taas_magic.host.supervisor"),
@@ -100,7 +108,7 @@ class Vehicle(WorkerPlugin):
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """End the vehicle with its agent, so that the batch system gets the host back."""
+        """Close the vehicle when its supervisor ends, so that the batch system frees the host."""
         code = await supervisor.wait()
         self._leave(worker, f"its agent ended with exit code {code}")
 

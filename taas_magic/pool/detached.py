@@ -1,6 +1,7 @@
-"""What a pool's process does for a detached run in the place of its kernel.
+"""Work of a pool's process for a detached run that the kernel would otherwise do.
 
-It passes on what fetchers of another pool say, ends them, and runs the command of `notify`.
+The process relays events of the run's fetchers on another pool, ends those fetchers, and runs the
+command of the `notify` setting.
 """
 
 import asyncio
@@ -19,13 +20,13 @@ from taas_magic.pool.hosts import Tasks
 from taas_magic.pool.process import place_in
 
 ANSWER_S = 20.0
-"""How long the process of the fetchers' pool may take to answer."""
+"""Seconds for the process of the fetchers' pool to respond."""
 
 NOTIFY_S = 60.0
-"""How long the command of `notify` may run."""
+"""Maximum seconds for which the command of `notify` may run."""
 
 EndFetchers = Callable[[], Awaitable[None]]
-"""Ends the fetchers of a run, wherever they are."""
+"""Function that ends the fetchers of a run on any pool."""
 
 
 async def take_fetchers(
@@ -34,17 +35,23 @@ async def take_fetchers(
     relay: Callable[[Sequence[Event]], Awaitable[None]],
     tasks: Tasks,
 ) -> EndFetchers:
-    """Become the owner of fetchers that another pool's process has; return what ends them.
+    """Take over fetchers that run on another pool.
 
-    They end with the connection that is made here, so also when this process is gone.
+    The fetchers are tied to the connection that this function opens. So they also end when this
+    process ends.
 
     Args:
-        folder: The folder of that pool.
-        relay: Takes what the fetchers say.
+        folder: The other pool's folder.
+        share_id: Id of the fetchers' share of the run.
+        relay: Called with the fetchers' events.
+        tasks: Runs the calls of `relay` in the background.
+
+    Returns:
+        A function that ends the fetchers.
 
     Raises:
-        PoolError: That pool's process does not answer, or has not got them any more.
-        OSError: It cannot be reached.
+        PoolError: The other pool's process does not respond, or the fetchers have ended.
+        OSError: The other pool's process cannot be reached.
     """
     place = place_in(folder)
     if place is None:
@@ -61,7 +68,7 @@ async def take_fetchers(
         try:
             await asyncio.wait_for(ask(client.scheduler, Halt(share_id, "kill")), ANSWER_S)
         except asyncio.TimeoutError:
-            pass  # they end with the connection
+            pass  # the fetchers end with the connection
         finally:
             await client.close(timeout=2)
 
@@ -79,9 +86,10 @@ async def take_fetchers(
 
 
 def notify(folder: RunFolder, ended: RunEnded) -> None:
-    """Run the user's command at the end of a detached run; what it prints is in the run's folder.
+    """Run the user's `notify` command at the end of a detached run, if there is one.
 
-    Blocks until it has ended, and no longer than NOTIFY_S.
+    Its output goes to `notify.log` in the run folder. Blocks until the command has ended; after
+    `NOTIFY_S`, the command is killed.
     """
     context = folder.context()
     if not context.notify:
@@ -94,7 +102,7 @@ def notify(folder: RunFolder, ended: RunEnded) -> None:
     with (folder.path / "notify.log").open("ab") as log:
         process = subprocess.Popen(
             context.notify,
-            shell=True,  # it is a command line of the user's own taas.toml
+            shell=True,  # the command line comes from the user's own taas.toml
             cwd=context.project,
             env={**os.environ, **about},
             stdin=subprocess.DEVNULL,
