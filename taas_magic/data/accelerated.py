@@ -1,6 +1,7 @@
-"""accelerate and registered loaders.
+"""Integration of registered loaders with accelerate.
 
-Light, as every rank imports it: neither accelerate nor torch before `teach_accelerate`.
+Every rank imports this module, so it imports neither accelerate nor torch before
+`teach_accelerate` is called.
 """
 
 import functools
@@ -12,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class _Placed:
-    """Mixed into accelerate's DataLoaderShard: one over a loader that deals its batches itself.
+    """Mixin for accelerate's DataLoaderShard over a remote loader, which is already sharded.
 
-    Batches come on the accelerator's device; the accelerator knows when an epoch ends, which
+    It moves batches to the accelerator's device and tells the accelerator when an epoch ends, which
     gradient accumulation and `gather_for_metrics` need.
 
     Args:
-        device: Where batches are moved; None leaves them.
-        non_blocking: Whether moving them may overlap with what the rank computes.
-        skipped: So many batches at the beginning of an epoch are fetched and not handed out.
+        loader: The remote loader.
+        device: Device to move batches to; None to leave them on the CPU.
+        non_blocking: Whether moving a batch may overlap with the rank's computation.
+        skipped: Number of batches at the beginning of an epoch to fetch and discard.
     """
 
     reset: Callable[[], None]
@@ -44,14 +46,14 @@ class _Placed:
         yield from super().__iter__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands after the last batch handed out."""
+        """Return the position after the last yielded batch."""
         return self.base_dataloader.with_states(self.dl_state_dict)
 
     def _update_state_dict(self) -> None:
         self.dl_state_dict = self.base_dataloader.position()
 
     def begin(self) -> None:
-        """Begin an epoch; ask nothing of the dataset, which is with the fetchers."""
+        """Begin an epoch without access to the dataset, which is in the fetchers."""
         self.reset()
         loader = self.base_dataloader
         if loader.batch_size and not loader.drop_last and not loader.shape.iterable:
@@ -59,26 +61,28 @@ class _Placed:
         self.gradient_state._add_dataloader(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set which epoch the next iterator gives."""
+        """Set the epoch of the next iterator."""
         self.iteration = epoch
         self.base_dataloader.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one step, over all ranks."""
+        """Number of samples in one step, over all ranks."""
         loader = self.base_dataloader
         return (loader.batch_size or 1) * int(loader.feed.world_size)
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of an epoch, over all ranks."""
+        """Number of samples in an epoch, over all ranks."""
         return self.base_dataloader.shape.samples or 0
 
 
 def teach_accelerate() -> None:
-    """Have `Accelerator.prepare` wrap a registered loader instead of giving it back as it is.
+    """Patch accelerate for registered loaders.
 
-    And have `skip_first_batches` skip what the fetchers give: it would run the loader's sampler.
+    `Accelerator.prepare` then wraps a registered loader instead of returning it unchanged.
+    `skip_first_batches` then skips batches that fetchers send; accelerate's own version would run
+    the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator
@@ -112,5 +116,6 @@ def teach_accelerate() -> None:
         return kind(placed.base_dataloader, placed.device, placed.non_blocking, num_batches)
 
     Accelerator.prepare_data_loader = prepare_data_loader
-    # accelerate itself takes it from there when it has imported this module
+    # This runs while accelerate is being imported, when `accelerate.accelerator` already has its
+    # own reference. The package itself imports the function later, so it gets the patched one.
     data_loader.skip_first_batches = accelerator.skip_first_batches = skip_first_batches

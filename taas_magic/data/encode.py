@@ -1,10 +1,10 @@
-"""A batch <-> a small table of contents and large buffers that nobody copies.
+"""Encoding of a batch as a small table of contents and large buffers, without copying the buffers.
 
-Pickle protocol 5 carries buffers out of band, but torch tensors offer none and a view would drag
-its whole storage along. Here a tensor leaves the pickle as a number; after the pickle is done, the
-tensors' memory is laid out: a view travels as its own bytes, and tensors whose bytes overlap travel
-once and share their memory again at the other end. What is not a plain dense CPU tensor (sparse,
-requires_grad, with attributes) is built from those that are.
+Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide them, and pickling
+a view would include its whole storage. Here the pickle contains a number in place of each tensor.
+After pickling, the module decides which memory to send: a view is sent as its own bytes, and
+overlapping tensors are sent once and share memory again after decoding. Tensors that are not plain
+dense CPU tensors (sparse, with requires_grad or attributes) are built from plain ones.
 
 Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`protocol.layout`).
 """
@@ -36,34 +36,41 @@ _MOST_REDUCERSS = 16
 _PIECE_BYTES = 256 << 10
 _WIDEST = 16
 _THIN = 2
-"""Overlapping views travel together unless that costs more than so many times their own bytes."""
+"""Overlapping views are sent as one span if the span is at most this many times their own size."""
 
 _SPREAD, _SPREAD_BYTES = 16, 1 << 20
-"""A view whose values lie further apart than this factor, and over more bytes than this, arrives
-dense: with its own strides it would take so much memory in the rank."""
+"""Factor and size in bytes above which a view with gaps is decoded as a dense tensor.
+
+The limits apply to the span from the first to the last value, compared to the view's own bytes.
+With its own strides, the view would need the memory of the whole span in the rank.
+"""
 
 SUM_MASK = (1 << 64) - 1
 
 _DTYPES = {str(one)[6:]: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _NAMES = {value: name for name, value in _DTYPES.items()}
 
-_numpy: Any = sys.modules.get("numpy")  # torch imports it where there is one
+_numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has imported it
 _WORD = _numpy.dtype("<u8") if _numpy else None
 
 _heads: dict[Hashable, tuple[bytes, int]] = {}
-"""The table of contents and the size of a body, for each form of common batches (`_take_apart`)."""
+"""Cached table of contents and body size, by the form of a common batch (`_take_apart`)."""
 
 
 @dataclass(slots=True)
 class Encoded:
-    """A batch ready to be sent: its table of contents, padded, and buffers that lie in place."""
+    """Encoded batch: its padded table of contents, and its buffers, which are not copied.
+
+    Attributes:
+        body_bytes: Size of the whole body, including padding.
+    """
 
     head: bytes
     buffers: tuple[memoryview, ...]
     body_bytes: int
 
     def parts(self) -> list[bytes | memoryview]:
-        """Return the body as consecutive pieces, padding included, for a vectored write."""
+        """Return the body as consecutive pieces, including padding, for a vectored write."""
         parts: list[bytes | memoryview] = [self.head]
         for buffer in self.buffers:
             parts.append(buffer)
@@ -72,15 +79,23 @@ class Encoded:
         return parts
 
     def copy_to(self, room: memoryview, is_summed: bool = False) -> int:
-        """Copy the body into memory of its size; return its checksum, if that is wanted, or 0."""
+        """Copy the body into memory of `body_bytes` bytes.
+
+        Args:
+            room: The memory to write.
+            is_summed: Whether to compute the body's checksum.
+
+        Returns:
+            The checksum, or 0 if `is_summed` is False.
+        """
         at = len(self.head)
         room[:at] = self.head
-        # A large head is of no common batch: it would come once, and be kept.
+        # Do not cache the checksum of a large head: it is not that of a common batch.
         sum_of_head = _sum_of_head if at <= _COMMON_HEAD_BYTES else checksum
         total = sum_of_head(self.head) if is_summed else 0
         for buffer in self.buffers:
             for start in range(0, len(buffer), _PIECE_BYTES):
-                # Summed piece by piece, while it is in the processor's cache.
+                # Compute the checksum piece by piece, while the data is in the processor's cache.
                 piece = buffer[start : start + _PIECE_BYTES]
                 room[at : at + len(piece)] = piece
                 at += len(piece)
@@ -92,11 +107,16 @@ class Encoded:
 
 
 NOTHING = Encoded(b"", (), 0)
-"""No body."""
+"""Encoded empty body."""
 
 
 class TensorRow(NamedTuple):
-    """Where a tensor lies: which buffer (-1: it is empty), at which byte, and its form."""
+    """Location and form of a tensor in a body.
+
+    Attributes:
+        buffer: Index of the buffer; -1 for an empty tensor.
+        offset: Byte offset in the buffer.
+    """
 
     buffer: int
     offset: int
@@ -128,14 +148,14 @@ def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> tor
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Build a tensor that is not plain from tensors that are."""
+    """Reduce a tensor that is not plain to a call that rebuilds it from plain tensors."""
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), tensor.requires_grad, dict(tensor.__dict__))
     if tensor.is_conj() or tensor.is_neg():
         return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
     if tensor.is_nested and tensor.layout is torch.strided:
         return torch.nested.as_nested_tensor, ([*tensor.unbind()],)
-    # Not as torch's own pickles rebuild sparse tensors: it keeps those in a list, for ever.
+    # Do not use torch's own reduction of sparse tensors: unpickling keeps them in a list forever.
     if tensor.layout is torch.sparse_coo:
         is_coalesced = tensor.is_coalesced()
         coo = partial(torch.sparse_coo_tensor, check_invariants=False, is_coalesced=is_coalesced)
@@ -152,7 +172,7 @@ def _reduce(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_array(array: Any) -> Any:
-    """Keep the strides of an array, which pickle would make dense."""
+    """Reduce an array so that it keeps its strides; plain pickling would make it dense."""
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_SPREAD * array.nbytes, _SPREAD_BYTES)
     is_dense = array.flags.c_contiguous or array.flags.f_contiguous
@@ -170,7 +190,7 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return how far the elements of an array lie before and behind its first one, in bytes."""
+    """Return the lowest and highest byte offset of an array's elements, relative to its first."""
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
 
@@ -182,7 +202,7 @@ if _numpy:
 
 
 class _Numbered:
-    """Mixed into a pickler: plain tensors become numbers, in the order they are met."""
+    """Mixin for a pickler that replaces plain tensors by numbers, in the order of occurrence."""
 
     tensors: list[torch.Tensor]
     _numbers: dict[int, int]
@@ -197,13 +217,13 @@ class _Numbered:
 
 
 class _FastPickler(_Numbered, pickle.Pickler):
-    """For types that an import finds: pickles in C."""
+    """Pickler in C, for types that can be imported."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, copyreg.dispatch_table)  # type: ignore[misc]
 
 
 class _CloudPickler(_Numbered, cloudpickle.Pickler):
-    """For types that a notebook defines: pickled by value."""
+    """Pickler for types that a notebook defines; pickles them by value."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
 
@@ -219,12 +239,12 @@ def _pickle(
 
 
 def encode(value: object) -> Encoded:
-    """Take a batch apart; its tensors' and arrays' memory is referred to, not copied.
+    """Encode a batch; the result refers to the memory of its tensors and arrays.
 
-    Runs in a worker. The batch must not be changed while the result is in use.
+    Runs in a worker. Do not modify the batch while the result is in use.
 
     Raises:
-        Exception: Whatever the pickling of a custom type raises.
+        Exception: Any exception that a custom type raises when it is pickled.
     """
     common = _take_apart(value)
     if common is None:
@@ -241,11 +261,11 @@ def encode(value: object) -> Encoded:
 
 
 def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
-    """Return a common batch's form and its tensors' memory; None for any other batch.
+    """Return the form and the tensors' memory of a common batch; None for any other batch.
 
-    Common is a tensor, or a list, tuple or dict of some, each dense and apart from the rest. What
-    the wire says about it depends on its form alone (container, dtypes, shapes), so that is made
-    once for a form, and a batch of a form seen before costs a few microseconds.
+    A common batch is a tensor, or a list, tuple or dict of tensors, all dense and without overlap.
+    Its table of contents depends only on its form (container, dtypes, shapes). The table is made
+    once for each form, so that encoding a batch of a known form takes a few microseconds.
     """
     kind, names = type(batch), ()
     if kind is torch.Tensor:
@@ -271,11 +291,12 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's memory.
 
     Raises:
-        Exception: It is not plain, dense and on the CPU (numpy refuses it), or it is empty.
+        AttributeError, RuntimeError, TypeError, ValueError: The tensor is not plain, dense and on
+            the CPU, or it is empty.
     """
     if type(tensor) is not torch.Tensor or tensor.__dict__:
         raise TypeError
-    array: Any = tensor.numpy()  # numpy's types differ by version
+    array: Any = tensor.numpy()  # Any, because numpy's type annotations differ by version
     return memoryview(array).cast("B")
 
 
@@ -300,7 +321,7 @@ def _encode_any(value: object) -> Encoded:
 
 
 def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
-    """Return the table of contents, and the size of the whole body."""
+    """Return the padded table of contents, and the size of the whole body."""
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     head += _ZEROS[: -len(head) % protocol.ALIGN]
@@ -319,12 +340,12 @@ def _extent(number: int, tensor: torch.Tensor) -> _Extent:
 
 
 def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many values there are from a tensor's first to its last, gaps included."""
+    """Return the number of values from a tensor's first to its last one, including gaps."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
-    """Group extents that overlap, directly or through others."""
+    """Group extents that overlap, directly or through other extents."""
     groups: list[list[_Extent]] = []
     end = 0
     for extent in sorted(extents):
@@ -340,7 +361,15 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 def _lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
 ) -> tuple[list[TensorRow], list[memoryview]]:
-    """Decide which bytes travel, and where each tensor lies in them."""
+    """Choose the memory spans to send, and locate each tensor in them.
+
+    Args:
+        tensors: The tensors of a batch.
+        first_buffer: Index of the first span among the body's buffers.
+
+    Returns:
+        The row of each tensor, and the spans.
+    """
     rows = [_row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
 
@@ -357,7 +386,8 @@ def _lay_out(
         start, end = group[0].start, max([extent.end for extent in group])
         most_bytes = owner.nbytes
         if len(group) > 1:
-            # Mixed dtypes: every offset stays a multiple of its element size.
+            # Dtypes may differ: align the start, so that each offset is a multiple of the tensor's
+            # element size.
             start -= (start - owner.untyped_storage().data_ptr()) % _WIDEST
             most_bytes = _THIN * sum([tensors[extent.number].nbytes for extent in group]) + _WIDEST
         if end - start <= most_bytes:
@@ -374,13 +404,13 @@ def _lay_out(
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
-    """Put a batch together; its tensors and arrays are views of `body`, which they keep alive.
+    """Decode a batch; its tensors and arrays are views of `body` and keep it alive.
 
-    Only what a peer sent that has proved the run's key may come here: it is unpickled.
+    The body is unpickled, so it must come from a peer that has proved the run's key.
 
     Args:
-        body: The whole body, writable, its start aligned.
-        head_bytes: Size of its table of contents.
+        body: The whole body; writable, with an aligned start.
+        head_bytes: Size of the body's table of contents.
     """
     read = _contents if head_bytes <= _COMMON_HEAD_BYTES else _contents.__wrapped__
     contents = read(bytes(body[:head_bytes]))
@@ -394,12 +424,14 @@ def decode(body: memoryview, head_bytes: int) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a body, and its form.
+    """Location and form of a tensor in a body, prepared for decoding.
 
     Attributes:
-        at: Its first byte.
-        storage: Start and size of the buffer that it shares; None if it has one of its own.
-        is_packed: Its values lie there without gaps, and have gaps between them in the tensor.
+        at: Offset of the tensor's first byte in the body.
+        values: Number of values.
+        storage: Start and size of the buffer that it shares with other tensors; None if it has its
+            own buffer.
+        is_packed: Whether the values have no gaps in the body, but have gaps in the tensor.
     """
 
     at: int
@@ -412,7 +444,14 @@ class _Place(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What the table of contents of a body says; lone is a batch that is its only tensor."""
+    """Decoded table of contents of a body.
+
+    Attributes:
+        spans: Offset and size of each buffer.
+        places: Location of each tensor.
+        pickled: Pickle of the batch, with numbers in place of tensors.
+        is_lone: Whether the batch is a single tensor.
+    """
 
     spans: list[tuple[int, int]]
     places: list[_Place]
@@ -441,7 +480,7 @@ def _contents(head: bytes) -> _Contents:
 
 
 def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
-    """Put the tensors of a body together, as views of it."""
+    """Build the tensors of a body, as views of it where possible."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
     for at, values, storage, dtype, shape, stride, is_packed in places:
@@ -476,44 +515,44 @@ _LONE_REDUCERS = _pickle(torch.empty(0), _FastPickler)[0]
 
 
 def raw(data: bytes) -> Encoded:
-    """Return bytes that are a body as they are."""
+    """Wrap bytes that already are a body."""
     return Encoded(data, (), len(data))
 
 
 def as_bytes(value: object) -> bytes:
-    """Encode into one piece (small things: a sample, an order, an error)."""
+    """Encode a small object (a sample, an order, an error) into one bytes object."""
     encoded = encode(value)
     size = struct.pack("<Q", len(encoded.head)) + bytes(protocol.ALIGN - 8)
     return b"".join([size, *encoded.parts()])
 
 
 def from_bytes(data: bytes) -> Any:
-    """Undo `as_bytes`."""
+    """Decode the result of `as_bytes`."""
     (head_bytes,) = struct.unpack_from("<Q", data)
     return decode(memoryview(bytearray(data))[protocol.ALIGN :], head_bytes)
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return the sum of the data's 64-bit little-endian words, the last filled up with zeros.
+    """Return the sum of the data's 64-bit little-endian words; zeros fill up the last word.
 
-    A sum can be taken as fast as memory is read (20 to 40 GB/s, a CRC reaches 3), over the parts
-    of a body one by one, and sees every flipped, lost or overwritten run of bits that TCP's own
-    16-bit sum lets through. It runs without the interpreter lock.
+    The sum runs at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the interpreter
+    lock. It can be computed over the parts of a body one after the other. It detects each flipped,
+    lost or overwritten run of bits that TCP's own 16-bit sum misses.
     """
     size, words = len(data), len(data) >> 3
     total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
-    if _numpy:  # costs a third of what torch's call does
+    if _numpy:  # takes a third of the time of torch's sum
         total += int(_numpy.add.reduce(_numpy.frombuffer(data, _WORD, words)))
-    elif words:  # frombuffer warns of memory that it may not write
+    elif words:  # copy the data, because frombuffer warns about read-only memory
         total += int(torch.frombuffer(bytearray(data), dtype=torch.int64, count=words).sum())
     return total & SUM_MASK
 
 
 def fingerprint(encoded: Encoded) -> int:
-    """Return a hash of a batch of 32 bits, never 0: equal for equal batches.
+    """Return a 32-bit hash of a batch, never 0; equal batches have equal hashes.
 
-    It is that of the tensors and arrays, if there are any: the pickle of other parts may differ
-    where they are equal, as that of a set does from host to host.
+    If the batch has tensors or arrays, the hash covers only them, because the pickles of equal
+    objects may differ, for example those of a set on two hosts.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head

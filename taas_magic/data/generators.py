@@ -1,4 +1,4 @@
-"""Random generators that a dataset keeps in its attributes, which nothing seeds for each batch."""
+"""Search for random generators in a dataset's attributes; they are not seeded for each batch."""
 
 import random
 import sys

@@ -1,9 +1,9 @@
-"""In which order a map-style loader's batches come, epoch by epoch.
+"""Order of a map-style loader's batches in each epoch.
 
-The order is the loader's own sampler, run under the seed of (run, epoch): what a local DataLoader
-would do after `torch.manual_seed(seed_of(seed, epoch))`. A sampler or generator that remembers
-earlier epochs is replayed from the state it was registered with, one epoch after the other, so
-that an epoch's order depends on nothing but the seed and the epoch's number.
+The loader's own sampler gives the order, seeded by (seed, epoch): the order of a local DataLoader
+after `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or generator keeps state between
+epochs, it is replayed from its registered state, epoch by epoch. So an epoch's order depends only
+on the seed and the epoch's number.
 """
 
 import copy
@@ -24,22 +24,22 @@ import torch
 from taas_magic.capture.pickling import ValuePickler
 from taas_magic.data.sharding import seed_of
 
-_numpy: Any = sys.modules.get("numpy")  # torch imports it where there is one
+_numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has imported it
 
 _KEEP_EPOCHS = 3
 _UNSIZED_STEP = 1024
 _KEEP_UNSIZED = 16 * _UNSIZED_STEP
 _MOST_PASSED = 1 << 17
-"""A sampler without a length that gives more batches in an epoch is taken to have no end."""
+"""Batches in an epoch above which a sampler without a length is assumed to be endless."""
 
 
 class Epoch(NamedTuple):
-    """One epoch's order.
+    """Order of one epoch.
 
     Attributes:
-        indices: Its batches by their numbers, each a list of indices (or one index).
-        batches: Their number; None if the sampler has no length.
-        digest: Hash of the order; of a sampler without a length, of its first batches.
+        indices: The indices of each batch, by slot: a list of indices, or one index.
+        batches: Number of batches; None if the sampler has no length.
+        digest: Hash of the order. If the sampler has no length, the hash of the first batches.
     """
 
     indices: "Unsized | Packed | list[Any]"
@@ -48,10 +48,11 @@ class Epoch(NamedTuple):
 
 
 class Order:
-    """The orders of a loader's epochs.
+    """Computes and caches the orders of a loader's epochs.
 
     Args:
-        loader: A map-style loader (or its parts), as it was registered.
+        loader: A map-style loader (or its `LoaderParts`) in its registered state.
+        seed: Seed of the loader.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -63,7 +64,7 @@ class Order:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return the order of an epoch; enumerate it when it is asked for first."""
+        """Return the order of an epoch; enumerate the sampler at the first call."""
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
@@ -77,7 +78,7 @@ class Order:
         return self._epochs[number]
 
     def _forgets(self) -> bool:
-        """Return whether an epoch leaves the sampler as it was, so that all epochs begin alike."""
+        """Return whether the sampler keeps no state, so that all epochs begin in the same state."""
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> Epoch:
@@ -90,30 +91,32 @@ class Order:
         return Epoch(packed, len(packed), digest)
 
     def _pass_by(self, number: int) -> None:
-        """Run through an epoch to see how it leaves the sampler and the generator."""
+        """Run the sampler through an epoch, and record its state and the generator's after it."""
         sampler, generator, indices = self._begin(number)
         most = None if _has_length(sampler) else _MOST_PASSED
         for _ in itertools.islice(indices, most):
             pass
         if most is not None and next(indices, None) is not None:
-            self._starts[1] = self._starts[0]  # it may have no end: every epoch begins alike
+            # It may be endless: start each epoch from the registered state.
+            self._starts[1] = self._starts[0]
             return
         self._leave(number, sampler, generator)
 
     def _leave(self, number: int, sampler: Any, generator: Any) -> None:
-        """Record how an epoch leaves the sampler and the generator: the next one begins there."""
+        """Record the sampler and generator after an epoch, as the start of the next epoch."""
         if not self._forgets():
             tell_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
-        """Return a sampler at the beginning of an epoch, its generator, and its batches."""
+        """Return the sampler at the beginning of an epoch, its generator and its iterator."""
         start = self._starts[0] if self._forgets() else self._starts[number]
         sampler, generator = load_beside(start, self._dataset)
         tell_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
-        # A local DataLoader's order of draws: the sampler's iterator, the base seed, the indices.
-        # With workers it begins the sampler a second time; those that persist are started once.
+        # Draw random numbers in the order of a local DataLoader: the sampler's iterator, the base
+        # seed, the indices. With workers, DataLoader makes the sampler's iterator a second time.
+        # Persistent workers are started only once, in the first epoch.
         indices = iter(sampler)
         if not (self._persists and number):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
@@ -130,10 +133,12 @@ def _has_length(sampler: Any) -> bool:
 
 
 def tell_epoch(value: object, epoch: int, inner: str) -> None:
-    """Call `set_epoch` of a sampler or dataset, and of those that it wraps.
+    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps.
 
     Args:
-        inner: The attribute by which they wrap (`dataset` of a Subset).
+        value: The sampler or dataset.
+        epoch: The epoch to set.
+        inner: Name of the attribute with the wrapped object (`dataset` of a Subset).
     """
     told: list[object] = []
     while value is not None and all(value is not one for one in told):
@@ -145,13 +150,13 @@ def tell_epoch(value: object, epoch: int, inner: str) -> None:
 
 
 class Unsized:
-    """The batches of a sampler without a length: enumerated as far as they are asked for.
+    """Lazy sequence of the batches of a sampler without a length.
 
-    Remembers the last of them and begins again for an earlier one. What the sampler draws does not
-    depend on what else is seeded in the meantime.
+    It keeps the latest batches, and starts the sampler again to return an earlier one. The sampler
+    has its own random state, which is restored whenever the sampler continues.
 
     Args:
-        begin: Begins the enumeration, under seeds of its own.
+        begin: Seeds the process and returns the sampler's iterator.
 
     Attributes:
         digest: Hash of the first batches.
@@ -171,7 +176,7 @@ class Unsized:
 
         Raises:
             IndexError: The sampler ended before it.
-            Exception: What the sampler raised there.
+            Exception: The exception that the sampler raised at this batch.
         """
         if batch < self._drawn - len(self._seen):
             self._restart()
@@ -191,7 +196,7 @@ class Unsized:
                 self._drawn += 1
         except StopIteration:
             self._has_ended = True
-        except Exception as error:  # the answer to who asks for this batch, and not before
+        except Exception as error:  # raised only when this batch is requested
             self._has_ended, self._raised = True, error
         self._random = _random_state()
 
@@ -202,7 +207,7 @@ class Unsized:
 
 
 class Packed:
-    """Lists of ints at 8 bytes an index (a Python list takes 36); or all of numpy's int64."""
+    """Compact sequence of lists of int, or of numpy's int64: 8 bytes an index; a list takes 36."""
 
     def __init__(self) -> None:
         self.flat, self.ends = array("q"), array("q", [0])
@@ -218,7 +223,7 @@ class Packed:
         return indices.tolist() if self._kind is int else [*map(self._kind, indices)]
 
     def takes(self, batch: Any) -> bool:
-        """Take one more; return False, and leave it out, where it would come back another."""
+        """Append a batch; return False without appending if the batch could not be restored."""
         if type(batch) is not list:
             return False
         kinds = set(map(type, batch))
@@ -236,7 +241,7 @@ class Packed:
 
 
 def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
-    """Return the batches that a sampler draws in little memory, and the hash of their order."""
+    """Return the batches of a sampler in compact form, and the hash of their order."""
     packed, others = Packed(), list[Any]()
     for batch in drawn:
         if others or not packed.takes(batch):
@@ -246,12 +251,12 @@ def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
     batches = [packed[at] for at in range(len(packed))] + others
     try:
         return batches, _hash(cloudpickle.dumps(batches, protocol=5))
-    except Exception:  # an index may be anything, and a worker that finds another hash asks for it
+    except Exception:  # an index may be unpicklable; if a repr differs, the client requests ORDER
         return batches, _hash(repr(batches).encode())
 
 
 def _copied(indices: Any) -> Any:
-    """Return indices as they are now: a sampler may fill the same memory again."""
+    """Return a copy of mutable indices, because a sampler may reuse their memory."""
     if isinstance(indices, torch.Tensor):
         return indices.clone()
     if type(indices) is list:
@@ -261,24 +266,24 @@ def _copied(indices: Any) -> Any:
 
 
 def _hash(data: bytes) -> int:
-    """Return a hash of 32 bits, never 0."""
+    """Return a 32-bit hash, never 0."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
 def dump_beside(value: object, dataset: object) -> bytes:
-    """Pickle samplers and the like; of the dataset that they refer to, only that they do."""
+    """Pickle `value` with a placeholder for each reference to `dataset`."""
     pickler = _PicklerBeside(dataset)
     pickler.add(value)
     return pickler.pickled().data
 
 
 def load_beside(data: bytes, dataset: object) -> Any:
-    """Undo `dump_beside`, with this dataset in the place of the other."""
+    """Unpickle the result of `dump_beside`, with `dataset` in place of the placeholders."""
     return _UnpicklerBeside(data, dataset).load()
 
 
 class _PicklerBeside(ValuePickler):
-    """Pickles what belongs to a dataset without the dataset itself."""
+    """Pickler that writes a placeholder for one dataset."""
 
     def __init__(self, dataset: object) -> None:
         super().__init__(to="fetchers")
@@ -298,9 +303,9 @@ class _UnpicklerBeside(pickle.Unpickler):
 
 
 def seed_all(seed: int) -> None:
-    """Seed this process's random numbers: torch's (CPU), random's, and numpy's where it is in use.
+    """Seed the random generators of torch (CPU), `random` and, if installed, numpy.
 
-    Takes a few microseconds.
+    The call takes a few microseconds.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

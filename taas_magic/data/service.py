@@ -1,12 +1,12 @@
-"""A run's data service on disk: who belongs to it, what it serves and where its fetchers listen.
+"""Files of a run's data service: its key and certificate, its loaders and the fetchers' addresses.
 
 <run folder>/data/            0700
-    service.json              0600: key, certificate, loaders, the flags that concern them
-    <name>.loader             a registered loader, pickled
-    fetchers/                 where each fetcher listens (`FolderDirectory`)
-    ledger/                   what each rank was handed (`BatchLedger`)
+    service.json              0600: key, certificate, loaders, and the flags for them
+    <name>.loader             a pickled registered loader
+    fetchers/                 address of each fetcher (`FolderDirectory`)
+    ledger/                   number of batches that each rank received (`BatchLedger`)
 
-Light: the notebook's kernel and the agents read and write these files, too.
+The notebook's kernel and the agents use this module too, so its imports must be quick.
 """
 
 import json
@@ -27,7 +27,7 @@ from taas_magic.messages import LoaderPlace, LoaderPlaces
 from taas_magic.shared_files import boot_id, replacing
 
 _LINE_BYTES = 1024
-"""Room for a name of 100 bytes, each of which JSON may write as six."""
+"""Size of a ledger line; it fits a name of 100 bytes, each of which JSON may escape to six."""
 
 _COUNT = struct.Struct("<QI")
 _GROW_LINES = 64
@@ -35,30 +35,30 @@ _GROW_LINES = 64
 
 @dataclass(frozen=True)
 class Tls:
-    """A run's certificate and its key (PEM): who has both belongs to the run.
+    """A run's certificate and its private key (PEM), shared by all its processes.
 
-    Ranks and fetchers both show it and both demand it.
+    Ranks and fetchers each present the certificate and require it from the peer.
     """
 
     certificate: str
     key: str = field(repr=False)
 
     def server(self) -> ssl.SSLContext:
-        """Return the server's context."""
+        """Return a server's context."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """Return the rank's context."""
+        """Return a rank's context."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Nobody else has this certificate, so the name of the host in it would say nothing.
+        # No other run has this certificate, so that a host name would add no security.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate)
-        # ssl takes keys from files only; this one lies on no disk.
+        # ssl loads keys only from files; a memfd keeps the key off the disk.
         with os.fdopen(os.memfd_create("taas-key", os.MFD_CLOEXEC), "w") as file:
             file.write(self.certificate + self.key)
             file.flush()
@@ -67,11 +67,11 @@ class Tls:
 
 
 class Served(Struct, frozen=True):
-    """A registered loader that a run's cell uses.
+    """Settings of a registered loader that a run's cell uses.
 
     Attributes:
-        num_workers: Of each fetcher; 0: one for each core.
-        context: multiprocessing's start method, "" for the default.
+        num_workers: Workers of each fetcher; 0 for one worker for each core.
+        context: multiprocessing's start method of the workers; "" for the default.
     """
 
     name: str
@@ -81,12 +81,16 @@ class Served(Struct, frozen=True):
 
 
 class Service(Struct, frozen=True):
-    """A run's data service.
+    """Settings of a run's data service.
 
     Attributes:
-        key: What every connection has to prove.
-        fetchers: Hosts that run the loaders; 0: the ranks do it themselves.
-        tls: For batches that go from host to host; None: they go plain.
+        key: The run's key, which both sides of every connection must prove.
+        seed: The run's seed.
+        fetchers: Number of fetchers; 0 if the ranks run the loaders themselves.
+        units: Value of `--units`; None for no limit.
+        loaders: The loaders that the cell uses.
+        settings: The section `[data]` of the configuration.
+        tls: Certificate for connections between hosts; None for plain TCP.
     """
 
     key: bytes
@@ -100,24 +104,30 @@ class Service(Struct, frozen=True):
 
 def new_certificate() -> Tls:
     """Return a certificate for one run."""
-    # cryptography takes a while to import, and most runs stay on one host.
+    # Import late: cryptography is slow to import, and most runs use only one host.
     from taas_magic import certificate
 
     return Tls(*certificate.make("taas-magic run"))
 
 
 def folder_of(run_dir: Path) -> Path:
-    """Return where a run's data service has its files."""
+    """Return the folder with the files of a run's data service."""
     return run_dir / "data"
 
 
 def payload_file(run_dir: Path, name: str) -> Path:
-    """Return the file with a pickled loader; the name may hold anything."""
+    """Return the file with a pickled loader; `name` may contain any characters."""
     return folder_of(run_dir) / f"{name.encode().hex()}.loader"
 
 
 def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> None:
-    """Write what ranks and fetchers need."""
+    """Write the files that ranks and fetchers need.
+
+    Args:
+        run_dir: The run folder.
+        service: The settings.
+        payloads: The pickled loaders, by name.
+    """
     folder = folder_of(run_dir)
     folder.mkdir(mode=0o700)
     for name, payload in payloads.items():
@@ -128,7 +138,7 @@ def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> Non
 
 
 def read(run_dir: Path) -> Service | None:
-    """Return the run's data service; None where its cell uses no registered loader."""
+    """Return a run's data service; None if its cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
         return None
@@ -136,35 +146,46 @@ def read(run_dir: Path) -> Service | None:
 
 
 Directory = Callable[[str], LoaderPlace]
-"""Says where those fetchers of a loader are that have started, or why none ever will; asked again
-whenever one does not answer."""
+"""Function that returns the current addresses of a loader's fetchers, or the reason for none.
+
+Ranks call it again whenever a fetcher does not respond.
+"""
 
 
 def machine() -> str:
-    """Tell hosts, and network namespaces on one host, apart: who can share memory and sockets."""
+    """Return an identifier of this host and network namespace.
+
+    Processes with the same identifier can share memory and abstract Unix sockets.
+    """
     return f"{boot_id() or socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return whose process is at the other end of a Unix socket."""
+    """Return the user id of the process at the other end of a Unix socket."""
     size = struct.calcsize("3i")
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])
 
 
 def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
-    """Write where fetcher `number` listens; a rank sees the whole file or none."""
+    """Write the address of a fetcher atomically; return the file.
+
+    Args:
+        folder: Folder with the addresses of all fetchers.
+        number: Number of the fetcher.
+        entry: The fetcher's address for each loader.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
     if _content(file) == text:
-        return file  # the folder is shared, and the fetcher has written it itself
+        return file  # the folder is shared between hosts, and the fetcher has written the file
     with replacing(file) as draft:
         draft.write(text)
     return file
 
 
 def _content(file: Path) -> bytes | None:
-    """Return what a fetcher has written; None when it has ended, perhaps a moment ago."""
+    """Return a fetcher's file; None if there is none, for example because the fetcher has ended."""
     try:
         return file.read_bytes()
     except FileNotFoundError:
@@ -175,13 +196,16 @@ _entry = msgspec.json.Decoder(dict[str, LoaderPlace])
 
 
 class FolderDirectory:
-    """The addresses that fetchers have written into a folder, one file each."""
+    """`Directory` that reads the addresses from a folder with one file for each fetcher."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __call__(self, loader: str) -> LoaderPlace:
-        """Read what is there."""
+        """Return the addresses of a loader's fetchers that have started.
+
+        If all fetchers have failed, return the failure of the first one.
+        """
         files = sorted(self._folder.glob("fetcher-*.json"))
         contents = [_content(file) for file in files]
         entries = [_entry.decode(content) for content in contents if content is not None]
@@ -195,14 +219,16 @@ class FolderDirectory:
 
 
 class BatchLedger:
-    """One rank's ledger of one generation, on disk; several passes may be under way at once.
+    """On-disk count of the batches that one rank received in one attempt of a run.
 
-    The file is mapped into memory; a line of it is one pass over a loader, and its counter is
-    raised in place before the cell sees a batch. That costs no system call, and what was counted
-    survives whatever ends the process.
+    The file is mapped into memory. Each line of the file is one pass over a loader; several passes
+    may be active at once. The rank increments a line's counter before the cell receives a batch.
+    That needs no system call, and the counts survive any end of the process.
 
     Args:
-        generation: Which attempt of the run.
+        folder: Folder of the ledgers of all ranks.
+        generation: Number of the attempt.
+        rank: The rank.
     """
 
     def __init__(self, folder: Path, generation: int, rank: int) -> None:
@@ -214,11 +240,14 @@ class BatchLedger:
         self._grow()
 
     def begin(self, loader: str, turn: int, epoch: int, world_size: int, first_step: int) -> int:
-        """Begin a pass; return the number of its line.
+        """Add a line for a new pass; return the number of the line.
 
         Args:
-            turn: Number of the pass in this generation (two passes may share an epoch).
-            first_step: The step that it begins with: not 0 after a resume.
+            loader: Name of the loader.
+            turn: Number of the pass in this attempt (two passes may share an epoch).
+            epoch: Number of the epoch.
+            world_size: Number of ranks.
+            first_step: First step of the pass; not 0 after a resume.
         """
         if (self._lines + 1) * _LINE_BYTES > len(self._map):
             self._grow()
@@ -231,7 +260,7 @@ class BatchLedger:
         return self._lines - 1
 
     def hand(self, line: int) -> None:
-        """Count one more batch of this pass."""
+        """Count one more batch for the pass with this line."""
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + 1, size)
@@ -243,12 +272,12 @@ class BatchLedger:
 
     def _grow(self) -> None:
         size = (self._lines + _GROW_LINES) * _LINE_BYTES
-        try:  # a page that the disk has no room for would end the process (SIGBUS)
+        try:  # allocate now: a write to a page without disk space would end the process (SIGBUS)
             os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError:
             self._is_on_disk = False
         if self._is_on_disk:
             self._map = mmap.mmap(self._file.fileno(), size)
-        else:  # a full disk ends no run: it is counted in memory, and the file stays as it is
+        else:  # if the disk is full, the run continues: count in memory and leave the file as it is
             before, self._map = self._map, mmap.mmap(-1, size)
             self._map[: len(before)] = before[:]

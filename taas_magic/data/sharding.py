@@ -1,17 +1,15 @@
-"""Which rank gets which batch: pure arithmetic over (loader, epoch, batch).
-
-Needs neither torch nor sockets.
+"""Assignment of batches to ranks, fetchers and workers: pure arithmetic, without torch or sockets.
 
 A *slot* is a batch's place in the order of its epoch. For a map-style loader the slots are the
 batches of its batch sampler. An iterable-style loader is cut into *streams*, one for each value of
-`get_worker_info().id`; slot s is item s // streams of stream s % streams, which is the order of a
-local DataLoader with as many workers, and slots of streams that have ended are *void*.
+`get_worker_info().id`. Slot s is item s // streams of stream s % streams, which is the order of a
+local DataLoader with the same number of workers. Slots of streams that have ended are *void*.
 
-The slots that are not void, in order, have *positions* 0, 1, 2, …; position p is for rank
-p mod world_size, in step p // world_size. A `Course` is one rank's way through one epoch: which
-slots to ask for ahead, and what to hand out at each step. It depends on nothing but its arguments
-and on what it has learnt of the slots, so all ranks end at the same step without a word between
-them.
+The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
+position p in step p // world_size. A *course* (`Course`, `ScoutedCourse`) is one rank's schedule
+for one epoch: which slots to request ahead, and which slot to yield at each step. It depends only
+on its arguments and on the recorded units of the slots. So all ranks end at the same step without
+communication.
 """
 
 import hashlib
@@ -30,14 +28,19 @@ _64_BITS = (1 << 64) - 1
 _FORGET_SLOTS = 1024
 
 VOID = -1
-"""What is learnt of a slot that holds no batch."""
+"""Value in place of a batch's units for a slot without a batch."""
 
 UNHINTED = -2
-"""What is learnt of a batch without `hints["units"]`, which counts one unit."""
+"""Value in place of a batch's units for a batch without `hints["units"]`; it counts one unit."""
 
 
 def seed_of(seed: int, *place: int) -> int:
-    """Return the seed of one place (epoch, or epoch and batch) under a run's seed; 63 bits."""
+    """Return a 63-bit seed derived from a seed and a place.
+
+    Args:
+        seed: The loader's seed.
+        place: Nothing, the epoch, or the epoch and the slot.
+    """
     numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1
 
@@ -45,16 +48,18 @@ def seed_of(seed: int, *place: int) -> int:
 def home(
     slot: int, streams: int | None, fetchers: int, workers: int, stride: int = 1
 ) -> tuple[int, int]:
-    """Return the fetcher, and its worker, that prepare a slot as long as nothing is broken.
+    """Return the index of the fetcher, and of its worker, that prepare a slot if all of them run.
 
-    A map-style batch's worker has the number that it has in a local DataLoader with as many, for
-    any number of fetchers.
+    For a map-style loader, the worker has the same number as in a local DataLoader with `workers`
+    workers, whatever the number of fetchers.
 
     Args:
-        streams: How many there are; None for a map-style loader.
-        workers: How many each of them has.
-        stride: Distance of the slots that these are asked for (a rank that prepares its own batches
-            asks for every world_size-th).
+        slot: The batch's place in the epoch's order.
+        streams: Number of streams; None for a map-style loader.
+        fetchers: Number of fetchers.
+        workers: Number of workers of each fetcher.
+        stride: Distance between the slots that these fetchers prepare: 1, or world_size if each
+            rank prepares its own batches.
     """
     if streams is not None:
         stream = slot % streams
@@ -64,7 +69,16 @@ def home(
 
 @dataclass(frozen=True)
 class FetcherShare:
-    """Which slots of a loader are a fetcher's as long as nothing is broken (see `home`)."""
+    """Slots of a loader that one fetcher prepares if all fetchers run (see `home`).
+
+    Attributes:
+        index: Index of the fetcher.
+        fetchers: Number of fetchers.
+        workers: Number of workers of each fetcher.
+        stride: Distance between the slots that the fetchers prepare.
+        first: First slot that the fetchers prepare.
+        units: Value of `--units`; None for no limit.
+    """
 
     index: int = 0
     fetchers: int = 1
@@ -74,11 +88,17 @@ class FetcherShare:
     units: int | None = None
 
     def home(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the fetcher, and its worker, that prepare a slot."""
+        """Return the index of the fetcher, and of its worker, that prepare a slot."""
         return home(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
-        """Yield the slots from `first_slot` on that a worker of the fetcher prepares, endlessly."""
+        """Yield the slots from `first_slot` on that a worker of this fetcher prepares, endlessly.
+
+        Args:
+            worker: Number of the worker.
+            streams: Number of streams; None for a map-style loader.
+            first_slot: Smallest slot to yield.
+        """
         if streams is None:
             step = self.stride * self.fetchers * self.workers
             begin = self.first + self.stride * (self.index * self.workers + worker)
@@ -90,7 +110,7 @@ class FetcherShare:
 
 
 def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
-    """Return how many batches a rank gets of an epoch of `batches`."""
+    """Return the number of batches that a rank gets in an epoch of `batches` batches."""
     whole, rest = divmod(batches, world_size)
     if uneven == "pad":
         return whole + (rest > 0)
@@ -99,13 +119,13 @@ def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a loader one rank gets, and of how much.
+    """One rank's part of a loader.
 
     Attributes:
-        uneven: What happens when the batches do not divide evenly: `pad` begins again with the
-            epoch's first ones (as DistributedSampler does), `drop` leaves the rest out, `keep`
-            gives some ranks one batch less.
-        units: What may still be handed out, over all ranks; None for no bound.
+        uneven: Rule for batches that do not divide evenly among the ranks. `pad` repeats the
+            epoch's first batches (as DistributedSampler does), `drop` omits the remaining batches,
+            `keep` gives some ranks one batch less.
+        units: Units that all ranks together may still receive; None for no limit.
     """
 
     rank: int
@@ -115,21 +135,35 @@ class Part:
 
 
 class NoSlot(Enum):
-    """What a course says of a step when it names no slot."""
+    """Result of a course for a step without a slot.
+
+    WAIT: the step's slots are not known yet. END: the epoch has ended for this rank.
+    """
 
     WAIT = "wait"
     END = "end"
 
 
 class SlotRequest(NamedTuple):
-    """A question to a fetcher: a batch that is to be handed out, or only what it counts."""
+    """Slot to request from a fetcher.
+
+    Attributes:
+        slot: The batch's place in the epoch's order.
+        mine: Whether this rank needs the batch; False to request only the batch's units.
+    """
 
     slot: int
     mine: bool
 
 
 class EpochPlace(NamedTuple):
-    """Where an epoch goes on: so many positions handed out, the next slot, the first slots."""
+    """Position in an epoch from which it can continue.
+
+    Attributes:
+        position: Number of positions that the ranks have received.
+        slot: Next slot.
+        first_slots: Slots of the epoch's first step, which `uneven="pad"` repeats.
+    """
 
     position: int = 0
     slot: int = 0
@@ -137,7 +171,7 @@ class EpochPlace(NamedTuple):
 
 
 class Course:
-    """A rank's way through an epoch whose length is known and whose batches count one unit each."""
+    """Course for an epoch of known length, whose batches count one unit each."""
 
     def __init__(self, part: Part, batches: int, place: EpochPlace = EpochPlace()) -> None:  # noqa: B008
         self._part, self._batches = part, batches
@@ -151,30 +185,34 @@ class Course:
             self._steps = min(self._steps, self._first + left)
 
     def asks(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield what is to be asked for so that steps before `until_step` can be taken."""
+        """Yield the new requests that are necessary for the steps before `until_step`."""
         while self._asked < min(until_step, self._steps):
             yield SlotRequest((self._asked * self._world_size + self._rank) % self._batches, True)
             self._asked += 1
 
     def learn(self, slot: int, units: int) -> None:
-        """Take note of what a slot counts, or that it is VOID."""
+        """Check the units of a slot.
+
+        Raises:
+            ValueError: The batch has hints, and the epoch's first batch has none.
+        """
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)
 
     def at(self, step: int) -> int | NoSlot:
-        """Return the slot to hand out at a step."""
+        """Return this rank's slot of a step; `NoSlot.END` at the end of the epoch."""
         if step >= self._steps:
             return NoSlot.END
         return (step * self._world_size + self._rank) % self._batches
 
     def row_units(self, step: int) -> int:
-        """Return what the batches of a step count, over all ranks."""
+        """Return the units of a step's batches, over all ranks."""
         if self._part.uneven == "keep":
             return min(self._batches - step * self._world_size, self._world_size)
         return self._world_size
 
     def place(self, step: int) -> EpochPlace:
-        """Return where the epoch goes on after `step` steps."""
+        """Return the position in the epoch after `step` steps."""
         position = step * self._world_size
         return EpochPlace(position, position)
 
@@ -185,15 +223,20 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
 
 
 class ScoutedCourse:
-    """A rank's way through an epoch that has to be looked at ahead.
+    """Course for an epoch whose slots every rank must know ahead.
 
-    That is one of streams, whose ends show only when they are reached, or one whose batches carry
-    `hints["units"]`. Each slot is asked for by the rank that seems to get it and peeked at by the
-    others, so that every rank knows each row before it takes its part of it.
+    It is used for streams, whose ends are known only when they are reached, and for batches with
+    `hints["units"]`. For each slot, the rank that will probably get the batch requests the batch,
+    and the other ranks request only its units. So every rank knows all units of a step (its *row*)
+    before it yields its own batch.
 
     Args:
-        has_hints: Whether the epoch's first batch carries `hints["units"]`; None if `--units` does
-            not bound the run and nobody looked.
+        part: The rank's part of the loader.
+        batches: Number of batches; None if not known.
+        streams: Number of streams; 1 for a map-style loader.
+        place: Position in the epoch to begin at.
+        has_hints: Whether the epoch's first batch has `hints["units"]`; None if `--units` sets no
+            limit and so the first batch was not checked.
     """
 
     def __init__(
@@ -215,7 +258,7 @@ class ScoutedCourse:
         self._summed_steps = self._summed_units = 0
 
     def asks(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield what is to be asked for so that steps before `until_step` can be taken."""
+        """Yield the new requests that are necessary for the steps before `until_step`."""
         world_size = self._part.world_size
         for slot in self._place.first_slots if self._asked == self._place.slot else ():
             if slot < self._place.slot:
@@ -228,10 +271,10 @@ class ScoutedCourse:
             yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
 
     def learn(self, slot: int, units: int) -> None:
-        """Record what a slot counts, or that it is VOID.
+        """Record the units of a slot, or VOID.
 
         Raises:
-            ValueError: The batch has hints and the first one has none, or the reverse.
+            ValueError: The batch has hints and the first batch has none, or the reverse.
         """
         is_mixed = units not in (VOID, 1) and self._has_hints is (units == UNHINTED)
         if is_mixed:
@@ -246,7 +289,7 @@ class ScoutedCourse:
             self._walked += 1
 
     def at(self, step: int) -> int | NoSlot:
-        """Return the slot to hand out at a step; WAIT as long as its row is not known."""
+        """Return this rank's slot of a step; WAIT if its row is not known yet, END at the end."""
         self._forget(step - 1)
         row = self._row(step)
         if row is None:
@@ -256,11 +299,11 @@ class ScoutedCourse:
         return row[self._part.rank]
 
     def row_units(self, step: int) -> int:
-        """Return what the batches of a step count, over all ranks."""
+        """Return the units of a step's batches, over all ranks."""
         return sum(self._known[slot] for slot in self._row(step) or ())
 
     def place(self, step: int) -> EpochPlace:
-        """Return where the epoch goes on after `step` steps."""
+        """Return the position in the epoch after `step` steps."""
         position = step * self._part.world_size
         taken = position - self._base
         slot = self._order[taken] if taken < len(self._order) else self._walked
@@ -271,7 +314,7 @@ class ScoutedCourse:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Return the position of a slot if no more voids come."""
+        """Return the position of a slot, assuming that no further slot is void."""
         return self._base + len(self._order) + max(0, slot - self._walked)
 
     def _first_slots(self) -> tuple[int, ...]:
@@ -280,7 +323,7 @@ class ScoutedCourse:
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Let go of what is known of the rows before `step`, a thousand slots at a time."""
+        """Drop the slots of the rows before `step`, at least `_FORGET_SLOTS` at a time."""
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
@@ -293,7 +336,11 @@ class ScoutedCourse:
                 del self._known[slot]
 
     def _row(self, step: int) -> list[int] | None:
-        """Return the slots of a step, a rank each; fewer, or none, at the end; None: not known."""
+        """Return the slots of a step, one for each rank.
+
+        Returns:
+            The slots; fewer or none at the end of the epoch; None if they are not known yet.
+        """
         world_size = self._part.world_size
         start = step * world_size - self._base
         row = self._order[start : start + world_size]
@@ -309,7 +356,7 @@ class ScoutedCourse:
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
     def _is_too_much(self, step: int) -> bool:
-        """Return whether the units are used up before the end of a step."""
+        """Return whether the units up to the end of a step exceed the limit."""
         if self._part.units is None:
             return False
         if step >= self._summed_steps:

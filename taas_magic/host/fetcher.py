@@ -1,7 +1,7 @@
-"""A fetcher: the server that gives a run's ranks the batches of its registered loaders.
+"""A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
-Started by the host's agent, before the ranks exist. It tells the agent where it listens and how it
-stands, and ends with the agent or when it is told to.
+The host's agent starts the fetcher before the ranks. The fetcher reports its address and its
+counts to the agent. It ends when the agent ends or requests it.
 """
 
 import os
@@ -37,11 +37,15 @@ from taas_magic.messages import (
 from taas_magic.store.guard import hold
 
 REPORT_S = 0.5
-"""How often a fetcher says how it stands."""
+"""Seconds between a fetcher's reports to the agent."""
 
 
 class Fetcher:
-    """The server of all loaders on one host, which tells the agent how it stands."""
+    """Serves all loaders of a fetcher and reports to the agent.
+
+    Attributes:
+        server: The server of the loaders.
+    """
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service
@@ -53,7 +57,7 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> LoaderPlaces:
-        """Return where it listens, for `FolderDirectory`s here and on the ranks' hosts."""
+        """Return the address of each loader, for the `FolderDirectory` here and on other hosts."""
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
         return {
@@ -64,7 +68,7 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve, and say how the fetcher stands, until it is to end."""
+        """Serve ranks and report to the agent, until `control` is closed or receives anything."""
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
         started.workers, started.entry = self._workers, self.entry()
@@ -83,7 +87,7 @@ class Fetcher:
             _say(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _notes(self) -> list[str]:
-        """Return what the user should know; each is said once."""
+        """Return the messages for the user that were not returned before."""
         spill, said = self._spec.spill, self.server.warnings()
         if spill is None or self._has_warned:
             return said
@@ -99,13 +103,18 @@ class Fetcher:
         ]
 
     def close(self) -> None:
-        """End the server and its workers."""
+        """End the server and its workers, and remove spilled batches."""
         self.server.close()
         if self._spec.spill is not None:
             shutil.rmtree(self._spec.spill, ignore_errors=True)
 
     def _served(self, place: int, loader: Served) -> ServedLoader:
-        """Return one of its loaders, by its place among them."""
+        """Return the server's description of a loader.
+
+        Args:
+            place: Index of the loader in this fetcher, which names its spill folder.
+            loader: The loader's settings.
+        """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
         return ServedLoader(
@@ -125,21 +134,22 @@ class Fetcher:
 
 
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
-    """Run a fetcher's process, started by the agent.
+    """Run a fetcher's process, which the agent has started.
 
-    Sends what `messages.of_fetcher` reads: once it listens, every `REPORT_S`, when a worker had to
-    be started again, and when it could not go on. Ends when `control` is closed or anything comes
-    over it.
+    The fetcher sends messages that `messages.of_fetcher` reads: when it listens, every `REPORT_S`,
+    when it had to restart a worker, and when it fails. It ends when `control` is closed or receives
+    anything.
 
     Args:
-        control: A duplex pipe to the agent.
+        spec: The fetcher's specification.
+        control: Duplex pipe to the agent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
     claim_taas()
     if spec.stacks is not None:
         tracebacks.listen(spec.stacks)
-    with suppress(BrokenPipeError):  # nobody listens any more: this is the end
+    with suppress(BrokenPipeError):  # the agent has ended, so the fetcher ends too
         try:
             if spec.setting is not None:
                 _take(spec.setting, spec.plan.number)
@@ -159,7 +169,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
 
 def _take(setting: ProcessSpec, number: int) -> None:
-    """Make a setting this process's, which is freshly forked and has one thread."""
+    """Apply `setting` to this process; call it after the fork, before any thread starts."""
     share = setting.share
     log = share.folder.path / "logs" / f"fetcher-{number}.log"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -177,13 +187,14 @@ def _take(setting: ProcessSpec, number: int) -> None:
             means=setting.means,
             scratch=setting.folder / str(number),
             run_folder=share.run_dir,
-            note=lambda path: None,  # workers write, and children say nothing: the agent looks
+            # Only the workers write, and children do not report: the agent checks the files.
+            note=lambda path: None,
         )
     payload.read(share.folder.payload).set_state()
 
 
 def _has_room(control: Connection) -> bool:
-    """Return whether the agent hears: no rank is to wait because it does not."""
+    """Return whether a message to the agent would not block; ranks must not wait for the agent."""
     return bool(select.select([], [control], [], 0)[1])
 
 
