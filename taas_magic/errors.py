@@ -116,7 +116,7 @@ class RunLost(PoolError):
 
 
 class ProtocolError(PoolError):
-    """Raised if a peer sent a message that the protocol does not allow."""
+    """Raised if a peer's message breaks the protocol; the connection to it is closed."""
 
 
 def reason_of(error: OSError) -> str:

@@ -1,9 +1,13 @@
-"""Every value that one process tells another, what one may ask another, and the codecs.
+"""Messages, requests and responses between processes, and their codecs.
 
-Each has one definition, by which whoever reads it checks it. All is JSON: a line of a rank's pipe,
-a message, a line of the journal (docs/events.md); but requests and their answers are msgpack, as
-they may hold bytes of files. Readers leave out fields that they do not know, and a field that was
-added later has a default, so that journals of older versions are read, too.
+Each type is defined once, and its reader checks the data against that definition. Messages are
+JSON: lines of a rank's pipe, messages to the pool's process, lines of the journal (docs/events.md).
+Requests and responses are msgpack, as they may contain the bytes of files. Readers ignore fields
+that they do not know, and fields that were added later have defaults, so that journals of older
+versions remain readable.
+
+The usual way of an event is: a rank or fetcher sends it to its host's agent, the agent sends it to
+the pool's process, and that writes it to the journal and sends it to the kernel.
 """
 
 import json
@@ -23,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Failure(Struct, kw_only=True, frozen=True):
-    """Why a rank, or a host, failed; see docs/events.md."""
+    """Failure of a rank or a host; docs/events.md describes the fields."""
 
     rank: int | None = None
     host: str = ""
@@ -43,7 +47,7 @@ class Failure(Struct, kw_only=True, frozen=True):
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack; `text` is its line of source, "" where that is not known."""
+    """A frame of a Python stack; `text` is its source line, or "" if unknown."""
 
     file: str
     line: int
@@ -56,15 +60,16 @@ class StackFrame(NamedTuple):
 
 
 class ProcessStand(Struct, kw_only=True):
-    """Where one process stands, in words.
+    """Stack report of one process, as text for people.
 
     Attributes:
-        command: Its command line; "" for a rank.
-        place: The notebook's line.
-        waits_for: What its main thread waits for.
-        system: Its state, and where in the system's kernel it waits.
-        threads: Frames of each thread by its name, outermost first; the main thread comes first.
-        pending: Collectives that it has begun and that have not ended.
+        command: Command line of the process; "" for a rank.
+        place: Line of the notebook that it executes.
+        waits_for: Event that its main thread waits for.
+        system: State of the process, and the system call in which it waits.
+        threads: Frames by thread, outermost frame first. The main thread is the first one.
+        pending: Collectives that have started and not finished.
+        children: Stack reports of its child processes.
     """
 
     pid: int
@@ -78,11 +83,11 @@ class ProcessStand(Struct, kw_only=True):
 
 
 class RankStand(ProcessStand, kw_only=True):
-    """Where a rank stands.
+    """Stack report of a rank.
 
     Attributes:
-        quiet_s: How long it has not come forward.
-        since: Since when it has not, by the clock of who shows it.
+        quiet_s: Seconds since the rank last made progress.
+        since: Time of that progress, by the clock of the machine that displays it.
     """
 
     rank: int
@@ -92,14 +97,14 @@ class RankStand(ProcessStand, kw_only=True):
 
 
 class FetcherStand(ProcessStand, kw_only=True):
-    """Where a fetcher, by its number in the run, and its workers stand."""
+    """Stack report of a fetcher and its workers; `fetcher` is its number in the run."""
 
     fetcher: int
     host: str = ""
 
 
 class RunStacks(Struct):
-    """Where the ranks and fetchers of a run stand, and a line for each host that did not say."""
+    """Stack reports of a run; `silent` has a line for each host that did not respond."""
 
     ranks: list[RankStand] = []
     fetchers: list[FetcherStand] = []
@@ -107,7 +112,7 @@ class RunStacks(Struct):
 
 
 class RankCounts(Struct, kw_only=True):
-    """What a rank was handed of one loader; docs/events.md says what each field means."""
+    """Data metrics of a rank for one loader; docs/events.md describes the fields."""
 
     workers: int = 0
     batches: int = 0
@@ -125,7 +130,7 @@ class RankCounts(Struct, kw_only=True):
 
 
 class FetcherCounts(Struct, kw_only=True):
-    """What a fetcher counts of one loader; docs/events.md says what each field means."""
+    """Data metrics of a fetcher for one loader; docs/events.md describes the fields."""
 
     prepared: int = 0
     sent: int = 0
@@ -144,12 +149,15 @@ class FetcherCounts(Struct, kw_only=True):
 
 
 class Address(NamedTuple):
-    """Where a fetcher listens.
+    """Address of a fetcher's server.
 
     Attributes:
-        host: Name or IP address for TCP.
-        unix: Name in the abstract namespace, which is also the server's name in the proof.
-        machine: `service.machine()` of its host.
+        fetcher: Number of the fetcher in the run.
+        host: Host name or IP address for TCP.
+        port: TCP port; 0 if the server listens on a Unix socket only.
+        unix: Name of its Unix socket in the abstract namespace. Authentication also uses this name
+            for the server.
+        machine: `service.machine()` of its host; a client on the same machine uses the Unix socket.
     """
 
     fetcher: int
@@ -164,12 +172,15 @@ class Address(NamedTuple):
 
 
 class LoaderPlace(Struct, kw_only=True, frozen=True):
-    """Where one fetcher has a loader.
+    """Addresses at which fetchers serve one loader.
 
     Attributes:
-        workers: How many workers its fetchers have together.
-        addresses: Where this one listens, by its place among them.
-        failed: Why it has ended, or could not start; "" if it listens, or is about to.
+        fetchers: Number of fetchers that run the loader.
+        workers: Number of workers of these fetchers together.
+        addresses: Known addresses, by the index of the fetcher among these fetchers. A fetcher
+            reports only its own.
+        failed: Reason why the reporting fetcher has ended or could not start; "" if it listens or
+            is about to.
     """
 
     fetchers: int
@@ -179,18 +190,22 @@ class LoaderPlace(Struct, kw_only=True, frozen=True):
 
 
 LoaderPlaces = dict[str, LoaderPlace]
-"""Where a fetcher listens, by loader."""
+"""Addresses of a fetcher by the name of the loader."""
 
 
 class WrittenFile(Struct):
-    """A file of rank 0 in the project store."""
+    """A file that rank 0 wrote to the project store."""
 
     path: str
     bytes: int
 
 
 class KeptOutFile(Struct):
-    """A file of another rank that was kept out; `in_store`: whether rank 0 left such a file."""
+    """A file of another rank that was kept out of the project store.
+
+    Attributes:
+        in_store: Whether rank 0 left a file with this path in the project store.
+    """
 
     rank: int
     path: str
@@ -198,14 +213,14 @@ class KeptOutFile(Struct):
 
 
 class UnsentFile(Struct):
-    """A file of rank 0 that did not get into the store from another machine."""
+    """A file of rank 0 that could not be copied from another machine to the project store."""
 
     path: str
     why: str
 
 
 class MetricPoint(NamedTuple):
-    """One value that a program logged by `taas.log`; `value` is None for NaN and infinity."""
+    """A value that a program logged by `taas.log`; `value` is None for NaN and infinity."""
 
     name: str
     step: int
@@ -214,11 +229,12 @@ class MetricPoint(NamedTuple):
 
 
 class Event(Struct, tag_field="kind", kw_only=True):
-    """Something that happened in a run.
+    """Base class of the events of a run: the records of its journal.
 
     Attributes:
-        time: Seconds since 1970, when the pool's process saw it.
-        host: Who reports it, as the pool's process knows it; "" for what no single host does.
+        time: Time at which the pool's process received the event, in seconds since 1970.
+        host: Name of the reporting host; "" for an event that no single host reports. The pool's
+            process sets it.
     """
 
     time: float = field(default_factory=time.time)
@@ -226,26 +242,30 @@ class Event(Struct, tag_field="kind", kw_only=True):
 
 
 class RankEvent(Event, kw_only=True):
-    """An event of one rank; it leaves the number to its agent."""
+    """Base class of the events of one rank. The rank's agent sets `rank`."""
 
     rank: int = 0
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The run is now RUNNING; what reads a journal makes one that is LOST."""
+    """The pool's process reports that the run is RUNNING.
+
+    Readers of a journal make such an event themselves, with LOST, if the run is lost.
+    """
 
     state: str
 
 
 class Detached(Event, tag="detached", kw_only=True):
-    """The pool's process owns the run from now on, and no kernel does."""
+    """The pool's process reports that it owns the run from now on, instead of a kernel."""
 
 
 class RanksStarted(Event, tag="started", kw_only=True):
-    """The ranks of a host have started.
+    """An agent reports that the ranks of its host have started.
 
     Attributes:
-        gpus: GPUs that they hold: as many as there are ranks, as far as the host has them.
+        pids: Process id by rank.
+        gpus: Number of GPUs in use: one for each rank, as far as the host has them.
     """
 
     attempt: int = 0
@@ -254,26 +274,26 @@ class RanksStarted(Event, tag="started", kw_only=True):
 
 
 class Lines(RankEvent, tag="lines", kw_only=True):
-    """Whole lines that a rank wrote, without their ends."""
+    """Complete lines that a rank wrote, without line ends."""
 
     lines: list[str]
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """Lines that were too many to show."""
+    """Number and size of a rank's lines that are not shown, as there were too many."""
 
     lines: int
     bytes: int
 
 
 class Progress(RankEvent, tag="progress", kw_only=True):
-    """Rank 0's unfinished line as it stands."""
+    """Current text of rank 0's unfinished line, such as a progress bar."""
 
     text: str
 
 
 class Display(RankEvent, tag="display", kw_only=True):
-    """A rank displayed something; `data` maps media types to contents."""
+    """Output that a rank displayed; `data` maps media types to contents."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] | None = None
@@ -282,32 +302,39 @@ class Display(RankEvent, tag="display", kw_only=True):
 
 
 class ClearOutput(RankEvent, tag="clear", kw_only=True):
-    """A rank cleared its output."""
+    """A rank's call of `clear_output`; `wait` is its argument."""
 
     wait: bool = False
 
 
 class Note(Event, tag="note", kw_only=True):
-    """Worth knowing, said once."""
+    """A note for the user, shown in the run's head."""
 
     text: str
 
 
 class Hang(Event, tag="hang", kw_only=True):
-    """No rank of a host has come forward; no ranks: one has come forward since."""
+    """An agent reports that no rank of its host makes progress.
+
+    Attributes:
+        ranks: Stack reports of the ranks; empty if a rank has made progress again.
+    """
 
     attempt: int
     ranks: list[RankStand]
 
 
 class RankFailure(Event, tag="failure", kw_only=True):
-    """A rank, or its host, failed."""
+    """Report of the failure of a rank or a host."""
 
     failure: Failure
 
 
 class Settled(Event, tag="settled", kw_only=True):
-    """The ranks of a host have ended or failed."""
+    """An agent reports that the ranks of its host have ended or failed.
+
+    After the reports of all hosts, the pool's process ends or restarts the run.
+    """
 
     attempt: int = 0
     state: str = ""
@@ -316,7 +343,13 @@ class Settled(Event, tag="settled", kw_only=True):
 
 
 class Restart(Event, tag="restart", kw_only=True):
-    """All ranks start again: after a failure, or, without one, because of `cause`."""
+    """The pool's process reports that all ranks start again.
+
+    Attributes:
+        failure: The failure that made it necessary; None if the run grows.
+        cause: Reason for the restart if there was no failure.
+        world_size: New number of ranks if the run grows.
+    """
 
     attempt: int
     failure: Failure | None = None
@@ -325,7 +358,7 @@ class Restart(Event, tag="restart", kw_only=True):
 
 
 class StoreReceipt(Event, tag="receipt", kw_only=True):
-    """What one host's ranks did to the project store; see `store.receipt.Receipt`."""
+    """Writes of one host's ranks to the project store; see `store.receipt.Receipt`."""
 
     written: list[WrittenFile] = []
     kept_out: list[KeptOutFile] = []
@@ -336,12 +369,13 @@ class StoreReceipt(Event, tag="receipt", kw_only=True):
 
 
 class FetcherStarted(Event, tag="fetcher", kw_only=True):
-    """A fetcher listens.
+    """A fetcher reports that it listens.
 
     Attributes:
-        cores: Those of its host.
-        workers: How many each loader has.
-        entry: Where it listens; not in the journal.
+        number: Number of the fetcher in the run.
+        cores: Processors of its host.
+        workers: Number of workers of each loader.
+        entry: Addresses of the fetcher; not in the journal.
     """
 
     number: int
@@ -352,21 +386,32 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
 
 
 class FetcherReport(Event, tag="fetched", kw_only=True):
-    """How a fetcher's workers stand, by loader."""
+    """A fetcher reports its data metrics, by loader."""
 
     number: int
     loaders: dict[str, FetcherCounts]
 
 
 class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
-    """A fetcher has ended. If it was not told to, or never listened, `entry` says why."""
+    """An agent reports that a fetcher has ended.
+
+    Attributes:
+        number: Number of the fetcher in the run.
+        entry: Its loaders, with the reason in `failed` if it ended unexpectedly or never listened.
+    """
 
     number: int
     entry: LoaderPlaces | UnsetType = UNSET
 
 
 class Prefilling(Event, tag="filling", kw_only=True):
-    """Ranks wait until so much is ready."""
+    """Progress of the fetchers while ranks wait for data to be prepared (`--prefill`).
+
+    Attributes:
+        done: Amount that is ready.
+        wanted: Amount to wait for.
+        unit: Unit of both; see `Prefill`.
+    """
 
     done: int
     wanted: int
@@ -374,7 +419,7 @@ class Prefilling(Event, tag="filling", kw_only=True):
 
 
 class RankReport(RankEvent, tag="data", kw_only=True):
-    """What a rank was handed, by loader; `cores` of its host."""
+    """A rank reports its data metrics by loader, and the `cores` of its host."""
 
     cores: int = 0
     loaders: dict[str, RankCounts]
@@ -387,10 +432,10 @@ class Metrics(RankEvent, tag="metrics", kw_only=True):
 
 
 class CellNames(RankEvent, tag="names", kw_only=True):
-    """Which variables a session's cell assigned and deleted on a rank.
+    """Names of variables that a session's cell assigned and deleted on a rank.
 
     Attributes:
-        plain: Digests of those assigned values that consist of numbers and texts (`plain_digest`).
+        plain: Digests (`plain_digest`) of the assigned values that consist of numbers and strings.
     """
 
     assigned: list[str] = []
@@ -399,13 +444,13 @@ class CellNames(RankEvent, tag="names", kw_only=True):
 
 
 class RanksKilled(Event, tag="killed", kw_only=True):
-    """Ranks of a session did not return from a cell in time and were killed."""
+    """An agent reports that it killed ranks of a session that did not end a cell in time."""
 
     ranks: list[int]
 
 
 class HostEnded(Event, tag="host_ended", kw_only=True):
-    """A host has ended its share of the run."""
+    """An agent reports that its host has ended its share of the run."""
 
     state: str = ""
     failures: list[Failure] = []
@@ -416,10 +461,11 @@ class RunEnded(Event, tag="ended", kw_only=True):
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
-        failures: Of all hosts, causes before consequences.
-        first: The one to blame.
-        why: Where the run could not report its own end.
-        attempt: The last attempt, whose results count.
+        failures: Failures of all hosts, causes before consequences.
+        first: The failure to blame; None if there is none.
+        elapsed_s: Seconds that the run took.
+        why: Reason why the run could not report its own end; else "".
+        attempt: Number of the last attempt, whose results count.
     """
 
     state: str
@@ -431,26 +477,26 @@ class RunEnded(Event, tag="ended", kw_only=True):
 
 
 class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
-    """A fetcher tells its agent why it cannot go on."""
+    """A fetcher's message to its agent: the reason why it cannot continue."""
 
     why: str
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """What a rank tells its agent of itself, besides events."""
+    """Base class of messages about itself that a rank sends to its agent, in addition to events."""
 
 
 class RankUp(RankMessage, tag="up"):
-    """It would hear an interrupt from now on."""
+    """The rank reports that from now on it reacts to an interrupt (SIGINT)."""
 
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
-    """It lives.
+    """The rank reports periodically that it is alive.
 
     Attributes:
         stack: The user's innermost frames of its main thread, outermost first.
-        collectives: How many it has begun and ended, by backend.
-        spins: Whether it may use a core to wait: CUDA does, for a collective of NCCL.
+        collectives: Numbers of started and of finished collectives, for each backend.
+        spins: Whether the rank may use a core while it only waits, as CUDA does for NCCL.
     """
 
     stack: list[StackFrame] = []
@@ -459,14 +505,16 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
 
 class RankSight(RankMessage, tag="sight"):
-    """Where it stands: the stacks of its threads by their names, and collectives not ended."""
+    """The rank reports the stacks of its threads by name, and its unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
     pending: list[str] = []
 
 
 class RankRaised(RankMessage, tag="raised"):
-    """The exception that the cell failed with; sent again with IPython's drawing of its traceback.
+    """The rank reports the exception that the cell failed with.
+
+    The rank sends it again with the traceback as IPython formats it.
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.
@@ -481,62 +529,62 @@ class RankRaised(RankMessage, tag="raised"):
 
 
 class RankShowed(RankMessage, tag="showed"):
-    """IPython caught and showed an exception, and the cell goes on; the run will have failed.
+    """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
-    A plain cell goes on in the same way after `%run` of a script that raised. `RankRaised` follows
-    when the cell ends.
+    The run counts as failed: `RankRaised` follows when the cell ends. A plain cell continues in the
+    same way after `%run` of a script that raised.
     """
 
 
 class RankReported(RankMessage, tag="reported"):
-    """All is said of what the cell raised."""
+    """The rank reports that it has sent everything about the exception that the cell raised."""
 
 
 class RankLeft(RankMessage, tag="left"):
-    """It ends by `sys.exit(0)`; where, as lines."""
+    """The rank reports that it ends by `sys.exit(0)`; `stack` has the lines of the call."""
 
     stack: list[str]
 
 
 class RankFinished(RankMessage, tag="finished"):
-    """The cell ran to its end."""
+    """The rank reports that the cell ran to its end."""
 
 
 class RankReturned(RankMessage, tag="returned", kw_only=True):
-    """A session's rank waits for its next cell.
+    """A session's rank reports that it waits for its next cell.
 
     Attributes:
-        was_cut: Whether its connections to other ranks were cut to end a collective.
+        was_cut: Whether its connections to other ranks were closed to end a collective.
     """
 
     was_cut: bool = False
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
-    """What a rank tells its agent of the project store."""
+    """Base class of messages about the project store that a rank sends to its agent."""
 
 
 class RankTouched(StoreMessage, tag="touched"):
-    """It wrote to the project store, or, where it is not rank 0, was kept from it."""
+    """The rank reports a write to the project store; a write of a rank other than 0 is kept out."""
 
     path: str
 
 
 class RankHeld(StoreMessage, tag="held"):
-    """What holds it off the project store."""
+    """The rank reports the mechanism (`Means`) that keeps its writes out of the project store."""
 
     means: str
 
 
 class CellOrder(Struct, kw_only=True):
-    """What the agent tells a rank of a session to do next.
+    """The agent's order to a rank of a session: run the next cell, or end.
 
     Attributes:
-        number: The cell's number in the session, from 1; 0 ends the rank.
+        number: Number of the cell in the session, from 1; 0 ends the rank.
         run_dir: Folder of the cell's run on this host.
-        takes_part: Whether the rank runs the cell; the others only load the notebook's values.
-        shows: Whether what the rank displays is shown.
-        out: As `RunOptions.out`.
+        takes_part: Whether the rank runs the cell; other ranks only load the notebook's values.
+        shows: Whether the notebook shows the rank's displays.
+        out: See `RunOptions.out`.
         colors: IPython's colour scheme for tracebacks.
     """
 
@@ -549,18 +597,18 @@ class CellOrder(Struct, kw_only=True):
 
 
 class AgentSettings(Struct, kw_only=True):
-    """What an engine tells the agent that it starts, by way of the supervisor.
+    """Settings that an engine sends to the agent that it starts, through the supervisor.
 
     Attributes:
-        scheduler: The pool's address.
-        security: Keyword arguments of dask's `Security`.
-        name: By which Dask and the engine know the host.
-        host_name: By which the user does; "" for what the host calls itself.
-        interface: Of the ranks; "" finds it.
-        is_foreign: Whether it is another machine than the notebook's.
-        local_directory: For what Dask writes.
-        lease_s: How long it lives without hearing the pool.
-        start_timeout_s: Seconds without any work after which its forkserver counts as stuck.
+        scheduler: Address of the pool's process.
+        security: Keyword arguments of Dask's `Security`.
+        name: Name of the host for Dask and the engine.
+        host_name: Name of the host for the user; "" for the host's own name.
+        interface: Network interface of the ranks; "" finds it.
+        is_foreign: Whether the host is another machine than the notebook's.
+        local_directory: Folder for Dask's files; None for Dask's default.
+        lease_s: Seconds without a message from the pool after which the host ends everything.
+        start_timeout_s: Seconds without any activity after which its forkserver counts as stuck.
     """
 
     scheduler: str
@@ -575,19 +623,20 @@ class AgentSettings(Struct, kw_only=True):
 
 
 class AgentKeys(Struct, kw_only=True):
-    """The name and the key of the agent that a vehicle is to bring."""
+    """Name and key for an agent that a vehicle starts; the response to `GetAgentKeys`."""
 
     name: str
     security: dict[str, str | bool]
 
 
 class HostHello(Struct, kw_only=True):
-    """Who a host is.
+    """Description of a host that its agent sends to the pool's process; the response to `Greet`.
 
     Attributes:
-        host: Its name, as the user calls it.
-        address: Where its ranks and fetchers are reached by those of other hosts.
-        means: What holds its ranks off the project store.
+        host: Name of the host for the user.
+        address: Address at which other hosts reach its ranks and fetchers.
+        means: Mechanism (`Means`) that keeps writes of its ranks out of the project store.
+        gpus: Number of its GPUs.
     """
 
     host: str
@@ -597,29 +646,32 @@ class HostHello(Struct, kw_only=True):
 
 
 class Facts(Struct, frozen=True):
-    """One host, as its own Python saw it.
+    """Facts about a host, as `probe.main` found them in the Python that the pool uses there.
 
     Attributes:
-        python: Version of the interpreter that the pool names; all below is what that one finds.
-        glibc: Version of the C library; "" where it is another one.
-        torch: Version; "" where it is not installed.
-        cuda: The CUDA version that torch was built for; "" for a CPU build.
-        versions: Versions of the packages that were asked for and are there.
-        ours: Digest of taas-magic's files; "" where it is not installed.
-        missing: Those of the modules asked for that are not there.
-        cache: Where taas-magic keeps things on the host.
-        cache_error: Why nothing can be written there; "" if it can.
-        free_bytes: What may still be written there.
-        sites: Names of the folders of packages that we have put there.
-        cores: Logical processors that a process may use.
-        gpu_names: What they are called, where that could be asked.
+        python: Version of the interpreter that the pool's settings name. All other facts are
+            those that this interpreter finds.
+        glibc: Version of glibc; "" if the host has another C library.
+        torch: Version of torch; "" if it is not installed.
+        cuda: CUDA version that torch was built for; "" for a CPU build.
+        versions: Versions of the requested packages that are installed.
+        ours: Digest of taas-magic's files; "" if it is not installed.
+        missing: Requested modules that are not installed.
+        cache: Folder for taas-magic's files on the host.
+        cache_error: Reason why the cache is not writable; "" if it is.
+        free_bytes: Bytes that can still be written to the cache.
+        sites: Names of the package folders that taas-magic has put into the cache.
+        cores: Number of logical processors that a process may use.
+        gpus: Number of GPUs.
+        gpu_names: Names of the GPUs; empty if they were not requested or could not be found.
         clock: The host's wall clock, in seconds since 1970.
-        ahead_s: How far that is ahead of this machine's clock.
-        hostname: What it calls itself.
-        own_addresses: What that name resolves to on the host itself.
-        python_path: What its PYTHONPATH is already.
-        reached_at: The address at which SSH reached it; "" where it did not come by SSH.
-        sees_store: Whether it shares the project store with the notebook.
+        ahead_s: Seconds by which that clock is ahead of this machine's.
+        hostname: The host's own name.
+        own_addresses: Addresses that the host itself resolves that name to.
+        interfaces: Addresses by network interface.
+        python_path: Entries of PYTHONPATH.
+        reached_at: Address at which SSH reached the host; "" without SSH.
+        sees_store: Whether the host shares the project store with the notebook.
     """
 
     host: str = ""
@@ -651,25 +703,28 @@ class Facts(Struct, frozen=True):
     sees_store: bool = False
 
     def of(self, host: str, began: float) -> "Facts":
-        """Complete what the probe answered; what it does not say (an old Python) is empty.
+        """Return the facts with `host` and `ahead_s` set. Call it as soon as the facts arrive.
 
         Args:
-            host: Who answered just now.
-            began: When it was asked, by this machine's clock.
+            host: Name of the host.
+            began: Time at which the probe was started, by this machine's clock.
         """
         ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
         return structs.replace(self, host=host, ahead_s=ahead_s)
 
     def interface_of(self, address: str) -> str:
-        """Return the interface that has an address; "" for none."""
+        """Return the network interface with this address, or ""."""
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
 class Started(Struct, kw_only=True):
-    """The hosts of a run or of its fetchers; or why there are none, or not its project store.
+    """Response of the pool's process to a request for hosts, or to start a run or its fetchers.
 
     Attributes:
-        is_ending: Whether the pool's process had begun to end when it was asked.
+        hosts: Names of the hosts.
+        error: Reason why there are no hosts; else "".
+        store_error: Reason why the project store cannot be used; else "".
+        is_ending: Whether the pool's process had begun to end when it received the request.
     """
 
     hosts: list[str] = []
@@ -679,13 +734,14 @@ class Started(Struct, kw_only=True):
 
 
 class HostStatus(Struct, kw_only=True):
-    """What `%taas pools` says of a host.
+    """Status of a host, for `%taas pools`.
 
     Attributes:
-        means: What holds its ranks off the project store.
-        had_s: How long it is had.
-        idle_s: How long it has had no run; None while it has.
-        gpu_hours: Of its GPUs, since it is had.
+        means: Mechanism (`Means`) that keeps writes of its ranks out of the project store.
+        runs: Ids of the runs on the host.
+        had_s: Seconds since the host was allocated.
+        idle_s: Seconds without a run; None if it has one.
+        gpu_hours: GPU hours since the host was allocated.
     """
 
     host: str
@@ -700,8 +756,8 @@ class StartingHost(Struct, kw_only=True):
     """A host that has joined its pool, and cannot start ranks yet.
 
     Attributes:
-        host: Its name, as the user calls it.
-        imports: The module that its forkserver imports.
+        host: Name of the host for the user.
+        imports: Module that its forkserver is importing.
         for_s: Seconds since that import began.
     """
 
@@ -711,13 +767,14 @@ class StartingHost(Struct, kw_only=True):
 
 
 class PoolStatus(Struct, kw_only=True):
-    """What `%taas pools` says of a pool.
+    """Status of a pool, for `%taas pools`.
 
     Attributes:
+        hosts: Hosts that can start ranks.
         starting: Hosts that cannot start ranks yet.
-        refused: Messages and connections that were refused.
-        gpu_hours: Of all hosts since the pool began.
-        used_gpu_hours: Those of runs.
+        refused: Number of refused messages and connections.
+        gpu_hours: GPU hours of all hosts since the pool's process started.
+        used_gpu_hours: GPU hours of runs.
     """
 
     hosts: list[HostStatus] = []
@@ -728,11 +785,14 @@ class PoolStatus(Struct, kw_only=True):
 
 
 _FOR_PEOPLE = (Started, RunStacks, HostHello, PoolStatus, list[Facts])
-"""Answers that people read; others have paths and contents of files, which stay as they are."""
+"""Types of responses that people read, which are cleaned of control sequences.
+
+Other responses contain paths and contents of files, which must not be changed.
+"""
 
 
 def leaves(kind: type[Struct]) -> list[Any]:
-    """Return the structs below one that have none below them."""
+    """Return the subclasses of a struct, at any depth, that have no subclasses themselves."""
     return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
 
 
@@ -743,22 +803,23 @@ else:
 
 
 class Request(Struct, Generic[_T]):
-    """What one process asks another; each kind says of which type its answer is.
+    """Base class of requests that one process sends to another. `Request[T]` has a response of `T`.
 
-    Dask carries requests by the names of their kinds, and `pool/gate.py` says who may ask which.
-    What the pool is asked of all hosts, it may ask of each: `Halt`, `GetStacks`, `GetFacts`.
+    The class name of a request is the name of its operation in Dask. `pool/gate.py` lists the
+    operations that each peer may send. To execute `Halt`, `GetStacks` or `GetFacts` for all hosts,
+    the pool's process sends the same request to each agent.
     """
 
     @classmethod
     def op(cls) -> str:
-        """Return the name by which Dask carries it."""
+        """Return the name of the request's operation in Dask."""
         return f"taas_{cls.__name__}"
 
     def read_answer(self, packed: bytes) -> _T:
-        """Read the answer.
+        """Decode the response to this request.
 
         Raises:
-            ValueError: It is of another type.
+            ValueError: The response has another type.
         """
         answer: type[_T] = get_args(self.__orig_bases__[0])[0]  # type: ignore[attr-defined]
         read = from_bytes(packed, answer)
@@ -766,22 +827,25 @@ class Request(Struct, Generic[_T]):
 
 
 class Enter(Request[bool]):
-    """Let a kernel in; the answer is False if the pool's process has begun to end.
+    """A kernel registers with the pool's process, which then stays as long as the kernel.
+
+    The response is False if the pool's process has begun to end.
 
     Attributes:
-        owner: The Dask client of the kernel, which is connected.
+        owner: Id of the kernel's Dask client, which is connected already.
     """
 
     owner: str
 
 
 class WaitForHosts(Request[Started]):
-    """Wait until so many hosts are there and can start ranks at once.
+    """A kernel asks the pool's process to wait until enough hosts can start ranks immediately.
 
     Attributes:
-        owner: The Dask client of the kernel; when it is gone, so is its wait.
-        wait: By what it is given up (`Halt`).
-        has_run: Whether a cell waits with it, and not the warming alone.
+        owner: Id of the kernel's Dask client; if the client disconnects, the wait is cancelled.
+        wait: Id to pass to `Halt` to cancel the wait.
+        hosts: Number of hosts to wait for.
+        has_run: Whether a run waits for the hosts, so that this is not only to warm the pool.
     """
 
     owner: str
@@ -791,16 +855,24 @@ class WaitForHosts(Request[Started]):
 
 
 class Relay(Request[None]):
-    """Take what the fetchers of a run said, perhaps those of another pool."""
+    """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
+
+    The fetchers may belong to another pool.
+    """
 
     run_id: str
     said: list[AnyEvent]
 
 
 class Halt(Request[None]):
-    """Interrupt (`interrupt`) or end (`kill`) a run's ranks, or its fetchers; they may be over.
+    """A kernel or a pool's process stops the ranks or the fetchers of a run.
 
-    In the place of a run's id, that of a wait for hosts gives it up.
+    A kernel sends it to the pool's process, which sends it to the agents. It is no error if the
+    ranks or fetchers have already ended.
+
+    Attributes:
+        run_id: Id of the run, of its fetchers, or of a wait for hosts, which is then cancelled.
+        how: "interrupt" or "kill".
     """
 
     run_id: str
@@ -808,18 +880,22 @@ class Halt(Request[None]):
 
 
 class Detach(Request[str]):
-    """Take a run over from its kernel, with its fetchers; the answer says why not, or is ""."""
+    """A kernel hands a run and its fetchers over to the pool's process.
+
+    The response is "", or the reason why this is impossible.
+    """
 
     run_id: str
 
 
 class TakeFetchers(Request[list[AnyEvent] | None]):
-    """Make a run's fetchers those of another pool's process, which hears their events from then on.
+    """The pool's process that owns a run takes over its fetchers from another pool's process.
 
-    The answer has the starts and ends of fetchers so far; None: the fetchers are not here.
+    From then on, it receives the events of the fetchers. The response has the events of their
+    starts and ends so far, or is None if that pool does not run the fetchers.
 
     Attributes:
-        owner: The Dask client of that process; when it is gone, the fetchers end.
+        owner: Id of the new owner's Dask client; if the client disconnects, the fetchers end.
     """
 
     owner: str
@@ -827,37 +903,54 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 
 
 class GetStatus(Request[PoolStatus]):
-    """Tell the pool's hosts, what each does, and its kernels."""
+    """A kernel asks the pool's process for the status of the pool and its hosts."""
 
 
 class GetStacks(Request[RunStacks]):
-    """Tell where a run's ranks, or its fetchers, stand."""
+    """Get the stack reports of a run's ranks or fetchers.
+
+    A kernel sends it to the pool's process, which sends it to the agents.
+
+    Attributes:
+        run_id: Id of the run or of its fetchers.
+    """
 
     run_id: str
 
 
 class EndPool(Request[None]):
-    """End every run and then the pool's process."""
+    """A kernel asks the pool's process to end every run and then itself."""
 
 
 class GetAgentKeys(Request[AgentKeys]):
-    """Make the name and the key of the agent that a vehicle is to bring."""
+    """A vehicle asks the pool's process for the name and key of the agent that it starts.
+
+    A vehicle is a Dask worker of a batch system or cloud (host/vehicle.py).
+
+    Attributes:
+        vehicle: Name of that Dask worker.
+    """
 
     vehicle: str
 
 
 class Greet(Request[HostHello]):
-    """Tell who the host is.
+    """The pool's process asks an agent to describe its host, once it can start ranks.
 
     Attributes:
-        has_run: Whether a run waits for it; else it begins to import what a run could do without.
+        has_run: Whether a run waits for the host. If not, the agent starts to import modules that
+            runs do not need immediately.
     """
 
     has_run: bool = True
 
 
 class GetFacts(Request[list[Facts]]):
-    """Tell what hosts are like for their agents' Python: keyword arguments of `probe.main`."""
+    """Get facts about the hosts.
+
+    A kernel sends it to the pool's process, which sends it to the agents. The fields are the
+    arguments of `probe.main`, which runs in the agent's Python.
+    """
 
     packages: list[str] = []
     modules: list[str] = []
@@ -866,13 +959,13 @@ class GetFacts(Request[list[Facts]]):
 
 
 class EndRun(Request[None]):
-    """End a run that has settled on all hosts."""
+    """The pool's process asks an agent to end a run whose ranks have ended on all hosts."""
 
     run_id: str
 
 
 class PlaceFetcher(Request[None]):
-    """Tell a run's ranks on the host where a fetcher listens."""
+    """The pool's process sends an agent the addresses of a fetcher, for the run's ranks there."""
 
     run_id: str
     number: int
@@ -880,16 +973,19 @@ class PlaceFetcher(Request[None]):
 
 
 Answer = Callable[[Any], Awaitable[object]]
-"""Answers requests of one kind."""
+"""Function that executes a request of one type and returns its response."""
 
 
 def handlers(answers: Mapping[type[Request[Any]], Answer]) -> dict[str, Callable[..., Any]]:
-    """Return what Dask calls, by name, to answer requests of these kinds."""
+    """Return the handlers that Dask calls for these types of requests, by operation."""
     return {kind.op(): answering(kind, answer) for kind, answer in answers.items()}
 
 
 def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
-    """Return a handler of packed requests of a kind; it raises ProtocolError for what is none."""
+    """Return a handler that decodes a request, executes it and encodes the response.
+
+    The handler raises ProtocolError if the bytes are not a request of this type.
+    """
 
     async def handle(request: bytes) -> bytes:
         try:
@@ -902,10 +998,14 @@ def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awa
 
 
 async def ask(scheduler: Any, request: Request[_T]) -> _T:
-    """Ask the pool's process by a connection of Dask's to its scheduler; return its answer.
+    """Send a request to the pool's process and return the response.
+
+    Args:
+        scheduler: A Dask connection (`rpc`) to the scheduler of the pool's process.
+        request: The request.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: The pool's process cannot be reached.
     """
     return request.read_answer(await getattr(scheduler, request.op())(request=to_bytes(request)))
 
@@ -914,10 +1014,10 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
 def encode(message: Struct) -> bytes:
-    """Return a message as one line of JSON, without its end.
+    """Encode a message as one line of JSON, without a line end.
 
-    What users display may hold anything; what is no JSON is told by its `repr`. Texts that are not
-    UTF-8, such as names of files, are escaped.
+    Displayed objects may contain any type: values that JSON does not have are replaced by their
+    `repr`. Strings that are not valid UTF-8, such as file names, are escaped.
     """
     try:
         return _encoder.encode(message)
@@ -926,7 +1026,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Return a value whose texts can be encoded as UTF-8: a lone surrogate becomes `\udce9`."""
+    r"""Escape lone surrogates in all strings of a value, such as `\udce9`, which UTF-8 rejects."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -936,8 +1036,8 @@ def escaped(value: Any) -> Any:
     return value
 
 
-# Sequences that a terminal obeys, but for colours: CSI, strings (OSC with hyperlinks and titles,
-# DCS, SOS, PM, APC), two-character escapes, and a control character alone.
+# Terminal control sequences except colours: CSI, strings (OSC with hyperlinks and titles, DCS, SOS,
+# PM, APC), two-character escapes, and single control characters.
 _CONTROLS = re.compile(
     r"\x1b\[[0-9;:?<=>!]*[ -/]*[@-ln-~]"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
@@ -948,17 +1048,17 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOURS_END = ("\x1b[0m", "\x1b[m")
 
 _COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobNews.lines"})
-"""Fields whose texts are lines of a program's output, which may have colours."""
+"""Fields with single lines of a program's output, which keep their colours."""
 
 _BLOCKS = frozenset(
     {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
     | {"JobNews.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
 )
-"""Fields whose texts may have several lines, with colours."""
+"""Fields with text of several lines, which keeps its line breaks and colours."""
 
 
 def harmless(text: str) -> str:
-    """Return a line that only colours a terminal: other sequences are left out."""
+    """Remove all terminal control sequences except colours from a line."""
     if text.isprintable():
         return text
     text = _CONTROLS.sub("", text)
@@ -966,27 +1066,30 @@ def harmless(text: str) -> str:
 
 
 def harmless_block(text: str) -> str:
-    """Return a text of several lines that only colours a terminal."""
+    """Remove all terminal control sequences except colours from a text of several lines."""
     return text if text.isprintable() else "\n".join(map(harmless, text.split("\n")))
 
 
 def _harmless_word(text: str) -> str:
-    """Return a text in one line without anything that a terminal obeys."""
+    """Remove line breaks and all terminal control sequences, including colours."""
     return text if text.isprintable() else _COLOURS.sub("", harmless(text.replace("\n", " ")))
 
 
 def _harmless_line(text: str) -> str:
-    """Return a line without breaks: a second line would pass for another rank's."""
+    """Remove line breaks and all terminal control sequences except colours from a line.
+
+    A second line could be mistaken for another rank's output.
+    """
     return text if text.isprintable() else harmless(text.replace("\n", " "))
 
 
 def cleaned(value: _T) -> _T:
-    """Remove from every text of a value, at any depth, what a terminal would obey.
+    """Remove terminal control sequences from every string of a value, at any depth.
 
-    Call it where a value that another host may have made is decoded, and that people will read.
-    Structs are changed in place. Names lose line breaks and colours, too; `_COLOURED` and `_BLOCKS`
-    name the fields that keep them. Of a `Display`, only plain text is changed: other media types
-    are not for terminals.
+    Call it after decoding a value that may come from another host and that people will read.
+    Structs are changed in place. Strings also lose line breaks and colours, except in the fields
+    listed in `_COLOURED` and `_BLOCKS`. In a `Display`, only plain text is changed, as other media
+    types are not for terminals.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 
@@ -1024,10 +1127,10 @@ _event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 
 
 def event_of(packed: bytes) -> Event:
-    """Read an event, `cleaned`.
+    """Decode an event and clean it of control sequences (`cleaned`).
 
     Raises:
-        msgspec.DecodeError: It is none.
+        msgspec.DecodeError: `packed` is no event.
     """
     try:
         return cleaned(_event_of(packed))
@@ -1039,24 +1142,24 @@ of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.De
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames)
 ).decode
-"""Reads what a rank says; raises msgspec.DecodeError where it is no message, as `of_fetcher`."""
+"""Decode a message from a rank to its agent; raise msgspec.DecodeError if it is none."""
 
 of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
     FetcherStarted | FetcherReport | Note | FetcherFailed
 ).decode
-"""Reads what a fetcher says."""
+"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError if it is none."""
 
 
 def pack(value: object, indent: int | None = None) -> bytes:
-    """Return a value with paths and variables, which need not be UTF-8: ASCII JSON keeps them."""
+    """Encode a value as ASCII JSON, which keeps even paths and strings that are not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 
 def unpack(packed: bytes, kind: type[_T]) -> _T:
-    """Read what `pack` wrote.
+    """Decode a value that `pack` encoded.
 
     Raises:
-        ValueError: It is no such value.
+        ValueError: `packed` is not a value of this type.
     """
     try:
         return msgspec.convert(json.loads(packed), kind, str_keys=True)
@@ -1065,21 +1168,21 @@ def unpack(packed: bytes, kind: type[_T]) -> _T:
 
 
 def to_bytes(value: object) -> bytes:
-    """Return a request or an answer: any texts and numbers, as `pack` has, and bytes of files."""
+    """Encode a request or a response, which may contain bytes, any strings and any integers."""
     try:
         return msgspec.msgpack.encode(value)
-    except (UnicodeEncodeError, OverflowError):  # ten times slower, and rarely needed
+    except (UnicodeEncodeError, OverflowError):  # `pack` is ten times slower, and rarely needed
         return pack(value)
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
-    """Read what `to_bytes` returned.
+    """Decode a value that `to_bytes` encoded.
 
     Raises:
-        ValueError: It is no such value.
+        ValueError: `packed` is not a value of this type.
     """
     try:
-        # the first byte of a JSON text is to msgpack a small number, after which nothing comes
+        # In msgpack, the first byte of a JSON text would be a small number, with nothing after it.
         is_json = len(packed) > 1 and packed[0] < 0x80
         return unpack(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
     except (TypeError, RecursionError) as error:
