@@ -1,4 +1,4 @@
-"""The table of `%taas vars`: what the ranks of a session have, and whether they agree. Pure."""
+"""The table of `%taas vars`: the variables of a session's ranks, and their agreement. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ Row = tuple[str, ...]
 
 
 def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
-    """Return the table's rows, the head first.
+    """Return the rows of the table; the first row has the column titles.
 
     Args:
-        ranks: The variables of each rank.
+        ranks: The variables of each rank, by name.
     """
     names = sorted({name for variables in ranks for name in variables})
     rows: list[Row] = [("variable", "type", "shape", "dtype", "device", "size", "ranks")]
@@ -31,10 +31,11 @@ def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
 
 
 def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
-    """Return whether ranks have the same value, in words.
+    """Return a short text on whether the ranks have the same value, such as "equal".
 
     Args:
-        found: The variable on each rank that has it.
+        found: The variable on each rank that has it, by rank.
+        world_size: Number of ranks of the session.
     """
     if len(found) < world_size:
         return f"only on {_ranks(list(found))}"
@@ -50,7 +51,11 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
 
 
 def _odd(seen: Mapping[int, str]) -> str:
-    """Return which ranks have another text than most; "" where all have the same."""
+    """Return a text with the ranks that differ from the majority; "" if all are the same.
+
+    Args:
+        seen: The text to compare, by rank.
+    """
     counts = Counter(seen.values()).most_common(2)
     if len(counts) == 1:
         return ""

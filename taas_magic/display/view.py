@@ -245,20 +245,20 @@ def _as_data(event: Display) -> Display:
 
 
 class NoView:
-    """Folds a run's events into its state and shows nothing; has the methods of `View`."""
+    """A view that only updates the state of a run and shows nothing; has the methods of `View`."""
 
     def __init__(self, state: RunState) -> None:
         self._state, state.began = state, time.monotonic()
 
     def feed(self, event: Event) -> None:
-        """Take an event."""
+        """Apply an event to the run's state."""
         self._state.apply(event, time.monotonic())
 
     def tick(self, now: float) -> None:
         """Do nothing."""
 
     def next_due(self) -> float:
-        """Return that `tick` need not be called."""
+        """Return infinity, because `tick` is never needed."""
         return math.inf
 
     def close(self) -> None:
@@ -369,7 +369,7 @@ class View:
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)
-        if state.has_ended and state.world_size > 1:  # the log of one rank is below the head
+        if state.has_ended and state.world_size > 1:  # one rank's log is already below the head
             failed_rank = state.first.rank if state.first else None
             state.tails = last_lines(state.run_dir, state.world_size, failed_rank)
         self._screen.close(state, now)

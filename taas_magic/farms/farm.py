@@ -163,7 +163,13 @@ class Job(JobState):
 
 
 class Farm:
-    """Runs jobs on the hosts of pools; see `farm`."""
+    """A farm, which runs jobs on the hosts of pools; created by `farm`.
+
+    Attributes:
+        name: The farm's name.
+        folder: The folder with the farm's log and the folders of its jobs.
+        state: The state of the farm and its jobs.
+    """
 
     def __init__(self, terms: FarmTerms, config: Config, shell: Any) -> None:
         self._shell, self._config, self.name = shell, config, terms.name
@@ -735,7 +741,7 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
         process.stdin.flush()
         has_answered = wait_for_start(process, process.stdout.fileno(), START_TIMEOUT_S)
         line = process.stdout.readline() if has_answered else b""
-    except BaseException:  # an interrupt
+    except BaseException:  # such as an interrupt by the user
         process.kill()
         raise
     finally:

@@ -146,7 +146,7 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     process = os.getpid()
     try:
         result = pickling.dump(_called(told), name="the job's result")
-    except BaseException as error:  # SystemExit, too, ends the job and not this process
+    except BaseException as error:  # even SystemExit ends only the job, not this process
         if os.getpid() != process:  # a child that the job forked: it ends as usual in Python
             raise
         return _failed(error), []

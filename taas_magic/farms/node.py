@@ -110,7 +110,7 @@ def keep(terms: NodeTerms) -> None:
             limit = f"start_timeout_s = {terms.start_timeout_s:g}"
             raise RuntimeError(f"the farm's node did nothing for {limit} s, and did not start")
         code = node.wait()
-    except KeyboardInterrupt:  # how a run is ended
+    except KeyboardInterrupt:  # the agent ends a run by SIGINT
         code = 0
     finally:
         node.kill()
@@ -227,7 +227,7 @@ class Slots:
         Args:
             call: The job.
             parts: Awaitable of the payload and then the parts of the arguments.
-            say: Called when the job does not end at once, and with the output of the job.
+            say: Called with the output of the job, and once if the job does not end at once.
 
         Raises:
             JobEnded: The job did not return.

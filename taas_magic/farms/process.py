@@ -171,7 +171,7 @@ class _NodeRun:
 class Fleet(SchedulerPlugin):
     """The nodes of a farm, each a run; there are enough nodes to give each job a slot.
 
-    Node states change on the scheduler's event loop. Threads do what waits for pools.
+    Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 
     Attributes:
         slots: Number of jobs that a node runs at a time.

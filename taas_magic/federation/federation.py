@@ -23,7 +23,7 @@ SOURCE = f"""import flwr
 from taas_magic.federation.member import take_part
 {OUT} = take_part({TERMS}, {SERVER_APP}, {CLIENT_APP})
 """
-"""The cell that the ranks run."""
+"""Source of the cell that the ranks run."""
 
 
 @dataclass(frozen=True)

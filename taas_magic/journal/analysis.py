@@ -205,7 +205,7 @@ class Flow:
 
 
 TOLERABLE = 0.1
-"""The share of their time that ranks may wait before there is any advice."""
+"""Largest share of their time that ranks may wait without advice."""
 
 _LEAST_SPAN_S = 1.0
 _BUSY = 0.7

@@ -301,7 +301,7 @@ class Writer:
     `on_incomplete` once.
 
     The writer locks the journal. The system releases the lock when the process ends, for any
-    reason. By the lock, a reader can tell an active run from one whose end nobody will record.
+    reason. By the lock, a reader can tell an active run from one that lost its pool process.
 
     Args:
         folder: The folder of the run.

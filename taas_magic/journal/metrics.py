@@ -98,7 +98,7 @@ def sparkline(points: Sequence[float]) -> str:
 
 
 def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
-    """Yield the points in at most `count` equal parts."""
+    """Split the points into at most `count` equal parts."""
     count = min(count, len(points))
     for at in range(count):
         yield points[at * len(points) // count : (at + 1) * len(points) // count]
@@ -179,7 +179,7 @@ def read(folder: Path) -> Any:
     names: dict[str, None] = {}
     if (path := folder / FILE).exists():
         text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may still be being written
+        whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
         for line in csv.DictReader(io.StringIO(whole, newline="")):
             key = int(line["step"]), int(line["rank"])
             row = found.setdefault(key, {"time": float(line["time"])})
