@@ -7,6 +7,8 @@ reducers.py       reduce objects that pickle handles badly; torch's storages; pa
 culprit.py        find the path to an object that cannot be pickled
 plain.py          convert plain data to bytes that can be read without running code
 changes.py        find the captured values that a cell changed in rank 0
+known.py          choose the variables to send to the ranks of a session
+digest.py         digests that tell whether two plain values are equal
 home.py           pickle results in a rank and load them in the notebook
 process_state.py  copy process settings: warning filters, loggers, torch's settings, ...
 payload.py        capture, write and read a cell with everything it needs

@@ -1,4 +1,4 @@
-"""Digests of values: to see, without comparing the values, whether two of them are equal."""
+"""Digests of plain values, to tell whether values in two processes are equal."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _MOST_PARTS = 1000
 
 
 def plain_digest(value: Any) -> str:
-    """Return a digest of a value that consists of numbers and texts; "" for any other value.
+    """Return a digest of a small value that consists of numbers and strings, else "".
 
     Equal digests in two processes mean equal values.
     """

@@ -1,7 +1,8 @@
-"""Which variables the ranks of a session have, and which of the notebook's are sent to them.
+"""Record the variables that a session's ranks have, and choose which of the notebook's to send.
 
-A name that a cell of the session assigned belongs to the ranks. Every other name is the notebook's,
-and is sent again only if its value has changed. Values are compared by digests of their pickles.
+A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
+notebook, and is sent again only if its value has changed. Values are compared by digests of their
+pickles.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class Sent:
-    """A value as it was sent.
+    """Record of a value that was sent to the ranks.
 
     Attributes:
-        digest: Of its pickle.
-        shared: Identities of the objects in it that other names may hold, too.
+        digest: Digest of its pickle.
+        shared: Ids of the objects in it that other variables may also hold.
     """
 
     digest: bytes
@@ -35,12 +36,14 @@ class Sent:
 
 @dataclass
 class Choice:
-    """What is sent for one cell.
+    """Variables and settings of the notebook that are sent for one cell of a session.
 
     Attributes:
-        why: The names that are sent, each with the reason, those that others need first.
-        state: What the notebook set in its process; empty where the ranks have it already.
-        notes: Lines for the user.
+        why: Reason for each name that is sent. A name comes after the names that it needs.
+        state: Process state of the notebook (`process_state`); empty if the ranks have it already.
+        notes: Notes for the user.
+        sent: Record of each value that is sent, by name.
+        reads: Names that each function or class of the cell reads when its code runs.
     """
 
     why: dict[str, str] = field(default_factory=dict)
@@ -51,11 +54,11 @@ class Choice:
 
 
 class RankNames:
-    """The variables of a session's ranks, as the kernel knows them.
+    """The kernel's record of the variables that a session's ranks have.
 
     Attributes:
-        owned: Names that cells assigned, each with the digest of its value on the first rank that
-            reported it, if the value is plain (`plain_digest`).
+        owned: Names that cells assigned. The value is the digest of the variable on the first rank
+            that reported it, or "" if the variable is not plain (`plain_digest`).
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class RankNames:
 
     @property
     def all(self) -> set[str]:
-        """The names that the ranks have."""
+        """All names that the ranks have."""
         return {*self.owned, *(name for name in self._sent if name != _STATE)}
 
     def choose(
@@ -81,14 +84,18 @@ class RankNames:
         travels: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
     ) -> Choice:
-        """Choose what of the notebook is sent for a cell; changes nothing.
+        """Choose the variables of the notebook to send for a cell.
+
+        Call `take_sent` after the ranks have received them.
 
         Args:
-            used: What the cell uses.
-            state: What the notebook set in its process.
-            send: Names whose values are sent although cells have assigned them.
-            travels: Returns whether a name is one of the user's variables.
-            refuse: Called for a value that cannot travel.
+            used: Names that the cell uses.
+            namespace: Namespace of the notebook.
+            state: Process state of the notebook.
+            send: Names whose values are sent although cells have assigned them (`--send`).
+            to: Destination of the values.
+            travels: Function that returns whether a name is a variable of the user.
+            refuse: Function that is called with the error of each value that cannot travel.
         """
         choice = Choice(reads=used.definitions)
         forced = set(send)
@@ -133,11 +140,11 @@ class RankNames:
         return choice
 
     def take_sent(self, choice: Choice) -> None:
-        """Record that all ranks have what was chosen."""
+        """Record that all ranks have the values of a choice."""
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
             if name not in choice.sent and sent.shared & fresh:
-                del self._sent[name]  # it shares something of which the ranks have a new copy
+                del self._sent[name]  # its value shares an object that the ranks have anew
         for name, sent in choice.sent.items():
             self._sent[name] = sent
             self.owned.pop(name, None)
@@ -149,7 +156,14 @@ class RankNames:
         deleted: Iterable[str],
         plain: Mapping[str, str],
     ) -> None:
-        """Record what the cell assigned and deleted on a rank."""
+        """Record the variables that a cell assigned and deleted on a rank.
+
+        Args:
+            choice: The choice that was made for the cell.
+            assigned: Names that the cell assigned.
+            deleted: Names that the cell deleted.
+            plain: Digests (`plain_digest`) of those assigned values that are plain.
+        """
         for name in deleted:
             for known in (self.owned, self._sent, self._reads):
                 known.pop(name, None)
@@ -160,7 +174,7 @@ class RankNames:
             self._reads[name] = choice.reads.get(name, frozenset())
 
     def take_brought(self, values: Mapping[str, Any]) -> None:
-        """Record that the notebook has the ranks' values of these names (`--out`)."""
+        """Record that the notebook received the ranks' values of these names (`--out`)."""
         self._brought |= {name: id(value) for name, value in values.items()}
 
     def _has(self, name: str, sent: Sent) -> bool:
@@ -168,7 +182,10 @@ class RankNames:
         return known is not None and known.digest == sent.digest
 
     def _is_news(self, name: str, value: Any) -> bool:
-        """Return whether the notebook's value differs from the ranks', and this was not said."""
+        """Return whether the notebook's value differs from the ranks' and no note said so yet.
+
+        It then counts as noted.
+        """
         if _is_module(value) or self._brought.get(name) == id(value):
             return False
         digest = plain_digest(value)
@@ -200,10 +217,13 @@ class RankNames:
 
 
 def _look(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
-    """Pickle a value alone; return its digest and the names that it needs.
+    """Pickle one value on its own.
+
+    Returns:
+        The record of the value, and the names that it needs.
 
     Raises:
-        CaptureError: It cannot travel.
+        CaptureError: An object in the value cannot travel.
     """
     pickler = ValuePickler(namespace, to)
     pickler.coming[name] = namespace[name]
@@ -229,7 +249,7 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 
 def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
-    """Return names and all others that share an object with one of them, also indirectly."""
+    """Return `names` and all names whose values share an object with theirs, also indirectly."""
     found = set(names)
     while True:
         held = frozenset[int]().union(*(sent[name].shared for name in found))

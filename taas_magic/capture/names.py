@@ -205,7 +205,7 @@ class UsedNames:
 
     @property
     def definitions(self) -> Mapping[str, frozenset[str]]:
-        """The names that each function or class of the cell reads when its code runs."""
+        """Names that each function or class of the cell reads when its code runs."""
         return self._later
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
@@ -366,7 +366,11 @@ def _may_swallow(context: ast.expr) -> bool:
 
 
 def assigned_names(source: str) -> set[str]:
-    """Return the names that a cell, or code in it, may set in the namespace; `source` is Python."""
+    """Return the names that a cell, or a function in it, may set in the namespace.
+
+    Args:
+        source: The cell as Python.
+    """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     return stored | _set_by_global(code)

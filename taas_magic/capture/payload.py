@@ -87,7 +87,7 @@ class _Gathering:
         self._problems = problems
         self._met: set[str] = set()
         self.only: Collection[str] | None = None
-        """The names that may be pickled; None: any."""
+        """Names that may be pickled; None for all names."""
 
     def take(self, names: Mapping[str, str]) -> None:
         for name, why in names.items():
@@ -140,7 +140,7 @@ class _Gathering:
 
 
 def is_users(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether a name is a variable of the user's notebook."""
+    """Return whether a name is a variable that the user set in the notebook."""
     return name in namespace and not belongs_to_ipython(name, namespace)
 
 
@@ -243,7 +243,7 @@ class Payload(Contents, frozen=True, kw_only=True):
         notes: Notes for the user about objects that are not sent to the ranks.
         data: The pickled process state of the notebook, then the values in the order of
             `captured`, with their buffers.
-        choice: What of the notebook a session's ranks are sent; None outside of sessions.
+        choice: Variables that are sent to the ranks of a session; None outside of sessions.
     """
 
     requires: tuple[str, ...]
@@ -341,8 +341,9 @@ def capture(
         problems: List that receives the messages of refused values instead of an exception, so
             that --dry-run can report all of them.
         to: Destination of the values. Registered loaders are sent to `jobs` unchanged.
-        known: What the ranks of the cell's session have; None: the ranks are new.
-        send: Names whose values go to a session's ranks although its cells have assigned them.
+        known: Record of the variables that the session's ranks have; None if the ranks are new.
+        send: Names whose values are sent to a session's ranks although its cells have assigned
+            them.
 
     Raises:
         CaptureError: A value cannot travel (the message has the path to it), the values are too

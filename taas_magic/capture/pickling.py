@@ -315,7 +315,7 @@ class ValuePickler(cloudpickle.Pickler):
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_ids(self) -> set[int]:
-        """Return identities of the objects that were pickled and that other values may share."""
+        """Return the ids of pickled objects that other values may also hold."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
