@@ -32,9 +32,17 @@ Without the copy, a batch that the cell keeps would keep the whole block alive.
 """
 
 _LOOK_AGAIN_S = 0.25
+"""Seconds between checks for fetchers that have not started yet, once one has started."""
+
 _FIRST_LOOKS_S = 0.01
+"""Seconds between checks until the first fetcher has started."""
+
 _FIRST_PAUSE_S = 0.05
+"""Pause of a fetcher after its first failure; it doubles with each failure in a row."""
+
 _LONGEST_PAUSE_S = 1.0
+"""Longest pause of a fetcher after a failed connection."""
+
 _PAUSE_PER_SILENCE = 10
 """Pause of a silent fetcher, as a multiple of the time that the client waited for it."""
 
@@ -46,7 +54,7 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """Fetchers of one loader: addresses, failures, and idle connections and memory to reuse.
+    """A rank's state for the fetchers of one loader: addresses, failures, and idle connections.
 
     Several threads may share a route; each has its own `Client`.
 

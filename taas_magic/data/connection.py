@@ -28,18 +28,24 @@ from taas_magic.messages import Address
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
+"""Size of a body above which it gets its own block."""
+
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
+"""Free space in a chunk below which a new chunk is started."""
+
 _PIECE_BYTES = 992 << 10
+"""Size of the pieces in which a large body is received and summed."""
+
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
 _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
-    """No data arrived for one tick (`ALIVE_S`); the silence of a peer is measured in ticks.
+    """Exception for one tick (`ALIVE_S`) without data; the silence of a peer is measured in ticks.
 
-    This process may be stopped, or the cell may hold the interpreter lock in a long call. Data that
-    arrives meanwhile can be read afterwards, so that this whole time counts as at most one tick.
+    If this process is stopped, or the cell holds the interpreter lock in a long call, that whole
+    time counts as at most one tick, because data that arrived meanwhile is then read at once.
     """
 
 

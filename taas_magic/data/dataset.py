@@ -30,13 +30,17 @@ the stream.
 """
 
 _SNAPSHOT_EVERY = 64
+"""Number of items between snapshots of a dataset, doubled when there are `_MOST_SNAPSHOTS`."""
+
 _MOST_SNAPSHOTS = 256
 _LOOKS_AT_INTS = 2
+"""Item up to which a cursor records the dataset's int attributes, to find an epoch counter."""
+
 _OURS = str(Path(__file__).parent)
 
 
 class Ended(Exception):
-    """Raised when a slot has no batch."""
+    """Exception for a slot that has no batch."""
 
 
 def own_units(batch: object) -> int | None:
@@ -121,7 +125,7 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class Source:
-    """Prepares the batches of one loader in a worker.
+    """Batch source of a worker: the user's dataset, and the state to prepare any slot's batch.
 
     Args:
         payload: The pickled loader, or its pickled `LoaderParts`.

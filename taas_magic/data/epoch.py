@@ -36,12 +36,20 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _THREAD_FROM_BYTES = 1 << 20
-"""Size of a batch from which on a separate thread receives the batches."""
+"""Smallest batch for which a separate thread receives the following batches."""
 
 _LOOK_EVERY = 16
+"""Number of batches between updates of `held_bytes`."""
+
 _MOST_STEPS = 256
+"""Most steps to request ahead."""
+
 _READY_BATCHES = 2
+"""Most steps that the receive thread keeps ready."""
+
 _SAMPLE_EVERY = 16
+"""Number of steps between measurements of the receive time."""
+
 _LEFT_S = 30.0
 """Seconds without a call of `next`, after which a pass no longer adds to `span_s`."""
 
@@ -84,6 +92,7 @@ _STREAMS_DIFFER = (
 )
 
 _KEPT_ORDERS = 3
+"""Number of latest epochs whose order the ranks keep in their shared store."""
 
 
 class Step(NamedTuple):
@@ -300,7 +309,9 @@ def _pinned(received: Delivered) -> Delivered:
 
 
 class Walk:
-    """Requests a rank's batches ahead, in the order of its course, and yields the steps.
+    """Request loop of a rank for one epoch; requests batches ahead and yields the steps.
+
+    The rank's course decides which slots to request and to yield.
 
     Args:
         client: Client on which the epoch was opened.

@@ -20,6 +20,8 @@ from typing import Any
 from taas_magic.data.protocol import SharedPlace, aligned
 
 _STEPS = 8
+"""Number of block sizes for each power of two."""
+
 _FIRST_BYTES = 1 << 30
 """Initial size of an arena's file, which uses memory only for pages that were written.
 
@@ -137,10 +139,10 @@ class Arena(Mapping):
 
 
 class Lent:
-    """Tracks the spans of arenas that this process reads in place, and those that it has released.
+    """Registry of the spans of arenas that this process reads in place, or has released.
 
     Args:
-        on_unused: Called after `close`, as soon as no span is in use.
+        on_unused: Called once after `close`, when no span is in use.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:

@@ -27,8 +27,14 @@ from taas_magic.data.sharding import seed_of
 _numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has imported it
 
 _KEEP_EPOCHS = 3
+"""Number of latest epochs whose order is kept."""
+
 _UNSIZED_STEP = 1024
+"""Number of batches to draw at once from a sampler without a length."""
+
 _KEEP_UNSIZED = 16 * _UNSIZED_STEP
+"""Number of latest batches to keep of a sampler without a length."""
+
 _MOST_PASSED = 1 << 17
 """Batches in an epoch above which a sampler without a length is assumed to be endless."""
 
@@ -48,7 +54,7 @@ class Epoch(NamedTuple):
 
 
 class Order:
-    """Computes and caches the orders of a loader's epochs.
+    """Cache of the orders of a loader's epochs; computes each order from the sampler.
 
     Args:
         loader: A map-style loader (or its `LoaderParts`) in its registered state.

@@ -368,7 +368,7 @@ def _check_size(response: Response, body_bytes: int) -> None:
 
 
 class Assembler:
-    """Splits a byte stream into messages with bodies; used by servers, whose messages are small.
+    """Parser of a byte stream into messages with bodies; for servers, which receive small messages.
 
     Args:
         state: Checks which messages are allowed.

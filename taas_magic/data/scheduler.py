@@ -39,10 +39,23 @@ from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
 _TRIES = 10
+"""Number of workers that one request may end before it gets a LOST response."""
+
 _MAX_LOST = 100
+"""Number of workers of a loader that may end before the server fails."""
+
 _NEXT_EPOCH_BATCHES = 2
+"""Batches of the next epoch that each worker prepares ahead.
+
+Before ranks request batches, workers may prepare more, until the `--prefill` minimum is ready.
+"""
+
 _KEEP_EPOCHS = 2
+"""Number of latest epochs whose responses are kept."""
+
 _KEEP_COUNTS = 1 << 14
+"""Number of batches whose units are remembered after the batches were removed."""
+
 _ANSWER_BYTES = 1280
 """Memory overhead of a prepared response; for small batches, most of their memory."""
 

@@ -55,7 +55,11 @@ from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
 
 _MOST_UNPROVED = 512
+"""Most peers that may be unauthenticated at the same time."""
+
 _ACCEPT_AT_ONCE = 64
+"""Most connections to accept in one step."""
+
 _SPARE_FILES = 64
 """Number of file descriptors to reserve for everything except connections to ranks.
 
@@ -65,11 +69,15 @@ Half of them may also serve peers that the server rejects because it has no free
 _BACKLOG = 4096
 _HEAR_BYTES = 64 << 10
 _LENT_FROM_BYTES = 32 << 10
+"""Smallest body that a rank reads in shared memory."""
+
 _LENT_BYTES = 512 << 20
 """Limit on the shared memory that one rank may read in place; the socket carries further batches.
 """
 
 _OUT_BYTES = 1 << 20
+"""Queued output of a connection above which it queues no further responses."""
+
 _COPIED_BYTES = 8 << 10
 """Largest body to copy behind its header; for small bodies, separate parts cost more than a copy.
 """
@@ -79,9 +87,13 @@ _MOST_ALIKE = 64
 
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
+"""Size up to which small parts are joined before a TLS send; one TLS record holds 16 KiB."""
+
 _NAME_BYTES = 64
 _LOADER_BYTES = 1 << 16
 _END_S = 5.0
+"""Seconds to wait for a server's process to end before it is killed."""
+
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _log = logging.getLogger(__name__)
@@ -654,7 +666,7 @@ class Server:
 
 
 class OwnServers:
-    """Starts the servers of a rank in a run without fetchers, one process for each loader.
+    """Manager of a rank's own servers, one process for each loader, in a run without fetchers.
 
     The constructor forks a child, the starter, which later forks the servers. Call it while the
     rank has one thread and has not run user code. If the rank forked when the cell iterates a
@@ -666,7 +678,7 @@ class OwnServers:
     Args:
         key: The run's key, which every connection must prove.
         payload: Returns the pickled loader for a name; called in a server's process.
-        prepare: First call in a server's process.
+        prepare: Called first in a server's process.
     """
 
     def __init__(

@@ -40,6 +40,8 @@ MESSAGE_BYTES = 128 << 10
 """Size limit of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
+"""Size of a pickled loader from which on the workers' parent unpickles it once for all workers."""
+
 _HOLD_BACK_S = 0.0005
 """Minimum interval between messages with replies, because a message costs more than a small batch.
 
@@ -48,7 +50,11 @@ are never held back, because a stream may be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
+"""Size of batches that the commands queued at a worker may have together."""
+
 _DEPTH_S = 0.01
+"""Seconds of work that the commands queued at a worker may have together."""
+
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
 """Bounds on the number of commands that are queued at a worker.
 
@@ -119,7 +125,7 @@ class WorkerHandle:
         arena: Number of the worker's arena, unique in the server.
         sock: Socket to the worker.
         is_suspect: Whether an earlier worker with this number has ended. A suspect receives one
-            command at a time, so that the command that ends it is known.
+            command at a time, so that it is known which command ends it.
 
     Attributes:
         memory: The worker's arena.
@@ -390,7 +396,7 @@ def _failed(failure: Failed) -> _Prepared:
 
 
 class StoppedChildren:
-    """Ends child processes that have been stopped (SIGSTOP) for `STOPPED_S`.
+    """Watchdog that ends child processes which have been stopped (SIGSTOP) for `STOPPED_S`.
 
     Attributes:
         ended: Process ids of the children that were ended.

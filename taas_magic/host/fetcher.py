@@ -41,7 +41,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """Serves all loaders of a fetcher and reports to the agent.
+    """Main object of a fetcher's process: serves all its loaders and reports to the agent.
 
     Attributes:
         server: The server of the loaders.
