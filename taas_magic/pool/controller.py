@@ -1,8 +1,8 @@
-"""Owns a pool's runs: whose they are, which hosts they have, how they end; and their journals.
+"""The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
-A Dask scheduler plugin in the pool's own process, on its event loop. The kernel asks (`Launch`,
-`Halt`, ... are calls of the scheduler), agents report (events), and clients or hosts that are gone
-are seen here first.
+The controller is a Dask scheduler plugin in the pool's own process and runs on its event loop.
+Kernels send it requests (`Launch`, `Halt`, … are calls of the scheduler). Agents send it events.
+Dask tells it which clients and hosts are gone.
 """
 
 import asyncio
@@ -67,15 +67,23 @@ from taas_magic.store.rule import owned
 _log = logging.getLogger(__name__)
 
 FIRST_S = 20.0
-"""How long a pool waits for its first kernel at least: that may still be busy with imports."""
+"""Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
 
 _ANSWERED_S = 2.0
-"""How long it may take at a pool's end until who waits for hosts is answered."""
+"""Seconds, at the end of a pool, for responses to all pending waits for hosts."""
 
 
 class Kernels:
-    """The kernels of a pool."""
+    """The kernels of a pool and their waits for hosts.
+
+    Args:
+        linger_s: Seconds for which the pool stays after its last kernel and run are gone.
+
+    Attributes:
+        connected: Dask client ids of the connected kernels.
+        is_ending: Whether the pool has begun to end.
+    """
 
     def __init__(self, members: Members, linger_s: float) -> None:
         self._members, self._linger_s = members, linger_s
@@ -84,10 +92,10 @@ class Kernels:
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
         self.is_ending = False
         self.over = asyncio.Event()
-        """Nobody needs the pool any more."""
+        """Set when the pool is to end."""
 
     def look(self, has_runs: bool) -> None:
-        """See whether somebody needs the pool."""
+        """End the pool if it has had neither a kernel nor a run for `linger_s`."""
         now = time.monotonic()
         if self.connected or has_runs:
             self._stays_until = now + self._linger_s
@@ -96,20 +104,21 @@ class Kernels:
             self.over.set()
 
     def go(self, client: str) -> None:
-        """Take down that a kernel has left or died."""
+        """Record that a kernel has left or died, and cancel its waits."""
         self.connected.discard(client)
         for wait, (owner, _) in list(self._waiting.items()):
             if owner == client:
                 self.give_up(wait)
 
     async def enter(self, asked: Enter) -> bool:
-        """Return whether a kernel is let in: the process then stays as long as the kernel."""
+        """Return whether a kernel is accepted. The process then stays as long as the kernel."""
         return not self.is_ending and asked.owner in self.connected
 
     async def ready(self, asked: WaitForHosts) -> Started:
-        """Return when so many hosts are there and can start ranks at once.
+        """Wait until the requested number of hosts can start ranks.
 
-        A kernel may wait several times at once: a cell does while its pool is being warmed.
+        A kernel may have several waits at the same time, for example a cell's wait while the pool
+        is being started in advance.
         """
         if self.is_ending:
             return Started(error="its process is ending", is_ending=True)
@@ -129,24 +138,24 @@ class Kernels:
             self._waiting.pop(asked.wait, None)
 
     async def give_up_all(self) -> None:
-        """Give up all waits; returns when they are answered."""
+        """Cancel all waits, and let them respond to their kernels."""
         if given_up := [waiting for _, waiting in self._waiting.values()]:
             for waiting in given_up:
                 waiting.cancel()
             await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
-        """Give up one of a kernel's waits: hosts that nobody uses are given back."""
+        """Cancel the wait with the id `wait`. Unused hosts are returned to the engine."""
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
 
 class Upkeep:
-    """Counts the hosts of a pool, and says which are idle.
+    """Meter of a pool's host and GPU hours, which also finds idle hosts.
 
     Args:
-        idle_timeout_s: After how long an idle host is given back; None keeps it.
-        clock: Seconds that never go back.
+        idle_timeout_s: Seconds after which an idle host is returned to the engine; None keeps it.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -161,7 +170,11 @@ class Upkeep:
         self._gpu_s = self._used_gpu_s = 0.0
 
     def look(self) -> bool:
-        """Count the time since the last look; says whether a host is to be given back."""
+        """Count the time since the last call.
+
+        Returns:
+            Whether a host has been idle long enough to be returned to the engine.
+        """
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
         for member in self._members.all():
@@ -175,7 +188,7 @@ class Upkeep:
         return not all(map(self.is_in_use, self._members.all()))
 
     def host(self, member: Member) -> HostStatus:
-        """Return what `%taas pools` says of a host."""
+        """Return a host's status for `%taas pools`."""
         return HostStatus(
             host=member.name,
             means=member.means,
@@ -186,7 +199,7 @@ class Upkeep:
         )
 
     def pool(self) -> PoolStatus:
-        """Return what `%taas pools` says of the pool."""
+        """Return the pool's status for `%taas pools`."""
         return PoolStatus(
             hosts=[self.host(member) for member in self._members.all()],
             gpu_hours=self._gpu_s / 3600,
@@ -194,7 +207,7 @@ class Upkeep:
         )
 
     def is_in_use(self, member: Member) -> bool:
-        """Return whether a host stays: it runs something, or has not been idle for long enough."""
+        """Return whether a host stays: it has a run, or has not been idle for `idle_timeout_s`."""
         if member.runs or member.idle_since is None or self._idle_timeout_s is None:
             return True
         return self._clock() - member.idle_since < self._idle_timeout_s
@@ -203,18 +216,19 @@ class Upkeep:
 Tell = Callable[[Event], None]
 
 BEAT_S = 1.0
-"""How often the pool's process tells its kernels that it lives, and looks whether it has any, and
-at its hosts: times of use are known to so many seconds."""
+"""Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
+`Upkeep`. It is also the precision of the measured host hours."""
 
 END_S = 10.0
-"""How long what is written at a run's end may take."""
+"""Seconds to write the journal and release the project store at a run's end."""
 
 
 class Controller(SchedulerPlugin):
     """The pool's controller.
 
     Args:
-        source: Where hosts come from.
+        source: The engine that gets hosts.
+        linger_s: Seconds for which the pool stays after its last kernel and run are gone.
     """
 
     name = "taas-controller"
@@ -225,7 +239,7 @@ class Controller(SchedulerPlugin):
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
         self._runs: dict[str, Share] = {}
         self._fetchers_of: dict[str, EndFetchers] = {}
-        """What ends the fetchers of each run that was detached."""
+        """Function that ends the fetchers, for each detached run, by run id."""
 
         self._tasks = Tasks()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
@@ -259,8 +273,8 @@ class Controller(SchedulerPlugin):
         return self._kernels.over
 
     async def launch(self, asked: Launch) -> Started:
-        """Start a run, or its fetchers, on as many hosts as its plan has."""
-        # of the environment, another machine is told only what changed
+        """Start a run, or its fetchers, on the hosts of its plan."""
+        # Another machine gets only the changed variables of the environment.
         first = asked.spec if self._is_local else without_environ(asked.spec)
         owner = asked.owner
         if first.fetches:
@@ -295,7 +309,7 @@ class Controller(SchedulerPlugin):
         return Started(hosts=hosts)
 
     def _session_of(self, first: HostSpec) -> PoolRun | None:
-        """Return the session that a cell runs in; None for a run with ranks of its own.
+        """Return the session in which a cell runs; None for a run that starts its own ranks.
 
         Raises:
             PoolError: The session has ended.
@@ -315,7 +329,11 @@ class Controller(SchedulerPlugin):
                 self._tasks.start(run.halt("interrupt"))
 
     async def detach(self, asked: Detach) -> str:
-        """Take a run over from its kernel: it goes on without one, and its fetchers with it."""
+        """Detach a run and its fetchers from the kernel, so that they continue without it.
+
+        Returns:
+            The reason for a failure; "" on success.
+        """
         run = self._runs.get(asked.run_id)
         if not isinstance(run, PoolRun):
             return f"run {asked.run_id} is not running in this pool (any more)"
@@ -325,16 +343,19 @@ class Controller(SchedulerPlugin):
             self._fetchers_of[run.run_id] = await self._take_over(run)
         except (PoolError, OSError) as error:
             return f"its fetchers cannot be taken over: {error}"
-        run.publish(Detached())  # the last that its kernel hears of it
+        run.publish(Detached())  # the last event of the run that its kernel receives
         run.owner = ""
         return ""
 
     async def _take_over(self, run: PoolRun) -> "EndFetchers":
-        """Become the owner of a run's fetchers, if it has any; return what ends them.
+        """Take over a run's fetchers from its kernel, if it has any.
+
+        Returns:
+            A function that ends the fetchers.
 
         Raises:
-            PoolError: The pool that has them does not answer, or has not got them any more.
-            OSError: It cannot be reached.
+            PoolError: The fetchers' pool does not respond, or the fetchers have ended.
+            OSError: The fetchers' pool cannot be reached.
         """
         data_id = share_id(run.run_id)
         here = self._runs.get(data_id)
@@ -350,7 +371,12 @@ class Controller(SchedulerPlugin):
         return await take_fetchers(folder, data_id, run.relay, self._tasks)
 
     async def take_fetchers(self, asked: TakeFetchers) -> list[Event] | None:
-        """Make another pool's process the owner of a run's fetchers that are here."""
+        """Make another pool's process the owner of a run's fetchers on this pool.
+
+        Returns:
+            The start and end events of the fetchers so far; None if this pool has no such fetchers
+            or the other process is not connected.
+        """
         fetchers = self._runs.get(asked.run_id)
         if not isinstance(fetchers, PoolFetchers) or asked.owner not in self._kernels.connected:
             return None
@@ -360,26 +386,30 @@ class Controller(SchedulerPlugin):
     async def _carry_out(
         self, run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
     ) -> None:
-        """Tell a run's end when it is in the journal and the store is free for the next run."""
+        """Run a started run to its end; then journal, publish and clean up.
+
+        The kernel gets the end event after it is in the journal and the project store is free for
+        the next run.
+        """
         try:
             ended = await _end_of(run)
             journal.append(ended)
         finally:
             closing = asyncio.ensure_future(until_end.aclose())
-            await asyncio.wait({closing}, timeout=END_S)  # the state folder's disk may hang
+            await asyncio.wait({closing}, timeout=END_S)  # the disk of the state folder may hang
         if run.owner:
             tell(ended)
         await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
-            with contextlib.suppress(PoolError, OSError):  # with their pool, they are gone
+            with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
                 await end_fetchers()
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
-        """Return when interrupted runs of a kernel, or of kernels that are gone, have ended.
+        """Wait until all interrupted runs of this kernel, or of kernels that are gone, have ended.
 
-        They may still own the project store. Each ends: who does not end its part in HALT_S, or is
-        not heard, is ended.
+        They may still own the project store. The wait is bounded: a host that does not end its part
+        within `HALT_S`, or whose lease runs out, is itself ended.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
@@ -389,7 +419,7 @@ class Controller(SchedulerPlugin):
 
     async def _fetch(self, owner: str, first: HostSpec) -> Started:
         if before := self._runs.get(first.share_id):
-            await before.gone()  # what ends them on a host would end their successors there, too
+            await before.gone()  # a `Halt` for the old fetchers would also end new ones on a host
         fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
 
         async def carry_out() -> None:
@@ -407,10 +437,16 @@ class Controller(SchedulerPlugin):
         return Started(hosts=hosts)
 
     async def _start(self, share: Share, said: Sequence[Event] = ()) -> list[str]:
-        """Start a share of a run for a kernel that is there; returns the hosts' names.
+        """Register and start a share of a run.
+
+        Args:
+            said: Events that the run's fetchers have sent before.
+
+        Returns:
+            The names of the share's hosts.
 
         Raises:
-            PoolError: It could not be started.
+            PoolError: The kernel is gone, or the share could not be started.
         """
         self._runs[share.run_id] = share
         if share.owner not in self._kernels.connected:
@@ -420,33 +456,37 @@ class Controller(SchedulerPlugin):
         return await share.start()
 
     async def relay(self, asked: Relay) -> None:
-        """Take what the fetchers of a run said, perhaps those of another pool."""
+        """Pass events of a run's fetchers, which may be on another pool, to the run."""
         run = self._runs.get(asked.run_id)
         if isinstance(run, PoolRun):
             await run.relay(asked.said)
 
     async def halt(self, asked: Halt) -> None:
-        """Interrupt or kill a run on all its hosts, or give up a wait."""
+        """Interrupt or kill a run on all its hosts, or cancel a wait."""
         self._kernels.give_up(asked.run_id)
         if run := self._runs.get(asked.run_id):
             await run.halt(asked.how)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
-        """Return where ranks, or fetchers, of a run stand."""
+        """Return the stacks of a run's ranks or fetchers."""
         run = self._runs.get(asked.run_id)
         return await run.stacks() if run is not None else RunStacks()
 
     async def status(self, asked: GetStatus) -> PoolStatus:
-        """Return the pool's hosts and what each does."""
+        """Return the pool's hosts and their runs."""
         status = self._upkeep.pool()
         status.starting = self.members.starting()
         status.refused = self.members.refused + self._scheduler.refused
         return status
 
     def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
-        """Return what answers a host that does not share its run's folder or project store.
+        """Return a handler for file requests from hosts.
 
-        Which host asks, its connection says.
+        Such hosts do not share the run folder or the project store. The sending host is identified
+        by its authenticated connection.
+
+        Args:
+            kind: Class of the requests.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
@@ -465,22 +505,22 @@ class Controller(SchedulerPlugin):
         return await run.answer(host.address, asked)
 
     async def facts(self, asked: GetFacts) -> list[Facts]:
-        """Return what hosts are like."""
+        """Return the facts of all hosts."""
         return await ask_all(self.members, self.members.all(), asked)
 
     async def down(self, asked: EndPool) -> None:
-        """End every wait and every run, and then the pool's process."""
+        """End all waits and runs, then the pool's process."""
         self._kernels.is_ending = True
         await self._kernels.give_up_all()
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Take down that a kernel has connected; called by Dask."""
+        """Record that a kernel has connected. Called by Dask."""
         self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the runs of a kernel that has left or died; called by Dask."""
+        """End the runs of a kernel that has left or died. Called by Dask."""
         for run in self._runs.values():
             if run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
@@ -488,7 +528,7 @@ class Controller(SchedulerPlugin):
         self._kernels.go(client)
 
     async def _beat(self) -> None:
-        """Tell the kernels that this process lives and its loop runs, until it is cancelled."""
+        """Send beats and update kernels, sessions and hosts. Runs until cancelled."""
         while True:
             self._scheduler.log_event(POOL_BEAT, self.members.awaited)
             self._kernels.look(has_runs=bool(self._runs))
@@ -498,13 +538,14 @@ class Controller(SchedulerPlugin):
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:
-        """Return what tells a kernel an event of a run of its own."""
-        # the kernel's own word for it goes another way than its call, and may come later
+        """Return a function that sends events of a run to its kernel."""
+        # Subscribe here: the kernel's own subscription takes another path than its request, and may
+        # arrive later.
         self._scheduler.subscribe_topic(topic(owner), owner)
         return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
 
     def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
-        """Take an event from a host; what is none, or not (any more) a member's, is refused."""
+        """Pass a host's event to its run. Count invalid events and those of unknown hosts."""
         run = self._runs.get(run_id)
         try:
             is_taken = run is not None and run.take(worker, event_of(event))
@@ -519,23 +560,26 @@ class Controller(SchedulerPlugin):
 
 
 def _journal(folder: RunFolder, tell: Tell) -> Writer:
-    """Return a run's journal; where it is incomplete, the kernel is told so, once."""
+    """Open a run's journal. If the journal becomes incomplete, the kernel is told once."""
     loop = asyncio.get_running_loop()
 
     def say(why: str) -> None:
         note = Note(text=f"the journal of this run is incomplete: {why}")
-        with contextlib.suppress(RuntimeError):  # the pool has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the pool has ended meanwhile
             loop.call_soon_threadsafe(tell, note)
 
     return Writer(folder, say)
 
 
 async def _no_fetchers() -> None:
-    """End the fetchers of a run that has none."""
+    """Do nothing; used for a run without fetchers."""
 
 
 async def _end_of(run: PoolRun) -> RunEnded:
-    """Return a run's last event, for which its kernel waits, whatever the run met."""
+    """Run a run to its end; return its last event, even after an unexpected error.
+
+    Its kernel waits for this event.
+    """
     try:
         return await run.carry_out()
     except Exception as error:
@@ -546,7 +590,7 @@ async def _end_of(run: PoolRun) -> RunEnded:
 
 
 async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
-    """Make the project store the run's until `until_end` is closed."""
+    """Make the run the owner of the project store until `until_end` is closed."""
     if plan.store is not None:
         owning = owned(plan.store.path, plan.run_id, plan.name)
         await asyncio.to_thread(owning.__enter__)

@@ -1,11 +1,17 @@
-"""A run's shares in the pool's process: its ranks, and its fetchers, each on hosts of a pool.
+"""The shares of a run in the pool's process: its ranks and its fetchers, on hosts of a pool.
 
-Both have one lifecycle (`Share`): hosts are taken and told, what they say and ask is taken from
-nobody else, a host that is lost is left, a share that is halted ends in time or its hosts do. Hosts
-of ranks report how these ended; `decide`, which is pure, says what the reports add up to, and
-all hosts are told together what follows (`PoolRun`). Fetchers begin before the ranks, perhaps in
-another pool (`PoolFetchers`): their events go to the kernel, which passes them on to where the
-run's journal is. Times are this process's monotonic clock: those of hosts may be days apart.
+Both have the same lifecycle (`Share`). A share takes hosts and starts on them. It accepts events
+and requests only from these hosts. A lost host leaves the share. If a share is halted and a host
+does not end its part in time, the host itself is ended.
+
+`PoolRun` is the share of the ranks. Each host reports how its ranks ended. `decide`, a pure
+function, derives the outcome of the attempt from the reports. Then the pool tells all hosts whether
+the ranks start again or the run ends.
+
+`PoolFetchers` is the share of the fetchers, which start before the ranks and may be on another
+pool. Their events go to the kernel, which relays them to the pool that writes the run's journal.
+
+All times are on this process's monotonic clock, because the clocks of hosts may differ by days.
 """
 
 import asyncio
@@ -55,34 +61,36 @@ from taas_magic.pool.hosts import Member, Members, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
-"""After a failure that is no consequence, how long other hosts may report theirs."""
+"""Seconds for other hosts to report failures after one that is no consequence of another."""
 
 LATE_S = 2.0
-"""How long a host may take from a rank's failure to its report; it beats in the meantime.
+"""Seconds from a rank's failure to the host's report, in which the host still sends beats.
 
-It lets its other ranks settle first, and it may have more to do than it has cores.
+The host first waits for its other ranks to settle, and may be busy.
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
-"""Causes that another attempt would not cure, or that the user wants to end the run."""
+"""Causes after which ranks are not started again: a new attempt would not help, or the user wants
+the run to end."""
 
 END_S = 600.0
-"""How long a host may be busy, without a word, with the files of a run that is over."""
+"""Seconds without a message after which a host that has not ended a finished run is ended itself.
+Until then, it may be busy with the run's files."""
 
 FETCHERS_END_S = 10.0
-"""How long the kernel waits for fetchers to end."""
+"""Seconds that a kernel waits for fetchers to end."""
 
 STACKS_S = 15.0
-"""How long a host may take to say where ranks, or fetchers, stand."""
+"""Seconds for a host to return the stacks of its ranks or fetchers."""
 
 AGAIN_S = 5.0
-"""After hosts could not be had, how long until they are asked for again."""
+"""Seconds between requests for hosts that are not available."""
 
 POOLS_OWN = (StateChanged, Detached, Restart, RunEnded)
-"""Events that no host sends: the pool decides what they say."""
+"""Events that only the pool's process creates. They are refused from hosts."""
 
 TICK_S = 0.1
-"""How often hosts that settled are judged again, while others have not."""
+"""Seconds between calls of `decide` while some hosts have reported and others have not."""
 
 _WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
 _LOOK_S = 1.0
@@ -90,12 +98,14 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Report:
-    """How one host's ranks ended, and when it said so.
+    """One host's report of how its ranks ended.
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
-        cause: As `host.watch.Verdict` has it; "lost" for a host that is gone.
-        failures: Those of its ranks; with SUCCEEDED, ranks that left by `sys.exit(0)`.
+        cause: The cause of `host.watch.Verdict`; "lost" for a host that is gone.
+        at: Time at which the report arrived.
+        failures: Failures of the host's ranks. With SUCCEEDED, they are ranks that left by
+            `sys.exit(0)`.
     """
 
     state: str
@@ -109,8 +119,10 @@ class HostPart:
     """One host's part in a share.
 
     Attributes:
-        ended: Nothing of the share is on the host (any more).
-        heard_at: When the host last said something of the share, or asked.
+        host_rank: Number of the host in the share.
+        report: How the host's ranks of the current attempt ended; None before.
+        ended: Whether no process of the share is on the host (any more).
+        heard_at: Time of the host's last event or request for the share.
     """
 
     member: Member
@@ -122,11 +134,12 @@ class HostPart:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An attempt is over; `curable`: another one may do better.
+    """The end of an attempt.
 
     Attributes:
-        state: The worst of its hosts'.
-        failures: In the order in which they were reported; causes before consequences.
+        state: The worst state of the attempt's hosts.
+        failures: Failures in the order of their reports; causes before consequences.
+        curable: Whether another attempt may succeed.
     """
 
     state: str
@@ -135,12 +148,17 @@ class Outcome:
 
 
 def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
-    """Say how an attempt ended; None while it goes on.
+    """Return the outcome of an attempt; None if the attempt continues.
 
-    The first failure that is reported need not be the first that happened: when a rank dies, those
-    of other hosts fail in consequence, and may say so earlier. So a consequence alone decides
-    nothing before every other host was heard a while after it. Messages of a host keep their order,
-    so what it saw has come by then; and a host that is not heard will be taken for lost.
+    The first failure that is reported may not be the first that happened: if a rank dies, ranks of
+    other hosts fail as a consequence, and their hosts may report earlier. So if all reports are
+    consequences, the decision waits until each other host has sent a beat at least `LATE_S` after
+    the first report. A host's messages arrive in order, so its report would be here by then. A host
+    that sends no beats is soon dropped as lost, which is a report too.
+
+    Args:
+        hosts: The hosts' parts in the attempt.
+        now: The current time on the monotonic clock.
     """
     reports = [host.report for host in hosts if host.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
@@ -150,7 +168,7 @@ def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
     own = [report.at for report in bad if _is_own(report)]
     if len(reports) < len(hosts):
         if all(report.state == "INTERRUPTED" for report in bad):
-            return None  # hosts that were interrupted say so within their grace
+            return None  # the other hosts were interrupted too and will report it
         if own and now < min(own) + SETTLE_S:
             return None
         if not own and any(
@@ -184,16 +202,17 @@ def _is_own(report: Report) -> bool:
 
 
 def worst(states: Iterable[str]) -> str:
-    """Return the state of a run whose hosts ended in these."""
+    """Return the worst of the states of a run's hosts, which is the state of the run."""
     return max(states, key=_WORST_LAST.index)
 
 
 class Share(ABC):
-    """A run's ranks, or its fetchers, which have not ended.
+    """The ranks or the fetchers of a run that has not ended.
 
     Args:
-        spec: What its first host is told.
-        owner: The Dask client of the run's kernel; "" for a run that was detached.
+        spec: Settings of the share's first host.
+        owner: Dask client id of the run's kernel; "" for a detached run.
+        publish: Called with each event of the share.
     """
 
     def __init__(
@@ -211,63 +230,72 @@ class Share(ABC):
 
     @abstractmethod
     async def start(self) -> list[str]:
-        """Take hosts and start the share on them; returns the hosts' names.
+        """Take hosts and start the share on them.
+
+        Returns:
+            The names of the hosts.
 
         Raises:
-            PoolError: There are not so many, they are not fit, or nobody wants them any more.
+            PoolError: Too few hosts are available, a host lacks what the share needs, or the share
+                was halted.
         """
 
     @abstractmethod
     def _numbers(self, part: HostPart) -> Collection[int]:
-        """Return the ranks, or fetchers, of a host."""
+        """Return the numbers of a host's ranks or fetchers."""
 
     def _owned(self, part: HostPart) -> OwnedFiles:
-        """Return which files of the run's folder a host may write."""
+        """Return the files of the run folder that a host may write."""
         return OwnedFiles(self._numbers(part), self.attempt, frozenset())
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Return whether an event is a host's to send, and of its own ranks or fetchers."""
+        """Return whether a host may send an event: only about its own ranks or fetchers."""
 
     @abstractmethod
     def _heard(self, part: HostPart, event: Event) -> None:
-        """Take what a host said."""
+        """Handle an event that a host has sent."""
 
     @abstractmethod
     def _lost(self, part: HostPart, why: str) -> None:
-        """Say that a host is gone."""
+        """Publish that a host is gone, for the reason `why`."""
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folder on the notebook's machine."""
+        """The run folder on the notebook's machine."""
         return self._spec.folder
 
     @property
     def plan(self) -> Plan:
-        """The run's, as it has grown."""
+        """The plan of the run; after the run has grown, the larger plan."""
         return self._spec.plan
 
     @property
     def is_halted(self) -> bool:
-        """Whether it was interrupted or killed."""
+        """Whether the share was interrupted or killed."""
         return self._halted.is_set()
 
     def take(self, address: str, event: Event) -> bool:
-        """Take an event from a host; False when the share has nothing to do with it."""
+        """Handle an event from a host.
+
+        Returns:
+            False if the share is not on the host, or the host may not send the event.
+        """
         part = self._part(address)
         if part is None or not self._may_say(part, event):
             return False
         part.heard_at = time.monotonic()
-        event.time = time.time()  # clocks of hosts may be days apart
+        event.time = time.time()  # not the host's clock, which may differ by days
         event.host = part.member.name
         self._heard(part, event)
         return True
 
     async def answer(self, address: str, asked: FileRequest[Any]) -> object:
-        """Answer what a host asks of the run's folder, or the store, if it does not share them.
+        """Handle a host's request for files of the run folder or the project store.
 
         Raises:
-            ProtocolError: The share is not on that host (any more), or it may not ask this.
+            ProtocolError: The share is not on that host (any more), or the host may not send the
+                request.
         """
         part = self._part(address)
         if part is None:
@@ -276,21 +304,25 @@ class Share(ABC):
         return await self._files.answer(part.host_rank, self._owned(part), asked)
 
     def lose(self, member: Member, why: str) -> None:
-        """Take down that a host is gone; of no concern where the share is not on it."""
+        """Record that a host is gone. Does nothing if the share is not on the host."""
         part = self._part(member.address)
         if part is not None:
             self._lost(part, why)
             self._leave(part)
 
     async def halt(self, how: str) -> None:
-        """Interrupt or kill the share on all its hosts; ranks are not started again."""
+        """Interrupt or kill the share on all its hosts. Ranks are not started again.
+
+        Args:
+            how: "interrupt" or "kill".
+        """
         self._how_halted = how
         self._halted.set()
         self._tasks.start(self._end_late(HALT_S))
         await self._tell_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
-        """Return where its ranks, or fetchers, stand."""
+        """Return the stacks of the share's ranks or fetchers."""
         there = [part.member for part in self._parts.values() if not part.ended]
         said = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
@@ -313,25 +345,26 @@ class Share(ABC):
         return said
 
     def _part(self, address: str) -> HostPart | None:
-        """Return a host's part; None when the share is not on it (any more)."""
+        """Return a host's part; None if the share is not on the host (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
     def _running(self) -> list[str]:
-        """Return the addresses of the hosts that the share is (still) on."""
+        """Return the addresses of the hosts on which the share (still) runs."""
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _take(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
     ) -> list[Member]:
-        """Return so many hosts that are fit, among them `keep`; says for which one it waits.
+        """Wait for `count` hosts that meet the share's requirements. Publish notes about the wait.
 
         Args:
-            patience_s: Seconds during which it asks again if a host cannot be had.
+            keep: Addresses of hosts that must be among them.
+            patience_s: Seconds for which to try again if hosts are not available.
 
         Raises:
-            PoolError: There are not so many, they are not fit, or the share was halted while it
-                waited for them.
+            PoolError: Too few hosts are available, a host lacks what the share needs, or the share
+                was halted meanwhile.
         """
         until, said = time.monotonic() + patience_s, ""
         while True:
@@ -351,7 +384,7 @@ class Share(ABC):
         return members
 
     async def _take_once(self, count: int, keep: Collection[str]) -> list[Member]:
-        """Return so many hosts; raises as `_take`."""
+        """Wait for `count` hosts, until the share is halted; raises as `_take`."""
         take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
         taking = asyncio.ensure_future(take)
         halted = asyncio.ensure_future(self._halted.wait())
@@ -363,25 +396,31 @@ class Share(ABC):
         return taking.result()
 
     async def _require_fit(self, members: Collection[Member]) -> None:
-        """Return when hosts have what the share needs there.
+        """Check that hosts have the modules and versions that the share needs.
 
         Raises:
-            PoolError: One has not, or is gone.
+            PoolError: A host lacks something, or is gone.
         """
         if self._spec.requires is not None:
             await require_fit(self._members, members, self._spec.requires)
 
     async def _start_one(self, part: HostPart, spec: HostSpec, again: bool = False) -> int:
-        """Start the share on a host; returns the port of the ranks' store, if that is there.
+        """Start the share on a host.
+
+        Args:
+            again: Whether the host already runs the share and is to start the next attempt.
+
+        Returns:
+            The port of the ranks' rendezvous if it is on this host, else 0.
 
         Raises:
-            PoolError: It could not be started.
+            PoolError: The share could not be started.
         """
         part.member.runs.add(self.run_id)
         address, told = part.member.address, of_host(spec, part.host_rank)
         try:
             port = await self._members.call(address, StartShare(told, again))
-            if self.is_halted:  # a host hears nothing of a share that is still being started there
+            if self.is_halted:  # the earlier `Halt` had no effect while the share was starting
                 await self._members.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
             self._leave(part)
@@ -389,26 +428,30 @@ class Share(ABC):
         return port
 
     async def _tell_all(self, request: Request[None]) -> None:
-        """Ask all hosts that the share is on; of those that fail the pool hears otherwise."""
+        """Send a request to all hosts of the share. Ignore errors: `Members` reports lost hosts."""
         calls = (self._members.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _leave(self, part: HostPart) -> None:
-        """Take down that the share is not on that host any more."""
+        """Record that the share is not on the host any more."""
         part.ended = True
         part.member.runs.discard(self.run_id)
         self._changed.set()
 
     async def gone(self) -> None:
-        """Return when the share is on no host any more."""
+        """Wait until the share is on no host any more."""
         while self._running():
             self._changed.clear()
             await self._changed.wait()
 
     async def _end_late(self, limit_s: float) -> None:
-        """Give hosts so long to end the share; one that does not is ended itself.
+        """Wait until all hosts have ended the share. Drop each host that does not in time.
 
-        A host that sends files home asks and says things meanwhile: it has as long from each.
+        A host that sends files back sends requests meanwhile. Each of its requests and events
+        starts its time anew.
+
+        Args:
+            limit_s: Seconds for each host, from this call or the host's last message.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -420,17 +463,17 @@ class Share(ABC):
 
 
 class PoolFetchers(Share):
-    """The fetchers of a run."""
+    """The fetchers of a run, on one pool."""
 
     def __init__(
         self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.said: list[Event] = []
-        """The starts and ends of fetchers, for who becomes their owner later."""
+        """Start and end events of fetchers, for a later owner."""
 
     async def start(self) -> list[str]:
-        """See `Share.start`; when one host fails, those that have started are not ended here."""
+        """See `Share.start`. If one host fails, the caller must end the others."""
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
@@ -441,12 +484,15 @@ class PoolFetchers(Share):
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
-        """Return when they have ended on all hosts."""
+        """Wait until the fetchers have ended on all hosts, then close the share's files."""
         await self.gone()
         await self._files.close()
 
     async def halt(self, how: str) -> None:
-        """End the fetchers; returns when they are gone, or their hosts are about to be ended."""
+        """End the fetchers, whatever `how` is, and wait up to `FETCHERS_END_S` for their end.
+
+        A host that takes longer than `HALT_S` is itself ended.
+        """
         await super().halt("kill")
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.gone(), FETCHERS_END_S)
@@ -471,7 +517,7 @@ class PoolFetchers(Share):
         self._say(event)
 
     def _say(self, event: Event) -> None:
-        """Publish an event; keep it, where an owner that comes later needs it."""
+        """Publish an event. Keep it if a later owner needs it."""
         if isinstance(event, FetcherStarted | FetcherEnded):
             self.said.append(event)
         self.publish(event)
@@ -489,11 +535,11 @@ class PoolFetchers(Share):
 
 
 class PoolRun(Share):
-    """The ranks of a run, attempt by attempt; or a session; or a cell on a session's ranks.
+    """The ranks of a run in all its attempts, or a session, or a cell on a session's ranks.
 
     Args:
-        over: Set when nothing of it is left, on hosts or here.
-        session: The session on whose hosts and ranks a cell runs.
+        over: Set by the caller when the run has ended on all hosts and in the pool's process.
+        session: For a cell in a session: the session, whose hosts and ranks the cell uses.
     """
 
     def __init__(
@@ -513,14 +559,15 @@ class PoolRun(Share):
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
         self._growth: asyncio.Task[tuple[Plan, list[Member]]] | None = None
-        """The search for hosts of a larger attempt."""
+        """Task that searches hosts for a larger attempt."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._ran_since: float | None = None
-        """When its first attempt began: hosts are awaited before that, and `--timeout` is not."""
+        """Start time of the first attempt. `--timeout` counts from here, not from the wait for
+        hosts."""
 
     async def start(self) -> list[str]:
-        """See `Share.start`: the first attempt."""
+        """See `Share.start`. Starts the first attempt."""
         members = await self._take(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(members)
@@ -528,7 +575,7 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is a session that has had no cell for as long as it may."""
+        """Whether this is a session that has had no cell for its idle limit (`session_idle_s`)."""
         limit_s = self._spec.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -539,7 +586,7 @@ class PoolRun(Share):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a cell of this session for the block."""
+        """Count a cell of this session until the block ends."""
         self._cells += 1
         try:
             yield
@@ -551,7 +598,7 @@ class PoolRun(Share):
         """Return a session's hosts in the order of their ranks.
 
         Raises:
-            PoolError: The session ends.
+            PoolError: The session has ended or is ending.
         """
         parts = sorted(self._parts.values(), key=lambda part: part.host_rank)
         if self.is_halted or any(part.ended or part.report for part in parts) or not parts:
@@ -561,7 +608,7 @@ class PoolRun(Share):
     async def _take(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
     ) -> list[Member]:
-        """See `Share._take`; a cell takes its session's hosts."""
+        """See `Share._take`. A cell in a session gets the session's hosts."""
         if self._session is None:
             return await super()._take(count, keep, patience_s)
         members = self._session.seats()
@@ -569,16 +616,17 @@ class PoolRun(Share):
         return members
 
     async def carry_out(self) -> RunEnded:
-        """Return the run's last event, when it has ended on all hosts.
+        """Run to the end on all hosts; return the run's last event.
 
-        Ranks start again as often as the plan and their ends allow.
+        Ranks that failed are started again up to `max_restarts` times, if another attempt may
+        succeed.
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
         while outcome.curable and self._restarts < most and not self.is_halted:
             if await self._start_again(outcome):
                 outcome = await self._outcome()
-            elif self.is_halted:  # what failed before was about to be done again
+            elif self.is_halted:  # halted during the restart: the earlier failure does not count
                 outcome = Outcome("INTERRUPTED")
             else:
                 break
@@ -595,11 +643,11 @@ class PoolRun(Share):
         )
 
     async def relay(self, events: Sequence[Event]) -> None:
-        """Take what the run's fetchers said; its hosts are told where they listen."""
+        """Publish events of the run's fetchers, and tell the hosts the fetchers' addresses."""
         for said in events:
             if isinstance(said, FetcherStarted | FetcherEnded):
                 if (about := (type(said), said.number, said.time)) in self._relayed:
-                    continue  # told again, as their owner has changed
+                    continue  # sent again because the fetchers' owner has changed
                 self._relayed.add(about)
                 self.publish(structs.replace(said, entry=UNSET))
                 if said.entry:
@@ -638,7 +686,11 @@ class PoolRun(Share):
         self._report(part, "LOST", "lost", [failure])
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
-        """Take down how a host's ranks ended: what it says first; of a federation's, only that."""
+        """Record how a host's ranks ended. Only a host's first report counts.
+
+        In a federation, a failed or lost host other than the first does not fail the run: its
+        failure is published as a note.
+        """
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
             text = f"host {part.member.name} no longer takes part: {why}"
@@ -649,7 +701,7 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> Outcome:
-        """Return how the attempt ended; meanwhile, it may grow."""
+        """Wait for the end of the attempt; return its outcome. Meanwhile, the run may grow."""
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
@@ -663,7 +715,11 @@ class PoolRun(Share):
             self._changed.clear()
 
     async def _start_again(self, outcome: Outcome) -> bool:
-        """Start all ranks again, on other hosts for those that are gone; returns whether it did."""
+        """Start all ranks again, with new hosts in place of lost ones.
+
+        Returns:
+            Whether the next attempt was started.
+        """
         first = first_failure(outcome.failures)
         self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
@@ -679,7 +735,7 @@ class PoolRun(Share):
         return True
 
     def _seek(self, larger: Plan | None) -> None:
-        """Look from now on for the hosts of a larger attempt, if there may be one."""
+        """Stop the search for hosts of a larger attempt; start one for `larger` unless None."""
         if self._growth is not None:
             self._growth.cancel()
             self._growth = None
@@ -688,7 +744,11 @@ class PoolRun(Share):
             self._growth.add_done_callback(lambda _: self._changed.set())
 
     async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[Member]]:
-        """Return a plan and its hosts, once there are so many that are fit and run nothing else."""
+        """Wait until there are enough suitable, free hosts for `plan`; return `plan` and the hosts.
+
+        Args:
+            has: Addresses of the run's own hosts.
+        """
         said = ""
         while True:
             members = await self._free(len(plan.hosts), has)
@@ -702,15 +762,15 @@ class PoolRun(Share):
             await asyncio.sleep(AGAIN_S)
 
     async def _free(self, count: int, has: Collection[str]) -> list[Member]:
-        """Return so many hosts that run nothing else; none where there are not so many."""
-        with contextlib.suppress(PoolError):  # a run that may grow need not
+        """Return `count` hosts without other runs; an empty list if there are not enough."""
+        with contextlib.suppress(PoolError):  # growing is optional
             members = await self._members.take(count, keep=has)
             if not any(member.runs for member in members if member.address not in has):
                 return members
         return []
 
     async def _grow(self, plan: Plan, members: list[Member]) -> None:
-        """Start all ranks again, with those of hosts that have come since."""
+        """Start all ranks again with a larger plan, which includes ranks on new hosts."""
         cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
         self.attempt += 1
         self._spec = structs.replace(self._spec, plan=plan)
@@ -718,14 +778,20 @@ class PoolRun(Share):
         await self._start_attempt(self._seated(members))
 
     def _seated(self, members: list[Member]) -> list[Member]:
-        """Return hosts in an attempt's order: each that was in the last one keeps its place."""
+        """Return hosts in the order of the next attempt.
+
+        Each host of the last attempt keeps its number. New hosts get the free numbers.
+        """
         old = {part.host_rank: part.member for part in self._parts.values()}
         stay = {rank: member for rank, member in old.items() if member in members}
         new = (member for member in members if member not in stay.values())
         return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
 
     async def _start_attempt(self, members: list[Member]) -> None:
-        """Start an attempt on hosts, by their ranks; the first makes the ranks' store."""
+        """Start an attempt on hosts, in the order of their ranks.
+
+        The first host is started first, because it creates the rendezvous of the ranks.
+        """
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}
@@ -748,7 +814,11 @@ class PoolRun(Share):
         self._seek(next_size(self.plan))
 
     async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
-        """Start an attempt on a host; returns the port of the ranks' store, 0 if it failed."""
+        """Start an attempt on a host. Report a failure as the host's.
+
+        Returns:
+            The port of the ranks' rendezvous if it is on this host; 0 if not, or after a failure.
+        """
         try:
             if spec.reach:
                 way = self._members.way(part.member, spec.reach)
@@ -761,7 +831,11 @@ class PoolRun(Share):
             return 0
 
     async def _end(self) -> list[Failure]:
-        """Have all hosts end their ranks and clean up; returns the failures of those lost then."""
+        """Tell all hosts to end their ranks and clean up, and wait until they have.
+
+        Returns:
+            The failures of hosts that were lost meanwhile.
+        """
         there = [part for part in self._parts.values() if not part.ended]
         for part in there:
             part.report = None
@@ -774,7 +848,7 @@ class PoolRun(Share):
 
 
 def _ranks_of(event: Event) -> set[int]:
-    """Return the ranks that an event speaks of."""
+    """Return the ranks that an event is about."""
     match event:
         case RankEvent():
             return {event.rank}
