@@ -6,8 +6,8 @@ Requests and responses are msgpack, as they may contain the bytes of files. Read
 that they do not know, and fields that were added later have defaults, so that journals of older
 versions remain readable.
 
-The usual way of an event is: a rank or fetcher sends it to its host's agent, the agent sends it to
-the pool's process, and that writes it to the journal and sends it to the kernel.
+Most events come from a host: a rank, a fetcher or the agent makes the event, and the agent sends it
+to the pool's process. The pool's process writes it to the journal and sends it to the kernel.
 """
 
 import json
@@ -66,7 +66,7 @@ class ProcessStand(Struct, kw_only=True):
         command: Command line of the process; "" for a rank.
         place: Line of the notebook that it executes.
         waits_for: Event that its main thread waits for.
-        system: State of the process, and the system call in which it waits.
+        system: State of the process, and the kernel function in which its main thread waits.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of its child processes.
@@ -274,26 +274,26 @@ class RanksStarted(Event, tag="started", kw_only=True):
 
 
 class Lines(RankEvent, tag="lines", kw_only=True):
-    """Complete lines that a rank wrote, without line ends."""
+    """An agent sends complete lines that a rank wrote, without line ends."""
 
     lines: list[str]
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """Number and size of a rank's lines that are not shown, as there were too many."""
+    """An agent reports how many lines and bytes of a rank are not shown, as there were too many."""
 
     lines: int
     bytes: int
 
 
 class Progress(RankEvent, tag="progress", kw_only=True):
-    """Current text of rank 0's unfinished line, such as a progress bar."""
+    """An agent sends the current text of rank 0's unfinished line, such as a progress bar."""
 
     text: str
 
 
 class Display(RankEvent, tag="display", kw_only=True):
-    """Output that a rank displayed; `data` maps media types to contents."""
+    """A rank sends an output that it displayed; `data` maps media types to contents."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] | None = None
@@ -302,13 +302,13 @@ class Display(RankEvent, tag="display", kw_only=True):
 
 
 class ClearOutput(RankEvent, tag="clear", kw_only=True):
-    """A rank's call of `clear_output`; `wait` is its argument."""
+    """A rank reports that it cleared its output; `wait` is the argument of `clear_output`."""
 
     wait: bool = False
 
 
 class Note(Event, tag="note", kw_only=True):
-    """A note for the user, shown in the run's head."""
+    """Any process sends a note for the user, which the run's head shows."""
 
     text: str
 
@@ -325,7 +325,7 @@ class Hang(Event, tag="hang", kw_only=True):
 
 
 class RankFailure(Event, tag="failure", kw_only=True):
-    """Report of the failure of a rank or a host."""
+    """An agent, or the pool's process, reports that a rank or a host failed."""
 
     failure: Failure
 
@@ -358,7 +358,7 @@ class Restart(Event, tag="restart", kw_only=True):
 
 
 class StoreReceipt(Event, tag="receipt", kw_only=True):
-    """Writes of one host's ranks to the project store; see `store.receipt.Receipt`."""
+    """An agent lists its ranks' writes to the project store; see `store.receipt.Receipt`."""
 
     written: list[WrittenFile] = []
     kept_out: list[KeptOutFile] = []
@@ -405,12 +405,12 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
 
 
 class Prefilling(Event, tag="filling", kw_only=True):
-    """Progress of the fetchers while ranks wait for data to be prepared (`--prefill`).
+    """The kernel reports the fetchers' progress while ranks wait for prepared data (`--prefill`).
 
     Attributes:
         done: Amount that is ready.
         wanted: Amount to wait for.
-        unit: Unit of both; see `Prefill`.
+        unit: Unit of both: "bytes" or "batches".
     """
 
     done: int
@@ -426,7 +426,7 @@ class RankReport(RankEvent, tag="data", kw_only=True):
 
 
 class Metrics(RankEvent, tag="metrics", kw_only=True):
-    """Values that a rank's program logged since the rank's last event of this kind."""
+    """A rank sends the values that its program logged since the last event of this kind."""
 
     points: list[MetricPoint]
 
@@ -457,7 +457,9 @@ class HostEnded(Event, tag="host_ended", kw_only=True):
 
 
 class RunEnded(Event, tag="ended", kw_only=True):
-    """The run's last event.
+    """The pool's process reports the end of the run, as the run's last event.
+
+    If that process is lost, the kernel or a reader of the journal makes the event.
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
