@@ -1,9 +1,10 @@
-"""A pool: a process with Dask's scheduler and the controller of runs, and the kernel's way to it.
+"""A pool: a process with a Dask scheduler and the controller of runs, and the kernel's client.
 
-client.py      the kernel's side: launch a run, listen
-process.py     the pool's process: found, started, ended by a kernel; what it does
-gate.py        its scheduler, its port, and who may say what
-controller.py  owns runs, journals, and the hosts' cost
-runs.py        a run's ranks, attempt by attempt, and its fetchers, on their hosts
-hosts.py       the hosts as the process knows them
+client.py      the kernel's side: connect to the process, launch runs, receive events
+process.py     the pool's process and its folder: how a kernel finds, starts and ends the process
+gate.py        the scheduler and its port: authentication of peers, checks of their messages
+controller.py  starts, follows and ends runs; writes their journals; counts the hosts' GPU hours
+runs.py        a run's ranks in all its attempts, and its fetchers, on their hosts
+hosts.py       the pool's hosts: membership, leases, requests to their agents
+detached.py    work for a detached run that its kernel would otherwise do
 """
