@@ -64,7 +64,7 @@ this."""
 
 _BEATS_S = 5.0  # a rank with a beat in the last 5 s can respond, if not at once
 _GONE = "gone"
-_COMPUTES_LEAST_S = 0.02  # two ticks of the system's clock of CPU time
+_COMPUTES_LEAST_S = 0.02  # two ticks of the system's CPU clock
 _WAIT_S = 0.01
 _RAN_S = 0.2  # CPU seconds within which a main thread that runs Python would have responded
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -562,5 +562,5 @@ def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
         while above is not None and above not in totals:
             above = found[above]["ppid"] if above in found else None
         if above is not None and info["cpu_times"] is not None:
-            totals[above] += sum(info["cpu_times"][:4])  # also user, system of reaped children
+            totals[above] += sum(info["cpu_times"][:4])  # user, system; own and reaped children's
     return totals

@@ -40,7 +40,7 @@ DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.scheduler.work-stealing": False,
-    "distributed.scheduler.worker-ttl": None,  # uses the system's clock; see `Members.watch`
+    "distributed.scheduler.worker-ttl": None,  # depends on the wall clock; see `Members.watch`
 }
 
 
@@ -265,7 +265,7 @@ class PoolFolder:
             One text for each process, such as "Python 3.11.9, torch 2.4.0".
         """
         found = []
-        folders = f"{self._config.name}-{'?' * _DIGEST}"  # not those of a pool `name-more`
+        folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
         for path in self.path.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # the process is just ending
                 place = unpack(path.read_bytes(), PoolPlace)
@@ -290,7 +290,7 @@ def main() -> int:
     os.set_inheritable(words.lock, False)
     os.write(words.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    os.truncate(folder / LOG, 0)  # drop the log of an earlier process
+    os.truncate(folder / LOG, 0)  # drop an earlier process's log; both open it to append
     engine = find_engine(words.pool)
     engine.prepare()
     asyncio.run(_keep(engine, folder, words))
