@@ -28,13 +28,19 @@ _TENSOR_COST = 10
 _OBJECT_COST = 3
 _BYTES_PER_COST = 200
 _WHOLE_BYTES = 4096
+"""Size up to which all elements of a tensor or an array are compared."""
+
 _SAMPLES = 64
 """Approximate number of elements compared in a tensor or array larger than `_WHOLE_BYTES`."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None))
 _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pandas"}
 _BY_PICKLE |= {"types", "argparse", "numpy"}
+"""Packages whose objects are compared by their ordinary pickles."""
+
 _LISTED = 10
+"""Maximum number of names in a note."""
+
 
 State = tuple[Any, ...]
 

@@ -23,7 +23,11 @@ Advice = Mapping[str, tuple[str, ...]]
 """Advice text -> suffixes of the class names that it applies to; the first match counts."""
 
 _BUDGET_S = 5.0
+"""Seconds for the search of a culprit."""
+
 _DEPTH = 40
+"""Maximum number of steps in a path."""
+
 _NAME_CHARS = 40
 _ADVICE: Advice = {
     "open it inside the cell": ("IOBase",),

@@ -6,6 +6,7 @@ from typing import Any
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 1000
+"""Limit on the parts of a value, and on the length of each string in it."""
 
 
 def plain_digest(value: Any) -> str:

@@ -32,11 +32,16 @@ from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
 _INSTALLED = {"site-packages", "dist-packages"}
+"""Names of folders with installed packages."""
+
 _MOST_DIFFERENCES = 3
+"""Maximum number of notes of one kind."""
+
 _SYSTEM = tuple(
     Path(p).resolve()
     for p in {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
 )
+"""Folders of the Python installation."""
 
 
 @dataclass(frozen=True)
@@ -407,6 +412,8 @@ def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
 
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
+"""Modules that every rank has anyway."""
+
 _BRANCHES = (ast.If, ast.While, ast.Match)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 

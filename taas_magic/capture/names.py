@@ -25,7 +25,10 @@ _READS = {
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _STORES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_MAGICS = {"time", "timeit", "prun", "capture", "memit", "mprun", "lprun", "debug"}
+"""Magics whose argument is Python code."""
+
 _DOLLAR = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)")
+"""A variable in a shell command: `$name`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ def _names(source: str, stored: bool = False) -> set[str]:
 THE_CELL = "the cell uses it"
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _SWALLOWING = {"suppress"}
+"""Names of context managers that swallow exceptions."""
+
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -378,6 +383,8 @@ def assigned_names(source: str) -> set[str]:
 
 _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
+"""Names whose use means that only running the cell shows which names it sets."""
+
 _LISTED = 12
 
 

@@ -49,7 +49,10 @@ _MODULE_NAMES |= {"__builtin__", "__builtins__", "__annotations__"}
 _HISTORY = {"_ih", "_oh", "_dh"}
 _SHELL_NAMES = {"get_ipython", "exit", "quit", "open", "display"}
 _INPUT = re.compile(r"_i{1,3}|_i\d+")
+"""Names of IPython's variables for earlier inputs."""
+
 _OUTPUT = re.compile(r"_{1,3}|_\d+")
+"""Names of IPython's variables for earlier outputs."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class _Gathering:
         """Names that may be pickled; None for all names."""
 
     def take(self, names: Mapping[str, str]) -> None:
+        """Pickle variables, given as name -> reason, that were not pickled before."""
         for name, why in names.items():
             if name in self._met or not self._travels(name):
                 continue

@@ -45,6 +45,7 @@ _NUMPY_PRINTS = {
 }
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
+"""rcParams that depend on the process and are not copied."""
 
 
 def collect() -> State:
@@ -345,6 +346,8 @@ def _imported(name: str) -> Any:
 
 
 class _Part(NamedTuple):
+    """Functions that read one kind of setting in the kernel and apply it in a rank."""
+
     collect: Callable[[], Any]
     apply: Callable[[Any], None]
 
