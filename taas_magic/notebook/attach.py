@@ -1,6 +1,6 @@
-"""A run's view again: its past from the journal, then live, until it ends or the user leaves.
+"""Show the view of a run again: its past, then live, until it ends or the user interrupts.
 
-It needs no connection to the pool: it reads the run's folder.
+The view needs no connection to the pool, because it reads the run's folder.
 """
 
 import time
@@ -20,20 +20,20 @@ from taas_magic.notebook.run import Interrupts
 from taas_magic.notebook.runs import Run, goes_on
 
 POLL_S = 0.1
-"""How often the journal is looked at for what was added."""
+"""Seconds between reads of the journal."""
 
 CHECK_S = 1.0
-"""How often the process that owns a run is looked for while nothing is added."""
+"""Seconds between checks that the run's owner is alive, while the journal does not grow."""
 
 NOT_ATTACHED = "NOT ATTACHED"
-"""Title of the head of a run that may go on and is not followed any more."""
+"""Title of the head of a run that may be active but whose view is not updated any more."""
 
 
 def attach(run: Run) -> None:
     """Show a run from its folder until it has ended.
 
     Raises:
-        KeyboardInterrupt: The user interrupted the view; the run goes on.
+        KeyboardInterrupt: The user interrupted the view. The run continues.
     """
     with Interrupts() as interrupts:
         state = _show(run, interrupts)
@@ -43,7 +43,7 @@ def attach(run: Run) -> None:
 
 
 def _show(run: Run, interrupts: Interrupts) -> RunState:
-    """Show a run's past, and what is added to its journal; return its last state."""
+    """Show a run's past and the events added to its journal; return the run's last state."""
     reader = JournalReader(RunFolder(run.path).events)
     replay = Replay(run.new_state())
     for chunk in reader.chunks():
@@ -53,7 +53,7 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
         state.apply(ended, ended.time)
 
     def now() -> float:
-        return ahead_s + time.monotonic()  # by the clock of the journal's times
+        return ahead_s + time.monotonic()  # wall-clock time, as in the journal, but steady
 
     view = View(state, clock=now, past=replay.pieces())
     checked_at = now()

@@ -1,8 +1,9 @@
-"""The words after `%%taas` and `#pragma taas` -> `Flags`, or one line that says what to write.
+"""Parse the words after `%%taas` and `#pragma taas` into `Flags`.
 
-One table, `FLAGS`, is the source of the parser, of `%%taas?`, of Tab completion and of the errors.
-The comment form is a pure function of the text, because IPython also asks it whether a half-typed
-cell is complete; what is wrong is said when the cell runs.
+The table `FLAGS` is the single source of the parser, of `%%taas?`, of Tab completion and of error
+messages. An error message is one line that says what to write. The comment form is a pure function
+of the text, because IPython also calls it to find out whether a half-typed cell is complete. Errors
+are therefore reported only when the cell runs.
 """
 
 import io
@@ -23,18 +24,19 @@ from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
 
-# A word and nothing else, unlike an interpreter's path: `#!/usr/bin/env python`, `#!python3`.
+# A single word that is no interpreter, unlike `#!/usr/bin/env python` and `#!python3`.
 _POOL = re.compile(r"#!\s*(?!python|i?pypy|sh$|bash$)([A-Za-z][\w.-]*)\s*")
 _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
 
 def head(lines: list[str]) -> tuple[str, int] | None:
-    """Return what the comments at the top of a cell ask for.
+    """Parse the comments at the top of a cell (`#!pool` and `#pragma taas`).
 
-    Without a pragma, `#!name` counts only as the cell's first line: further down it is a comment.
+    Without a pragma, `#!name` counts only in the cell's first line: further down it is a comment.
 
     Returns:
-        The flags, and the number of lines down to the last that says so; None for an ordinary cell.
+        The flags, and the number of lines up to and including the last of these comments. None for
+        an ordinary cell.
     """
     stripped = (line.strip() for line in lines)
     top = list(takewhile(lambda line: not line or line.startswith("#"), stripped))
@@ -48,7 +50,7 @@ def head(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """Make a `%%taas` cell of one with our comments on top: an input transformer of IPython's."""
+    """Turn a cell with taas comments at its top into a `%%taas` cell; an IPython transformer."""
     found = head(lines)
     if found is None:
         return lines
@@ -57,7 +59,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def nothing_below(raw_cell: str) -> str:
-    """Return what is wrong with a cell that has nothing below its head."""
+    """Return the error message for a cell that has no lines below its head."""
     found = head(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -75,7 +77,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
     lines = raw_cell.splitlines()
     used = (head(lines) or ("", 0))[1]
     how = "runs as its first lines say" if used else "runs in the notebook itself, not as ranks"
-    with suppress(tokenize.TokenError, SyntaxError):  # as far as the cell is Python
+    with suppress(tokenize.TokenError, SyntaxError):  # read up to the first invalid line
         for token in tokenize.generate_tokens(io.StringIO(raw_cell).readline):
             number = token.start[0]
             text = lines[number - 1].strip() if token.type == tokenize.COMMENT else ""
@@ -87,7 +89,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 MAX_RANKS = 1_000_000
-"""More than any pool has; the bound of the pool itself is the plan's to check."""
+"""Upper bound on ranks in flags, larger than any pool. The plan checks the pool's own limit."""
 
 MAX_COUNT = 1 << 60
 
@@ -97,7 +99,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """Return a reader of whole numbers between two bounds."""
+    """Return a function that parses whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
@@ -108,7 +110,7 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
 
 
 def count(text: str) -> int:
-    """Read `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
+    """Parse `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
         raise ValueError(text)
@@ -119,7 +121,7 @@ def count(text: str) -> int:
 
 
 def world_sizes(text: str) -> tuple[int, int]:
-    """Read `8`, or `8:16`: how many ranks a run starts with, and how many it may grow to."""
+    """Parse `8` or `8:16`: the ranks that a run starts with, and those that it may grow to."""
     least, colon, most = text.partition(":")
     bounds = whole(1)(least), whole(1)(most if colon else least)
     if bounds[0] > bounds[1]:
@@ -128,7 +130,7 @@ def world_sizes(text: str) -> tuple[int, int]:
 
 
 def prefill(text: str) -> Prefill:
-    """Read `all`, a size with a `B` such as `500MB`, or a count of batches such as `200`, `2K`."""
+    """Parse `all`, a size that ends in `B` such as `500MB`, or a number of batches: `200`, `2K`."""
     if text == "all":
         return Prefill(0, "all")
     if text.upper().endswith("B"):
@@ -137,7 +139,7 @@ def prefill(text: str) -> Prefill:
 
 
 def duration_s(text: str) -> float:
-    """Read `90`, `90s`, `5m`, `2h` or `1d` in seconds."""
+    """Parse `90`, `90s`, `5m`, `2h` or `1d` into seconds."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
@@ -146,12 +148,12 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Read the same, or `0`."""
+    """Parse a duration as `duration_s` does, or `0`."""
     return 0.0 if text == "0" else duration_s(text)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read `a,b@last,c@all` as `split_name` reads them; a variable is named once."""
+    """Parse `a,b@last,c@all`, with parts as in `split_name`. Each variable may occur once."""
     listed = tuple(name.strip() for name in text.split(","))
     if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)
@@ -159,7 +161,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Read `0,2-5` as ranks; `all` as an empty set."""
+    """Parse rank numbers such as `0,2-5`. `all` gives an empty set."""
     if text == "all":
         return frozenset()
     found: set[int] = set()
@@ -173,7 +175,7 @@ def ranks(text: str) -> frozenset[int]:
 
 
 def some_ranks(text: str) -> tuple[int, ...]:
-    """Read `0`, `1,3` or `0,2-5` as ranks."""
+    """Parse rank numbers such as `0`, `1,3` or `0,2-5`."""
     found = ranks(text)
     if found is None:
         raise ValueError(text)
@@ -181,7 +183,7 @@ def some_ranks(text: str) -> tuple[int, ...]:
 
 
 def variables(text: str) -> tuple[str, ...]:
-    """Read `x,y` as names of variables."""
+    """Parse names of variables such as `x,y`."""
     listed = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not all(name.isidentifier() for name in listed):
         raise ValueError(text)
@@ -189,7 +191,7 @@ def variables(text: str) -> tuple[str, ...]:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """Read `KEY=VALUE`."""
+    """Parse `KEY=VALUE`."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
@@ -199,21 +201,21 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def store_writes(text: str) -> str:
-    """Read one of `WRITES`."""
+    """Parse one of `WRITES`."""
     return WRITES[WRITES.index(text)]
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """One flag of `%%taas` or `%taas logs`.
 
     Attributes:
-        name: With its dashes.
-        metavar: What stands for the value in the help; "" for a switch.
-        read: Text -> value; raises ValueError.
-        possible: Completes "the flag needs …".
-        help: What it does.
-        examples: Values that Tab offers; the first is in the help.
+        name: Name of the flag with its dashes.
+        metavar: Placeholder for the value in the help. "" for a flag without a value.
+        read: Function that parses the value's text. Raises ValueError.
+        possible: Description of allowed values, for the error message "the flag needs …".
+        help: Description of the flag in the help.
+        examples: Values that Tab completion offers. The help shows the first one.
     """
 
     name: str
@@ -225,11 +227,11 @@ class Flag:
 
     @property
     def field(self) -> str:
-        """The name in `Flags`."""
+        """Name of the flag's attribute in `Flags`."""
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
     def add_to(self, parser: MagicArgumentParser) -> None:
-        """Have a parser read it."""
+        """Add the flag to a parser."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -256,7 +258,7 @@ OF_EACH_RANK = frozenset(
     | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
 )
-"""Variables by which the ranks of a run find each other: one value for all would be wrong."""
+"""Variables that `--env` must not set: the ranks of a run find each other by their values."""
 
 REPEATED = ("--env", "--shared-writes")
 """Flags that may be given more than once."""
@@ -429,18 +431,18 @@ BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
 class FlagParser(MagicArgumentParser):
-    """Reads the values of flags; what is wrong is said in our words."""
+    """A parser of flags that reports errors as UsageError, in taas-magic's words."""
 
     def __init__(self, flags: Sequence[Flag], description: str = "") -> None:
         super().__init__("%taas", description=description)
-        # "--gpu" is told from "--gpus" rather than taken for it.
+        # "--gpu" is an error and not an abbreviation of "--gpus".
         self.allow_abbrev = False
         self._flags = flags
         for flag in flags:
             flag.add_to(self)
 
     def error(self, message: str) -> NoReturn:
-        """Say argparse's "argument --gpus: expected one argument"."""
+        """Replace a message of argparse, such as "argument --gpus: expected one argument"."""
         flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
         if flag is not None:
             says = f"needs {flag.possible}" if flag.metavar else "takes no value"
@@ -472,20 +474,20 @@ The same as a comment, so that the cell stays plain Python::
 """,
 )
 HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # the one that is required
-"""What `%%taas?` shows."""
+"""Help text that `%%taas?` shows."""
 
 
 def parse(line: str, config: Config) -> Flags:
-    """Read the words after `%%taas`, once IPython has filled in `{…}` and `$…`.
+    """Parse the words after `%%taas`. IPython has replaced `{…}` and `$…` before.
 
     Raises:
-        UsageError: In one line: which word is wrong, and what is possible.
+        UsageError: A word is wrong. The message is one line with the word and what is possible.
     """
     found = _parse_words(_words(line))
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
         config.pool(name)
     if "gpus" not in found and "session" in found:
-        found["gpus"] = 0, 0  # as many as the session has
+        found["gpus"] = 0, 0  # means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
             "--gpus is missing: say how many processes run the cell, "
@@ -502,10 +504,10 @@ def parse(line: str, config: Config) -> Flags:
 
 
 def check_ranks(flags: Flags) -> None:
-    """Check that the ranks that flags name are some of those that run.
+    """Check that the run has all ranks that `--out`, `--logs` and `--ranks` name.
 
     Raises:
-        UsageError: One is not.
+        UsageError: The run does not have such a rank.
     """
     least, most = flags.gpus, flags.max_gpus or flags.gpus
     nobody = [name for name in flags.out if split_name(name)[1] >= least]
@@ -519,7 +521,7 @@ def check_ranks(flags: Flags) -> None:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Refuse what could never be ready."""
+    """Raise UsageError if fetchers could never prepare what `--prefill` asks for."""
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
     if not flags.cpus:
@@ -544,7 +546,7 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return flags without the comment behind them: a `#` with which a word would begin."""
+    """Return flags without a trailing comment, which starts at a word that begins with `#`."""
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""

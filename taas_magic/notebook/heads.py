@@ -1,4 +1,4 @@
-"""Heads in this kernel's notebook that no view brings up to date any more, and their correction."""
+"""Update heads in this kernel's notebook that have no view any more, when their runs end."""
 
 import time
 
@@ -10,14 +10,17 @@ from taas_magic.display.view import View
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
-"""Runs whose heads were left before their ends."""
+"""Runs by id whose views were closed before the runs ended."""
 
 
 def leave(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of a run that goes on; its head says how to see the run again.
+    """Close the view of an active run. The head then says how to show the run again.
 
     Args:
-        title: What the head shows in the place of the run's state.
+        run: The run.
+        view: View of the run.
+        state: State that the view shows.
+        title: Text that the head shows in place of the run's state.
     """
     state.left = title
     view.close()
@@ -26,12 +29,12 @@ def leave(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Correct a run's head no more: its end is shown."""
+    """Stop tracking a run's head, because it shows the run's end."""
     _left.pop(run.run_id, None)
 
 
 def correct() -> None:
-    """Bring the heads up to date that were left, of runs that have ended since."""
+    """Update the tracked heads of runs that have ended since their views were closed."""
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
         name = {"display_id": f"{run.run_id}:head"}

@@ -1,4 +1,4 @@
-"""What a rank wrote, read from its log file: all of it, its end, or the lines with a pattern."""
+"""Read a rank's log file: all of it, its end, or the lines that match a pattern."""
 
 import os
 import re
@@ -13,23 +13,24 @@ from taas_magic.host.output import LineAssembler
 from taas_magic.messages import harmless, harmless_block
 
 READ_BYTES = 4_000_000
-"""How much of a log's end is read to show it."""
+"""Number of bytes to read from the end of a log."""
 
 SHOWN_BYTES = 500_000
-"""How much of a log a browser bears in a cell."""
+"""Number of characters of a log to show in a cell. A browser becomes slow with more."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
-    """Return what a rank wrote; "" where there is no file.
+    """Return the text of a rank's log; "" if there is no file.
 
     Args:
-        tail: How many of the last lines; None returns all.
-        grep: A regular expression; lines without it are left out.
+        path: The log file.
+        tail: Number of lines to return from the end. None for all lines.
+        grep: Regular expression. Only lines that contain a match are returned.
 
     Raises:
-        UsageError: `grep` is no regular expression.
+        UsageError: `grep` is not a valid regular expression.
     """
     if not path.exists():
         return ""
@@ -41,7 +42,10 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 
 
 def end_of_log(path: Path) -> str:
-    """Return a log's last lines as a terminal would show them, and how much comes before them."""
+    """Return the last lines of a log as a terminal would show them.
+
+    If lines are left out, the first line says how much text comes before.
+    """
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -58,7 +62,12 @@ def end_of_log(path: Path) -> str:
 
 
 def shortened(text: str, path: Path) -> str:
-    """Return the end of a text, as far as a cell bears it, without what a terminal obeys."""
+    """Return at most SHOWN_BYTES from the end of a text, without terminal control sequences.
+
+    Args:
+        text: The text.
+        path: File that holds the complete text. It is named if lines are left out.
+    """
     if len(text) > SHOWN_BYTES:
         text = text[-SHOWN_BYTES:].partition("\n")[2]
         return f"… the lines before these: {path}\n{harmless_block(text)}"
@@ -66,7 +75,7 @@ def shortened(text: str, path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield a log's lines as a terminal would show them; reads it piece by piece."""
+    """Yield a log's lines as a terminal would show them; read the file in chunks."""
     assembler = LineAssembler()
     with path.open("rb") as file:
         while read := file.read(_CHUNK_BYTES):

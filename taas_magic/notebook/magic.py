@@ -1,6 +1,6 @@
-"""`%%taas` and `%taas`: from what the user types, with what Tab offers, to `notebook.launch`.
+"""The magics `%%taas` and `%taas` and their Tab completion; `notebook.launch` runs the cells.
 
-Runs in the notebook's kernel. Nothing that imports torch or Dask is imported before it is needed.
+Runs in the notebook's kernel. Modules that import torch or Dask are imported only when needed.
 """
 
 import __future__
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 @magics_class
 class TaasMagics(Magics):
-    """The two magics.
+    """The magics `%%taas` and `%taas`.
 
     Args:
-        folder: The notebook's folder; taas.toml is looked for from here.
+        folder: Folder of the notebook. The search for taas.toml starts here.
     """
 
     def __init__(self, shell: "InteractiveShell", folder: Path) -> None:
@@ -65,11 +65,11 @@ class TaasMagics(Magics):
         self._raw_cell = ""
 
     def settings(self) -> Config:
-        """Return taas.toml as it is now, so that an edit holds from the next cell on."""
+        """Read taas.toml anew, so that an edit takes effect with the next cell."""
         return load_config(self._folder)
 
     def remember(self, info: Any) -> None:
-        """Keep the cell as the user sees it, and correct old heads (IPython's `pre_run_cell`)."""
+        """Store the cell's text and update old heads. Handles IPython's event `pre_run_cell`."""
         self._raw_cell = info.raw_cell
         if heads := sys.modules.get("taas_magic.notebook.heads"):
             heads.correct()
@@ -77,7 +77,11 @@ class TaasMagics(Magics):
             _say(line)
 
     def after(self, result: Any) -> None:
-        """Explain pip's package of our name, and a missing name (`post_run_cell` event)."""
+        """Print hints about a cell that has ended. Handles IPython's event `post_run_cell`.
+
+        One hint is for cells that install PyPI's package `taas`. The other is for names that the
+        notebook lacks because an earlier cell assigned them only on ranks.
+        """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _say(TAAS_IS_HERE)
         launch = sys.modules.get("taas_magic.notebook.launch")
@@ -86,24 +90,25 @@ class TaasMagics(Magics):
             _say(f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}")
 
     def variables(self) -> list[str]:
-        """Return the names that the user gave to things, for Tab."""
+        """Return the names of the user's variables, for Tab completion."""
         hidden = self.shell.user_ns_hidden
         return [name for name in self.shell.user_ns if name not in hidden and name[0] != "_"]
 
     def pools(self) -> list[str]:
-        """Return the names of pools, for Tab."""
+        """Return the names of all pools, for Tab completion."""
         try:
             return sorted(self.settings().pools)
-        except UsageError:  # of a broken taas.toml: the cell that runs says what is wrong with it
+        except UsageError:  # taas.toml is broken: the next cell that runs reports the problem
             return []
 
     def sessions(self) -> list[str]:
-        """Return the names of sessions whose ranks live, for Tab."""
-        found = sys.modules.get("taas_magic.notebook.sessions")  # no session without it
+        """Return the names of sessions with running ranks, for Tab completion."""
+        # If the module was not imported, there is no session.
+        found = sys.modules.get("taas_magic.notebook.sessions")
         return [session.name for session in found.live()] if found is not None else []
 
     def runs(self) -> list[str]:
-        """Return the ids of the newest runs, for Tab."""
+        """Return the ids of the newest runs, for Tab completion."""
         return list(islice(journal.ids(), _LISTED_RUNS))
 
     @cell_magic("taas")
@@ -150,7 +155,7 @@ class TaasMagics(Magics):
         )
 
     def _compile_name(self, raw: str) -> str:
-        """Return the name under which the kernel compiled the cell that called the magic."""
+        """Return the file name under which the kernel compiled the cell that called the magic."""
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
@@ -161,7 +166,7 @@ class TaasMagics(Magics):
 
 
 def _missing_name(error: BaseException | None) -> str | None:
-    """Return the name that a cell, or a rank of it, has not found; None for other errors."""
+    """Return the undefined name of a NameError in a cell or on a rank; None for other errors."""
     if error is None or "NameError" not in (type(error).__name__, getattr(error, "etype", "")):
         return None
     found = re.search(r"name '(\w+)' is not defined", str(error))
@@ -170,7 +175,7 @@ def _missing_name(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _one_line(text: str) -> Iterator[None]:
-    """Have an interrupt show a line and none of the frames that it met."""
+    """Make a KeyboardInterrupt in the block show `text` instead of a traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -183,12 +188,13 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """Find the magic's body in the cell that the user sees.
 
     Returns:
-        The whole cell, and how many of its lines come before the body. A magic that code called
-        (`get_ipython().run_cell_magic`) has no such cell: its own head and body are taken.
+        The whole cell, and the number of its lines before the body. If code called the magic
+        (`get_ipython().run_cell_magic`), there is no such cell: the result then consists of the
+        magic's own head and body.
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
-    # IPython removes a common indentation, hence the comparison without it.
+    # Compare without indentation, because IPython removes a common indentation.
     if offset > 0 and [*map(str.strip, seen[offset:])] == [*map(str.strip, lines)]:
         return raw_cell, offset
     return f"%%taas {line}\n{body}", 1
@@ -203,16 +209,17 @@ INSTALLS_TAAS = re.compile(
     r"(?:[^#\n]*[\s'\"/])?taas(?:$|[\s'\"=<>~!;\[@]|-\d)",
     re.MULTILINE,
 )
-"""Finds what asks pip for PyPI's `taas`, DataSphere's old client, as that one's guide does first.
+"""Pattern of a command that installs PyPI's `taas` with pip.
 
-Also without a percent sign, as IPython's automagic takes it, and in a %%bash cell.
+That package is an old client of DataSphere, whose guide begins with this command. The percent sign
+is optional, because IPython's automagic accepts the command without it, and %%bash cells need none.
 """
 
 
 def load(shell: "InteractiveShell") -> None:
-    """Put the magics, the comment form and Tab completion into a shell; warm the local pool.
+    """Register the magics, the comment form and Tab completion in a shell; warm the local pool.
 
-    Do nothing where they are there already.
+    Does nothing if they are registered already.
     """
     if shell in _loaded:
         return
@@ -249,9 +256,10 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
 class _WarmUp:
-    """The warm-up of the local pool when the extension is loaded; `%taas down` may come before it.
+    """The warm-up of the local pool that loading the extension starts.
 
-    It goes on in a thread: importing Dask takes longer than `%load_ext` may.
+    It runs in a thread, because importing Dask would delay `%load_ext` too long. `%taas down` may
+    cancel it before it has begun.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -259,14 +267,14 @@ class _WarmUp:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that warms the pool."""
         context = contextvars.copy_context()
         threading.Thread(
             target=context.run, args=(self._run,), name="taas-load", daemon=True
         ).start()
 
     def cancel(self) -> None:
-        """Do not begin to warm the pool any more; what has begun ends with the pool."""
+        """Cancel the warm-up if it has not begun. One that has begun ends with the pool."""
         with self._lock:
             self._is_cancelled = True
 
@@ -276,7 +284,7 @@ class _WarmUp:
         with self._lock:
             if not self._is_cancelled:
                 pools.warm(self._settings)
-        importlib.import_module("taas_magic.notebook.launch")  # with all that the first cell needs
+        importlib.import_module("taas_magic.notebook.launch")  # the first cell needs it
 
 
 _warm_ups: list[_WarmUp] = []
@@ -301,11 +309,11 @@ _SHOWN_RUNS = 10
 
 
 def run_command(line: str, settings: Config) -> str:
-    """Carry out `%taas LINE`; return what to show.
+    """Run the command `%taas LINE`, and return the text to show.
 
     Raises:
-        UsageError: No such command, or it does not take these words.
-        PoolError: The pool could not be reached.
+        UsageError: The command does not exist, or does not accept these words.
+        PoolError: The pool is not reachable.
     """
     try:
         name, *words = shlex.split(line) or ["status"]
@@ -325,7 +333,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     _take("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
-        # as the head of the run has it
+        # formatted as in the head of the run
         elapsed = duration(run.elapsed_s, decimals=int(not run.is_active))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
@@ -412,7 +420,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
             )
             gpu_hours = f"{host.gpu_hours:.2f}"
             rows.append((*names, host.host, does, duration(host.had_s), gpu_hours))
-            names = ("", "", "")  # they stand in the first one
+            names = ("", "", "")  # only the pool's first row shows them
         for coming in pool.status.starting:
             does = f"imports {coming.imports}, {coming.for_s:.0f} s" if coming.imports else "starts"
             rows.append((*names, coming.host, does, "", ""))
@@ -420,7 +428,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
         if names[0]:
             rows.append((*names, "", "", "", ""))
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    # what each pool with GPUs has cost since it began, with hosts given back
+    # the cost of each pool with GPUs since its start, including hosts that it has released
     costs = [
         f'pool "{pool.name}": {pool.status.gpu_hours:.2f} GPU-hours, '
         f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
@@ -455,7 +463,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     for session in sessions.live():
         assert session.plan is not None
         hosts, memory, gpu = "?", "?", "?"
-        with contextlib.suppress(PoolError):  # it runs a cell just now
+        with contextlib.suppress(PoolError):  # raised while the session runs a cell
             asked = launch.ask_ranks(session, "memory()", _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
@@ -577,10 +585,14 @@ TaasMagics.run_line.__doc__ = "\n".join(
 
 
 def _take(name: str, words: Sequence[str], most: int = 1) -> str | None:
-    """Return the word after a command, if there is one.
+    """Return the word after a command, or None.
+
+    Args:
+        name: Name of the command.
+        most: Number of words that the command accepts, 0 or 1.
 
     Raises:
-        UsageError: There are more than the command takes.
+        UsageError: There are too many words.
     """
     if len(words) > most:
         raise UsageError(
@@ -599,11 +611,13 @@ _OF_A_RUN = ("attach", "detach", "stop", "stacks", "report")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
-    """Return what is already there of the word at the cursor, and the words that begin so.
+    """Return the typed beginning of the word at the cursor, and the words that complete it.
+
+    Returns None if the line is not one of taas-magic's.
 
     Args:
-        text: The line up to the cursor; None is returned where it is not one of ours.
-        known: Says what there is.
+        text: The line up to the cursor.
+        known: Source of the names of pools, sessions, variables and runs.
     """
     if match := _POOL.fullmatch(text):
         return _beginning(match[1], known.pools())
@@ -655,7 +669,7 @@ def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """Return IPython's matcher (its API of version 2) for `shell.Completer.custom_matchers`."""
+    """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API)."""
 
     @context_matcher(identifier="taas_magic")
     def taas(context: CompletionContext) -> SimpleMatcherResult:

@@ -1,7 +1,7 @@
-"""`%taas report`: one text file with what somebody needs to understand a problem.
+"""Write the file of `%taas report`, with which a developer can understand a problem.
 
-It holds versions, settings without secrets, the first events of a run, and the end of each pool's
-log. It holds neither the cell nor the values of variables, but error messages may quote both.
+The file holds versions, settings without secrets, the first events of a run, and the end of each
+pool's log. It holds neither the cell nor values of variables, but error messages may quote both.
 """
 
 import os
@@ -26,21 +26,21 @@ PACKAGES = (
     *("jupyterlab", "notebook", "nbclient", "cloudpickle", "paramiko", "msgspec", "numpy"),
     *("accelerate", "lightning", "transformers", "flwr"),
 )
-"""Packages whose versions the report lists, where they are installed."""
+"""Packages whose versions the report lists if they are installed."""
 
 FIRST_EVENTS = 200
-"""Number of events of the run's journal that the report holds, without lines of output."""
+"""Number of journal events in the report. Events with output are left out and not counted."""
 
 _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOutput)
 
 
 def write_report(config: Config, run: Path | None, target: Path) -> Path:
-    """Write the report and return its path. Runs in the kernel; reads files only.
+    """Write the report and return its path. Runs in the kernel; only reads files.
 
     Args:
-        config: The settings of taas.toml.
-        run: The folder of the run that the report is about; None leaves that part out.
-        target: The file to write; it is readable by the user alone.
+        config: Settings of taas.toml.
+        run: Folder of the run to report. None leaves that part out.
+        target: File to write. Only the user can read it.
 
     Raises:
         UsageError: The file cannot be written.
@@ -64,7 +64,7 @@ def _system() -> Iterator[str]:
     for name in PACKAGES:
         if found := probe.version(name):
             yield f"{name} {found}"
-    # Values may be secrets; names show what was set.
+    # List the names only, because the values may be secrets.
     yield "TAAS_ variables: " + (
         ", ".join(sorted(n for n in os.environ if n[:5] == "TAAS_")) or "none"
     )
@@ -79,7 +79,7 @@ def _settings(config: Config) -> Iterator[str]:
 
 
 def _without_secrets(pool: PoolConfig) -> PoolConfig:
-    """Return a pool's settings with only the names of its `options`, whose values may be keys."""
+    """Return a pool's settings without the values of its `options`, which may be secrets."""
     return msgspec.structs.replace(pool, options=dict.fromkeys(pool.options, "…"))
 
 

@@ -1,7 +1,7 @@
-"""A run as the notebook holds it: its fetchers, the user's interrupts, how it is followed and ends.
+"""Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-The kernel waits for other processes in threads of its own, so that the user's interrupt, which is
-counted and not raised, always ends a wait.
+The kernel waits for other processes in separate threads, and counts the user's interrupts instead
+of raising them. An interrupt can therefore always end a wait.
 """
 
 import contextvars
@@ -49,43 +49,44 @@ from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
 
 LEAVE_S = 1.2
-"""How long something may still take that the user does not wait for any more."""
+"""Seconds that work may still take after the user has interrupted the wait for it."""
 
 MEANWHILE_S = 0.25
-"""How often what came meanwhile is shown to a user who waits."""
+"""Seconds between updates of the display while the user waits."""
 
 CHECK_S = 1.0
-"""How often a run's pool is asked whether it lives, while nothing is heard."""
+"""Seconds between checks that a run's pool is alive, while no event arrives."""
 
 KILL_WAIT_S = 15.0
-"""How long a run that was interrupted once may take to end, before it is left to itself."""
+"""Seconds that the cell waits for a run to end after the first interrupt."""
 
 SILENT_NOTE_S = 5.0
-"""After how long without a beat of the pool's process the head says so."""
+"""Seconds without a heartbeat of the pool's process after which the head shows a note."""
 
 SILENT_LOST_S = 60.0
-"""After how long without a beat of the pool's process a run is taken for lost."""
+"""Seconds without a heartbeat of the pool's process after which the run counts as lost."""
 
 DETACHED = "DETACHED"
-"""Title of the head of a run that was detached, where nothing follows it any more."""
+"""Title of the head of a detached run. The head is not updated any more."""
 
 _ENDS = ("signal", "exit", "end", "stopped", "host")
-"""What `Failure.how` says of a rank whose process has ended, or is about to."""
+"""Values of `Failure.how` for a rank whose process has ended or is about to end."""
 
 T = TypeVar("T")
 Tell = Callable[[list[str]], None]
 
 
 class Interrupts:
-    """While it is entered, SIGINT is counted and wakes the waiting thread; nothing is raised.
+    """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
-    A KeyboardInterrupt that may arrive between any two instructions would lose an event here and a
-    process there. Signals reach the main thread only: in another thread (a subshell of the kernel)
-    nothing is installed, and `count` stays 0.
+    A KeyboardInterrupt could arrive between any two instructions, and lose an event or a process.
+    Signals reach the main thread only. In another thread (a subshell of the kernel), no handler is
+    installed, and `count` stays 0.
 
     Attributes:
-        count: How often the user interrupted.
-        wake: Called on every interrupt; must be safe in a signal handler.
+        count: Number of interrupts so far.
+        wake: Function called on every interrupt, to wake the waiting thread. Must be safe in a
+            signal handler.
     """
 
     def __init__(self) -> None:
@@ -112,34 +113,37 @@ class Interrupts:
         patience: int = 1,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> T:
-        """Do what may wait for another process, in a thread, and return what it returns.
+        """Run `work` in a thread, wait for it, and return its result.
 
         Args:
-            work: What to do; it goes on by itself when the user does not wait for it.
-            patience: At how many interrupts that is, once it had LEAVE_S more.
-            meanwhile: Called in this thread every MEANWHILE_S until then.
+            work: Function that may wait for another process. It continues in its thread if the user
+                interrupts the wait.
+            patience: Number of interrupts that end the wait. The work gets LEAVE_S more after them.
+            meanwhile: Function called in this thread every MEANWHILE_S during the wait.
 
         Raises:
-            Exception: What the work raised.
-            KeyboardInterrupt: The user has interrupted.
+            Exception: The exception that the work raised.
+            KeyboardInterrupt: The user ended the wait.
         """
         background = Background(lambda tell: work())
         return background.wait(self, patience=patience, meanwhile=meanwhile, leave_s=LEAVE_S)
 
     def check(self, patience: int = 1) -> None:
-        """Raise KeyboardInterrupt if the user has interrupted so often."""
+        """Raise KeyboardInterrupt after `patience` or more interrupts."""
         if self.count >= patience:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
 class Background(Generic[T]):
-    """Work in a thread of its own that the user may stop waiting for; it goes on then.
+    """Work in a separate thread. It continues if the user stops waiting for it.
 
     Args:
-        work: What to do; it is given what tells the waiting user how it stands, in lines.
+        work: Function to run. Its argument is a function that shows lines of progress to the
+            waiting user.
 
     Attributes:
-        outcome: What it returns or raises.
+        outcome: Future with the result or exception of the work.
+        thread: The thread that runs the work.
     """
 
     def __init__(self, work: Callable[[Tell], T]) -> None:
@@ -160,14 +164,19 @@ class Background(Generic[T]):
         patience: int = 1,
         leave_s: float = 0.0,
     ) -> T:
-        """Return what the work returns; `say` is called with each line that is told, once.
+        """Wait for the work and return its result. Raises as `Interrupts.attend`.
 
-        Raises as `Interrupts.attend`, after `leave_s` more.
+        Args:
+            interrupts: The user's interrupts.
+            say: Function called with each line of progress. Repeated lines are skipped.
+            meanwhile: Function called every MEANWHILE_S during the wait.
+            patience: Number of interrupts that end the wait.
+            leave_s: Seconds that the work may still take after these interrupts.
         """
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
         while interrupts.count < patience:
-            is_done = self.outcome.done()  # asked first: all that it told is there then
+            is_done = self.outcome.done()  # read first: then all its progress is in the queue
             try:
                 lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
             except queue.Empty:
@@ -192,18 +201,19 @@ class Background(Generic[T]):
 
 
 class Fetching:
-    """The fetchers of a run: begun before its ranks, ended after them.
+    """The fetchers of a run. They start before its ranks and end after them.
 
-    They may be in another pool than the ranks. What they say is passed on to the ranks' pool, which
-    has the run's journal and tells the ranks' hosts where the fetchers listen. They belong to the
-    process of their pool on which they were launched, and end with it. When all have ended by
-    themselves before, they are started again, as often as `--max-restarts` says.
+    Fetchers may run in another pool than the ranks. Their events are passed on to the pool of the
+    ranks, which writes the run's journal and tells the ranks' hosts where the fetchers listen. The
+    process of their own pool owns the fetchers: they end with it. If all fetchers end before their
+    run does, they are started again, at most `--max-restarts` times.
 
     Args:
-        pool: The pool whose hosts they are on.
-        spec: A `HostSpec` of the run, for that pool.
-        listen: Called with all that they say before `pass_on`, in any thread.
-        waits: Whether to wait for the pool's hosts here; else it is done for the ranks.
+        pool: Pool that runs the fetchers.
+        spec: `HostSpec` of the run for that pool.
+        listen: Function called with each event before `pass_on` is called. Any thread calls it.
+        waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool: then
+            the wait for the ranks' hosts suffices.
     """
 
     def __init__(
@@ -222,21 +232,21 @@ class Fetching:
         self._beginning = Background(self._begin)
 
     def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
-        """Return when the fetchers have their hosts; `say` is told what they wait for.
+        """Wait until the fetchers have their hosts, and report progress to `say`.
 
         Raises:
-            PoolError: They could not be had.
-            KeyboardInterrupt: The user did not want to wait.
+            PoolError: The pool could not get the hosts.
+            KeyboardInterrupt: The user interrupted the wait.
         """
         self._beginning.wait(interrupts, say)
 
     def check(self) -> None:
-        """Raise ConnectionEnded if the fetchers have ended with their pool's process."""
+        """Raise ConnectionEnded if the pool's process, and the fetchers with it, have ended."""
         if self._connection is not None:
             self._connection.check()
 
     def say(self, event: Event) -> None:
-        """Take what a fetcher said, or what is said of them."""
+        """Record and pass on an event from or about a fetcher."""
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)
         elif isinstance(event, FetcherEnded) and event.entry:
@@ -246,7 +256,12 @@ class Fetching:
         self._events.put(event)
 
     def _or_again(self, last: FetcherEnded) -> FetcherEnded:
-        """Start the fetchers again if none is left; return the end of one as ranks are told it."""
+        """Start the fetchers again if all have ended and a restart is left.
+
+        Returns:
+            The event to pass on. If the fetchers are started again, it tells ranks to wait for
+            them; else it is `last`.
+        """
         plan = self._spec.plan
         are_all = plan.data is not None and len(self._ended) == len(plan.data.fetchers)
         if not last.entry or not are_all or self._closing or self._restarts == plan.max_restarts:
@@ -267,11 +282,11 @@ class Fetching:
                 self.say(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
     def said(self) -> list[Event]:
-        """Return what was said since this was asked last."""
+        """Return the events since the last call."""
         return taken(self._events)
 
     def pass_on(self, connection: PoolConnection) -> None:
-        """Pass on all that is said from now on to the pool's process that runs the ranks."""
+        """Send all further events to the pool's process that runs the ranks."""
         self._listen = lambda event: None
         self._relay = threading.Thread(
             target=self._pass_on, args=(connection,), name="taas-relay", daemon=True
@@ -279,12 +294,13 @@ class Fetching:
         self._relay.start()
 
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
-        """End the fetchers; where they are still waited for, as soon as they are there.
+        """End the fetchers. If they are still starting, end them as soon as they have started.
 
-        At the user's second interrupt they are left to end by themselves.
+        After the user's second interrupt, do not wait for their end.
 
         Args:
-            is_detached: Whether the fetchers go on with their run, which has another owner now.
+            is_detached: Whether the run was detached. Its fetchers then continue under their new
+                owner.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
@@ -301,7 +317,7 @@ class Fetching:
 
     def _begin(self, tell: Tell) -> None:
         def listen(event: Event) -> None:
-            # The run is not shown before it starts: the waiting user is told what is noted.
+            # The run has no display before it starts, so show notes to the waiting user here.
             if isinstance(event, Note):
                 tell([event.text])
             self.say(event)
@@ -323,24 +339,28 @@ class Fetching:
     def _end(self) -> None:
         self._wait.give_up()
         if self._connection is not None:
-            with suppress(PoolError):  # they have ended with their pool's process
+            with suppress(PoolError):  # the fetchers have ended with their pool's process
                 self._connection.forget(self._share_id)
                 self._connection.halt(self._share_id, "kill")
 
     def _pass_on(self, connection: PoolConnection) -> None:
-        # the None that ends it may be among events that it takes together
+        # `said` may swallow the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
                 connection.call(Relay(self._run_id, [event, *self.said()]))
             except PoolError:
-                return  # the run is lost, and says so itself
+                return  # the run is lost; `RunDriver` reports that
 
 
 class Filling:
-    """How far a run's fetchers have come, before its ranks start, of what `--prefill` asks for.
+    """The progress of `--prefill`: data that fetchers prepare before the ranks start.
 
     Args:
-        flow: What they say, added up.
+        plan: Plan of the run.
+        flow: Sums of the fetchers' reports.
+
+    Attributes:
+        wanted: Amount to prepare, in batches or bytes.
     """
 
     def __init__(self, plan: Plan, flow: Flow) -> None:
@@ -352,7 +372,7 @@ class Filling:
 
     @property
     def done(self) -> int:
-        """How much is ready, in memory and on disk."""
+        """Amount that is ready in memory and on disk, in batches or bytes."""
         if self._unit == "bytes":
             return self._sum("ready_bytes") + self._sum("spilled_bytes")
         return self._sum("ready")
@@ -361,8 +381,9 @@ class Filling:
     def is_enough(self) -> bool:
         """Whether ranks may start.
 
-        They may, too, when no worker can prepare more: there is no more room, or no more data. And
-        when every fetcher has ended, since ranks can say what that means for them.
+        They may start if enough is ready, or if no worker can prepare more, because there is no
+        more room or data. They may also start if every fetcher has ended: ranks then report the
+        consequences.
         """
         ended = self._flow.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:
@@ -371,7 +392,7 @@ class Filling:
         return len(said) >= self._fetchers and self._sum("idle") >= self._sum("workers")
 
     def event(self, host: str) -> Prefilling:
-        """Return what is said of it, when a fetcher of that host has come further."""
+        """Return a progress event for a report of a fetcher on `host`."""
         unit = "bytes" if self._unit == "bytes" else "batches"
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
@@ -380,7 +401,7 @@ class Filling:
 
 
 def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
-    """Return all events that have come, without the None by which a queue is woken."""
+    """Return all events in a queue, without the Nones that only wake its reader."""
     found = []
     while not events.empty():
         if (event := events.get()) is not None:
@@ -389,14 +410,14 @@ def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
 
 
 class RunDriver:
-    """Starts a run, shows it until it has ended, and brings its results; lives in its kernel.
+    """The kernel's side of a run: starts it, shows it until it ends, and fetches its results.
 
     Attributes:
         run: The run, as users see it.
-        plan: What was decided before it started.
-        head: What its events came to; the head above its log shows it.
-        hosts: Names of the hosts of its first attempt, by their ranks.
-        is_detached: Whether the run goes on without this kernel.
+        plan: Plan of the run.
+        head: State of the run, computed from its events. The head above its log shows it.
+        hosts: Names of the hosts of the first attempt, in the order of their ranks.
+        is_detached: Whether the run continues without this kernel.
     """
 
     def __init__(self, head: RunState) -> None:
@@ -406,27 +427,27 @@ class RunDriver:
         self.hosts: list[str] = []
         self.is_detached = False
         self.listener: Callable[[Event], None] = lambda event: None
-        """Called with each event, in the thread that runs the cell."""
+        """Function called with each event, in the thread that runs the cell."""
         self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ended: RunEnded | None = None
         self._is_left = self._is_silent = False
 
     def discard(self) -> None:
-        """Remove its folder: it was never started."""
+        """Remove the folder of a run that was never started."""
         self._folder.discard()
 
     def put(self, event: Event) -> None:
-        """Take an event; called by any thread."""
+        """Queue an event. Any thread may call this."""
         self._events.put(event)
 
     def fill(self, fetching: Fetching, view: View | NoView, interrupts: Interrupts) -> None:
-        """Show how fetchers prepare what `--prefill` asks for; return when it is there.
+        """Wait until fetchers have prepared what `--prefill` asks for, and show their progress.
 
         Raises:
-            ConnectionEnded: The pool's process that has the fetchers has ended.
-            PoolError: It was not there in `--timeout`.
-            KeyboardInterrupt: The user did not want to wait.
+            ConnectionEnded: The process of the fetchers' pool has ended.
+            PoolError: The fetchers did not prepare enough within `--timeout`.
+            KeyboardInterrupt: The user interrupted the wait.
         """
         filling, limit_s = Filling(self.plan, self.head.flow), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
@@ -445,7 +466,7 @@ class RunDriver:
 
     @contextmanager
     def giving_up(self, view: View | NoView) -> Iterator[None]:
-        """End the run if the block fails, before any rank was started."""
+        """Record the end of the run if the block fails. The block runs before the ranks start."""
         try:
             yield
         except (PoolError, StoreError, KeyboardInterrupt) as error:
@@ -463,15 +484,20 @@ class RunDriver:
         view: View | NoView,
         interrupts: Interrupts,
     ) -> None:
-        """Have the pool start the ranks; show what is said meanwhile.
+        """Start the ranks in the pool, and show events meanwhile.
 
-        `said` is what its fetchers have said before.
+        Args:
+            connection: Connection to the pool.
+            spec: The run, for the pool.
+            said: Events that the run's fetchers have sent before.
+            view: Display of the run.
+            interrupts: The user's interrupts.
 
         Raises:
             ConnectionEnded: The pool's process has ended.
-            PoolError: It has no hosts for them.
+            PoolError: The pool has no hosts for the ranks.
             StoreError: Another run writes to the project store.
-            KeyboardInterrupt: The user interrupted twice; what starts all the same is ended.
+            KeyboardInterrupt: The user interrupted twice. Ranks that start anyway are ended.
         """
 
         def launch() -> list[str]:
@@ -496,12 +522,17 @@ class RunDriver:
         interrupts: Interrupts,
         detaches: bool = False,
     ) -> None:
-        """Show the run until it has ended or is detached; blocks, in the thread that runs the cell.
+        """Show the run until it has ended or is detached. Blocks the thread that runs the cell.
 
-        `connection` is the one on which the run was started: the run ends with it.
+        The first interrupt asks the ranks to end within a grace period. The second one kills them.
+        If the run has not ended soon after that, the cell ends, and reports which ranks are still
+        stopping.
 
-        The first interrupt gives the ranks a grace to end, the second ends them. What has not ended
-        soon after that ends by itself; the cell says what it is, and ends.
+        Args:
+            connection: Connection on which the run was started. The run ends with it.
+            view: Display of the run.
+            interrupts: The user's interrupts.
+            detaches: Whether to detach the run as soon as all ranks have started.
         """
         interrupts.wake = lambda: self._events.put(None)
         obeyed, leave_at = 0, float("inf")
@@ -525,15 +556,18 @@ class RunDriver:
         if self._ended is None:
             if isinstance(view, View):
                 heads.leave(self.run, view, self.head, DETACHED)
-            self.run.live = None  # from now on its journal tells of it
+            self.run.live = None  # from now on `run` reads the journal
             return
         view.feed(self._ended)
         view.close()
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Bring the results into the notebook; then raise what went wrong, as `Run.wait` does.
+        """Store the results in the notebook; then raise the run's error as `Run.wait` does.
 
-        What a run that failed left comes, too. A run that was detached is left alone.
+        A failed run's results are stored, too. Does nothing for a detached run.
+
+        Args:
+            namespace: The notebook's variables, which receive the results.
         """
         if self.is_detached:
             return
@@ -546,7 +580,7 @@ class RunDriver:
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether one of its ranks has ended as a process, or its host is gone."""
+        """Whether the process of a rank, or a host of the run, is gone."""
         if self._ended is None:
             return False
         return self._ended.state == "LOST" or any(it.how in _ENDS for it in self._ended.failures)
@@ -556,7 +590,7 @@ class RunDriver:
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
-        """Wait for events, and no longer than until then; return all that are there."""
+        """Wait for an event at most until the monotonic time `until`; return all queued events."""
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
         try:
@@ -576,7 +610,10 @@ class RunDriver:
         view.tick(time.monotonic())
 
     def _detach(self, connection: PoolConnection) -> None:
-        """Have the pool's process take the run over; it says so by an event, or a note why not."""
+        """Ask the pool's process to take the run over, without waiting.
+
+        The process confirms with a `Detached` event. If it refuses, a note gives the reason.
+        """
 
         def detach() -> None:
             try:
@@ -589,22 +626,22 @@ class RunDriver:
         threading.Thread(target=detach, name="taas-detach", daemon=True).start()
 
     def _halt(self, connection: PoolConnection, how: str) -> None:
-        """Have the pool interrupt (`interrupt`) or end (`kill`) the run; do not wait for it."""
+        """Ask the pool to interrupt (`interrupt`) or kill (`kill`) the run, without waiting."""
 
         def halt() -> None:
             try:
                 connection.halt(self.run_id, how)
             except ConnectionEnded:
-                return  # the run has ended with it, and says so itself
+                return  # the run has ended with the pool's process; `_check` reports that
             except PoolError as error:
                 self.put(Note(text=str(error)))
 
         threading.Thread(target=halt, name="taas-halt", daemon=True).start()
 
     def _check(self, connection: PoolConnection, view: View | NoView) -> None:
-        """End the run if the pool's process that has it has ended, or is not heard any more."""
+        """Mark the run as lost if the pool's process has ended or is silent for too long."""
         if connection.is_over:
-            # a process that lives ends the run itself, and says so in the journal
+            # if the process is alive, it ends the run and writes that to the journal itself
             in_journal = not connection.process.is_alive()
             self._ended = self._finish("LOST", connection.why, in_journal)
         elif connection.silent_s > SILENT_LOST_S:
@@ -614,8 +651,8 @@ class RunDriver:
             view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
 
     def _leave(self, connection: PoolConnection) -> None:
-        """End the wait for an interrupted run; say what of it ends by itself, and when."""
-        # after a restart they may be others than at first
+        """Stop waiting for an interrupted run; report the hosts whose ranks are still stopping."""
+        # after a restart, the hosts may differ from those of the first attempt
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
@@ -626,7 +663,14 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Conclude what cannot report its own end; in the journal, unless its pool goes on."""
+        """Return the end of a run that cannot report its end itself.
+
+        Args:
+            state: State in which the run ended.
+            why: Reason for the end.
+            in_journal: Whether to write the end to the journal. False if the pool's process still
+                owns the run and will write it.
+        """
         elapsed_s = self.head.elapsed(time.monotonic())
         attempt = self.head.restarts
         ended = RunEnded(state=state, elapsed_s=elapsed_s, why=why, attempt=attempt)

@@ -1,4 +1,4 @@
-"""Runs as their folders tell of them: `taas.runs()`, `taas.last_run`, and what the commands find.
+"""Find runs and read them from their folders: `taas.runs()`, `taas.last_run`, `%taas` commands.
 
 Any process of the user can read a run, while it is active and long after its end.
 """
@@ -53,15 +53,15 @@ _FOR_USERS = (
 )
 
 POLL_S = 0.2
-"""How often a journal is looked at for what was added."""
+"""Seconds between checks whether a run has ended."""
 
 
 class Run:
-    """One execution of a cell on N ranks, of any kernel; read from its folder, never written.
+    """One execution of a cell on N ranks, of any kernel. Reads the run's folder, never writes it.
 
     Args:
         path: The run's folder.
-        live: The state of a run that this kernel follows; None reads the journal.
+        live: State of a run that this kernel follows. None to read the state from the journal.
     """
 
     def __init__(self, path: Path, live: RunState | None = None) -> None:
@@ -79,54 +79,54 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name that `--name` gave it."""
+        """The run's name, from `--name`."""
         return self._about.name
 
     @property
     def pool(self) -> str:
-        """The pool that has its ranks."""
+        """Name of the pool that runs the ranks."""
         return self._about.pool
 
     @property
     def world_size(self) -> int:
-        """Ranks in all, as planned: a run may have grown since."""
+        """Number of ranks in the plan. A run may have grown since."""
         return self._about.world_size
 
     @cached_property
     def plan(self) -> Plan:
-        """What was decided before it started."""
+        """The plan that the run started with."""
         return messages.unpack((self.path / "plan.json").read_bytes(), Plan)
 
     @cached_property
     def context(self) -> RunContext:
-        """What its notebook recorded for other processes."""
+        """Facts that the run's notebook recorded for other processes."""
         return self._folder.context()
 
     @property
     def state(self) -> str:
-        """STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST."""
+        """State of the run: STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST."""
         return self.live.state if self.live else self._summary().state
 
     @property
     def is_active(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the run has not ended yet."""
         return self.state not in ENDED_STATES
 
     @property
     def started(self) -> float:
-        """When its hosts were there, in seconds since 1970."""
+        """Time at which the run got its hosts, in seconds since 1970."""
         return self._summary().started
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from its start to its end, or until now."""
+        """Seconds from the run's start to its end, or until now if it is active."""
         if self.live and self.live.has_ended:
             return self.live.elapsed_s or 0.0
         return self._summary().elapsed_s
 
     @property
     def head(self) -> RunState:
-        """All that its events came to; the head above its log shows this."""
+        """State of the run, computed from all its events. The head above its log shows it."""
         if self.live:
             return self.live
         if self._replay is None:
@@ -140,73 +140,73 @@ class Run:
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the hosts of its newest attempt."""
+        """Names of the hosts of the newest attempt."""
         return list(self.head.hosts)
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """What went wrong on which rank, the first failure first; docs/events.md has the keys."""
+        """Failures of the ranks, the first failure first. docs/events.md describes the keys."""
         head = self.head
         return [structs.asdict(failure) for failure in head.failures] if head.has_ended else []
 
     @property
     def failed_rank(self) -> int | None:
-        """The rank that failed first."""
+        """Number of the rank that failed first; None if no rank failed."""
         first = self.live.first if self.live else self._summary().first
         return first.rank if first else None
 
     @property
     def error(self) -> str:
-        """What went wrong, in one line; "" where nothing did."""
+        """One-line description of the run's error; "" if there is none."""
         about = self.live or self._summary()
         return headline(about.first) if about.first else about.why
 
     @property
     def receipt(self) -> Receipt:
-        """What rank 0 wrote to the project store, and what was kept out of it."""
+        """Files that rank 0 wrote to the project store, and writes that were kept out of it."""
         return self.head.receipt or Receipt()
 
     @property
     def out(self) -> dict[str, Any]:
-        """The variables that `--out` brought back, also from a run that failed; loaded once."""
+        """Variables that `--out` returned, also from a failed run. They are loaded only once."""
         return {name: value for name, value in self._results().values.items() if name != VALUE}
 
     @property
     def missing(self) -> dict[str, str]:
-        """Names of `--out` that did not come, each with the reason."""
+        """Names of `--out` that were not returned, each with the reason."""
         return self._results().missing
 
     @property
     def result(self) -> Any:
-        """The value of the cell's last expression on rank 0, if it could travel."""
+        """Value of the cell's last expression on rank 0; None if it could not be pickled."""
         return self._results().values.get(VALUE)
 
     @property
     def result_notes(self) -> list[str]:
-        """What the user should know about how results were loaded."""
+        """Notes for the user about how results were loaded."""
         return list(self._results().notes)
 
     @property
     def advice(self) -> str:
-        """What to change when ranks waited for data; "" where there is nothing to say."""
+        """Advice on what to change if ranks waited for data; "" if there is none."""
         return advice(self._flow())
 
     @property
     def waited(self) -> dict[str, float]:
-        """The share of their time with each loader that ranks waited for it, from 0 to 1."""
+        """Fraction of time, from 0 to 1, that ranks waited for data, by name of the loader."""
         return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
     @property
     def metrics(self) -> Any:
-        """What ranks logged by `taas.log`: one row for each step and rank, a column each metric.
+        """Values that ranks logged by `taas.log`, one row for each step and rank.
 
-        A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
-        if pandas is not installed.
+        A pandas DataFrame with the columns `step`, `rank`, `time` and one column for each metric.
+        If pandas is not installed, a dict of lists.
         """
         return metrics.read(self.path)
 
     def plot(self) -> "Figure":
-        """Draw how long ranks waited for data, and how fast it came, over time.
+        """Plot over time how long ranks waited for data and how fast the data arrived.
 
         Raises:
             UsageError: matplotlib is missing, or the run used no registered loader.
@@ -214,20 +214,23 @@ class Run:
         return draw(self._folder.read_events(), f"{self.run_id} {self.name}".rstrip())
 
     def logs(self, rank: int | None = None, tail: int | None = None, grep: str = "") -> str:
-        """Return what a rank wrote to its output and error, and the traceback if it raised.
+        """Return a rank's stdout and stderr, with the traceback if the rank raised.
 
         Args:
-            rank: None is the rank that failed first, or 0.
-            tail: How many of the last lines; None returns all.
-            grep: A regular expression; lines without it are left out.
+            rank: Number of the rank. None for the rank that failed first, or rank 0.
+            tail: Number of lines to return from the end. None for all lines.
+            grep: Regular expression. Only lines that contain a match are returned.
 
         Raises:
-            UsageError: The run has no such rank, or `grep` is no regular expression.
+            UsageError: The run has no such rank, or `grep` is not a valid regular expression.
         """
         return log_text(self.log_path(rank), tail, grep)
 
     def log_path(self, rank: int | None = None) -> Path:
-        """Return the file of that; where the rank wrote nothing, there is none.
+        """Return the path of a rank's log. The file does not exist if the rank wrote nothing.
+
+        Args:
+            rank: Number of the rank. None for the rank that failed first, or rank 0.
 
         Raises:
             UsageError: The run has no such rank.
@@ -239,20 +242,20 @@ class Run:
         return path
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return what `--out` brought when the run has ended; raise what went wrong.
+        """Wait until the run has ended; return the variables of `--out`, or raise its error.
 
-        An interrupt ends the waiting, not the run.
+        An interrupt ends the wait, not the run.
 
         Args:
-            timeout_s: How long to wait; None waits until the end.
+            timeout_s: Seconds to wait. None waits until the end.
 
         Raises:
-            TimeoutError: The run goes on.
-            ResultError: The run succeeded, but not all that `--out` names came.
+            TimeoutError: The run is still active after `timeout_s`.
+            ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank.
             RunLost: The hosts, or the process that owned the run, are gone.
-            StoreError: The project store could not get to a host.
-            KeyboardInterrupt: The user interrupted the waiting, or the run was stopped.
+            StoreError: The project store could not be copied to a host.
+            KeyboardInterrupt: The user interrupted the wait, or the run was stopped.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -266,14 +269,14 @@ class Run:
         return self.out
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in a run that has ended.
+        """Raise the error of a run that has ended. Do nothing if there is none.
 
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.
-            ResultError: It succeeded, but not all that `--out` names came.
+            ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank.
             RunLost: The hosts, or the process that owned the run, are gone.
-            StoreError: The project store could not get to a host.
+            StoreError: The project store could not be copied to a host.
         """
         head, names = self.head, ", ".join(self.out)
         if head.state == "INTERRUPTED":
@@ -295,7 +298,7 @@ class Run:
             )
 
     def unrecorded_end(self) -> RunEnded | None:
-        """Return the end of a run whose owner has gone without recording it, else None."""
+        """Return the end of a run whose owner disappeared without recording it, else None."""
         found = self._summary()
         if found.state != "LOST":
             return None
@@ -303,12 +306,12 @@ class Run:
         return RunEnded(state="LOST", elapsed_s=found.elapsed_s, why=found.why, time=at)
 
     def new_state(self) -> RunState:
-        """Return the state that the run had before its first event."""
+        """Return a state of the run as it was before its first event."""
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
 
     def __dir__(self) -> list[str]:
-        """Return the names for users."""
+        """Return the names of attributes for users, for Tab completion."""
         return sorted(_FOR_USERS)
 
     def __repr__(self) -> str:
@@ -344,11 +347,11 @@ class Run:
 
 
 def compare(*runs: Run, metric: str | None = None) -> "Figure":
-    """Draw the same metric of several runs over the steps, one line for each run's rank 0.
+    """Plot a metric of several runs over the steps, with one line for rank 0 of each run.
 
     Args:
         *runs: The runs, such as `*taas.runs()[:2]`.
-        metric: Which metric; None draws the first one that all runs have.
+        metric: Name of the metric. None for the first metric that all runs have.
 
     Raises:
         UsageError: No run is given, matplotlib is missing, or not all runs have the metric.
@@ -359,13 +362,13 @@ def compare(*runs: Run, metric: str | None = None) -> "Figure":
 
 
 def _names_of_notebook() -> dict[str, Any]:
-    """Return the variables of the notebook whose kernel this is; none in a terminal."""
+    """Return the variables of this kernel's notebook; empty outside of IPython."""
     shell = get_ipython()
     return {} if shell is None else shell.user_ns
 
 
 def goes_on(run_id: str) -> str:
-    """Return what a user is told who stops looking at a run."""
+    """Return the message for a user who stops watching an active run."""
     return (
         f"Run {run_id} goes on: `%taas attach {run_id}` shows it again, "
         f"`%taas stop {run_id}` ends it."
@@ -373,7 +376,7 @@ def goes_on(run_id: str) -> str:
 
 
 class RunList(list[Run]):
-    """Runs, newest first; a notebook shows them as a table."""
+    """A list of runs, newest first. A notebook shows it as a table."""
 
     def _repr_html_(self) -> str:
         return table_of(self)
@@ -384,7 +387,7 @@ _ERROR_CHARS = 160
 
 
 def row_of(run: Run) -> tuple[str, ...]:
-    """Return what tables show of a run, below TABLE_HEAD."""
+    """Return the cells of a run's table row, in the order of TABLE_HEAD."""
     state, is_active = run.state, run.is_active
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
     took = duration(run.elapsed_s, decimals=int(not is_active))
@@ -394,7 +397,7 @@ def row_of(run: Run) -> tuple[str, ...]:
 
 
 def table_of(runs: Sequence[Run]) -> str:
-    """Return a table of runs as HTML; all that comes from outside is escaped."""
+    """Return a table of runs as HTML. All text from outside is escaped."""
     cell = "text-align:left;padding:2px 12px 2px 0px;white-space:nowrap"
     head = "".join(f"<th style='{cell};opacity:0.6'>{escape(name)}</th>" for name in TABLE_HEAD)
     rows = []
@@ -409,20 +412,23 @@ def table_of(runs: Sequence[Run]) -> str:
 
 
 def runs() -> RunList:
-    """Return the runs whose folders are kept and can be read, newest first."""
+    """Return all runs that still have a readable folder, newest first."""
     return RunList(newest())
 
 
 def newest() -> Iterator[Run]:
-    """Yield the same one by one; nothing is read of a run that is not asked for."""
+    """Yield the runs of `runs()` one by one. A run's folder is read only when it is its turn."""
     return journal.readable(_run_of)
 
 
 def find(asked: str | None) -> Run:
-    """Return the run of that id, of an id that begins so, or of that name; None is the newest.
+    """Find a run by its id, the beginning of its id, or its name.
+
+    Args:
+        asked: Id, beginning of an id, or name. None for the newest run.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such run.
     """
     for run in newest():
         if asked is None or run.run_id.startswith(asked) or run.name == asked:
@@ -434,10 +440,13 @@ def find(asked: str | None) -> Run:
 
 
 def active(asked: str | None) -> Run:
-    """Return the run that is meant, or the newest one that is active.
+    """Find an active run.
+
+    Args:
+        asked: Id, beginning of an id, or name. None for the newest active run.
 
     Raises:
-        UsageError: It is not active, or none is.
+        UsageError: The run is not active, or no run is active.
     """
     for run in newest() if asked is None else [find(asked)]:
         if run.is_active:
@@ -448,12 +457,15 @@ def active(asked: str | None) -> Run:
 
 
 def to_attach(asked: str | None, project: Path) -> Run:
-    """Return the run that is meant, or the newest active one of a project, else its newest.
+    """Find the run that `%taas attach` shows.
 
-    In a folder that has no runs, the runs of all projects count.
+    Args:
+        asked: Id, beginning of an id, or name. None for the project's newest active run, or its
+            newest run if none is active. If the project has no runs, all projects' runs count.
+        project: Folder of the project.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such run.
     """
     if asked is not None:
         return find(asked)
@@ -464,5 +476,5 @@ def to_attach(asked: str | None, project: Path) -> Run:
 
 
 def _run_of(folder: RunFolder) -> Run:
-    folder.plan()  # raises where the folder is broken
+    folder.plan()  # raises if the folder is broken
     return Run(folder.path)
