@@ -1,11 +1,11 @@
 """The two pipes between a rank and its agent.
 
-The log pipe carries what the rank and its children write to descriptors 1 and 2, bytes as they
-are. The message pipe carries JSON objects: failures, displays, notes, heartbeats, each in pieces
-(`pieces`), since threads and forks of a rank write to it at the same time, and may be ended. Files
-in a private folder of the host name them, so that nothing of a rank's start depends on descriptors
-that a forkserver can pass on (it passes 256 at most). Imported by the agent, too: it imports no
-torch.
+The log pipe carries the raw bytes that the rank and its children write to descriptors 1 and 2. The
+message pipe carries JSON objects: failures, displays, notes, heartbeats. Each message is divided
+into pieces (`pieces`), because threads and forks of a rank write to the pipe at the same time and
+may be killed. Both are named pipes in a private folder of the host, so that no descriptors need to
+pass through the forkserver, which passes at most 256. The agent imports this module, so it does not
+import torch.
 """
 
 import fcntl
@@ -23,80 +23,86 @@ from taas_magic import messages
 from taas_magic.messages import CellOrder, Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
-"""How long a rank that ends waits for the others: what Python takes to end one under torchrun.
+"""Seconds that an ending rank waits for the other ranks.
 
-Nothing that a rank listens on closes sooner there; another rank's `init_process_group` may still be
-connecting to it.
+Another rank's `init_process_group` may still be connecting to this rank. Under torchrun, the
+sockets stay open for as long as Python takes to shut down, which is about this time.
 """
 
 SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
-"""What makes a rank, or a child that it forked, write its stacks; programs use SIGUSR1 and 2."""
+"""Signals that make a rank, or a child that it forked, write its stacks.
+
+SIGUSR1 and SIGUSR2 are left to the user's program.
+"""
 
 _PIPE_BYTES = 1 << 20
 
 
 RankFile = Literal["log", "messages", "ask", "cells", "stack", "stacks", "error.json"]
-"""What a rank and its agent both have.
+"""Name of a file that a rank shares with its agent.
 
-The pipes of its output and of its messages, that by which it is asked where it stands, and that
-which brings a session's rank its cells. Where
-it leaves its Python stack when it dies of a signal (faulthandler); where it, and what it forks,
-write their stacks on a signal; where torch's `record` writes what it raised.
+- `log`, `messages`: the pipes of the rank's output and messages.
+- `ask`: the pipe of the agent's requests to the rank.
+- `cells`: the pipe that brings cells to a rank of a session.
+- `stack`: the file to which faulthandler writes the Python stack when a signal kills the rank.
+- `stacks`: the file to which the rank and its forks write their stacks when the agent asks.
+- `error.json`: the file to which torch's `record` writes the rank's exception.
 """
 
 
 RUNNING = "running"
-"""The pipe that every rank of an attempt on this host has open while it runs."""
+"""Name of the pipe that every rank of an attempt on this host keeps open while it runs."""
 
 
 def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
-    """Return a file of a rank in the private folder of its attempt."""
+    """Return the path of a rank's file in the private folder of its attempt."""
     return folder / f"{rank}.{what}"
 
 
 STAND, CUT = b"?", b"!"
-"""What the agent asks of a rank: where it stands; to cut its connections to other ranks."""
+"""Requests of the agent to a rank: report its stacks; cut its connections to other ranks."""
 
 
 def ask_to_cut(folder: Path, rank: int, cell: int) -> None:
-    """Ask a rank to cut its connections to other ranks, if it still runs that cell."""
+    """Request that a rank cuts its connections to other ranks, if it still runs cell `cell`."""
     ask(folder, rank, b"%b%d " % (CUT, cell))
 
 
 def ask(folder: Path, rank: int, what: bytes = STAND) -> None:
-    """Ask a rank where it stands."""
-    with suppress(OSError):  # it does not listen (any more), or has been asked often enough
+    """Send a request to a rank; by default, for a report of its stacks."""
+    with suppress(OSError):  # the rank does not read the pipe, or the pipe is full
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as asked:
             asked.write(what)
 
 
 def order(folder: Path, rank: int, cell: CellOrder) -> None:
-    """Tell a rank of a session which cell to run next."""
-    # for reading, too: it may be opened before the rank has opened its end
+    """Send the next cell to a rank of a session."""
+    # Open for reading, too: opening for writing only fails until the rank has opened its end.
     pipe = os.open(rank_file(folder, rank, "cells"), os.O_RDWR | os.O_NONBLOCK)
     with open(pipe, "wb", buffering=0) as cells:
         cells.write(messages.encode(cell) + b"\n")
 
 
 def make_pipe(path: Path) -> int:
-    """Make a pipe in the agent and open its reading end, which never blocks."""
+    """Create a named pipe in the agent and open its reading end without blocking."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 MORE, LAST = b"+", b"."
-"""What a piece of a message begins with: another one follows, or none."""
+"""First byte of a piece of a message: more pieces follow, or this is the last one."""
 
 _PIECE_BYTES = 4000
-"""With its head less than PIPE_BUF (4096): the system never mixes such a write with another."""
+"""Size of a piece. With its head, it is below PIPE_BUF (4096), so that each write is atomic."""
 
 
 def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
-    """Yield what is written of a message: lines, each of which a pipe keeps whole.
+    """Divide a message into lines that are each written to the pipe atomically.
 
     Args:
-        sender: What no other message of the pipe has, without a space.
+        message: The encoded message.
+        sender: Id of the message, unique in the pipe and without spaces.
     """
     for at in range(0, len(message), _PIECE_BYTES):
         end = at + _PIECE_BYTES
@@ -104,20 +110,20 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 
 
 class Link:
-    """A rank's end of its pipes. Any thread may send, and any fork of the rank."""
+    """The rank's end of its pipes. All threads and forks of the rank may send."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._messages = os.open(rank_file(folder, rank, "messages"), os.O_WRONLY)
         self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
-        with suppress(OSError):  # the user's share of pipe memory is used up: 64 KiB work too
+        with suppress(OSError):  # the user's limit of pipe memory is reached: 64 KiB work, too
             fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # for writing, too: so it never has an end, and may be opened before the agent does
+        # Open for writing, too: then the pipe never reaches its end, and opening does not block.
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
         self._running = open(folder / RUNNING, "wb", buffering=0)  # noqa: SIM115
-        os.register_at_fork(after_in_child=self._running.close)  # nobody waits for a child
+        os.register_at_fork(after_in_child=self._running.close)  # ranks do not wait for children
 
     @property
     def is_own(self) -> bool:
@@ -125,9 +131,9 @@ class Link:
         return os.getpid() == self._pid
 
     def redirect_output(self) -> None:
-        """Make the log pipe this process's descriptors 1 and 2, and Python's stdout and stderr.
+        """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
-        Both go into one pipe: only so does their order survive. Lines leave whole, one write each.
+        Both share one pipe, which preserves their order. Each line is one write.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -139,24 +145,24 @@ class Link:
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
     def asked(self, timeout_s: float) -> bytes:
-        """Wait until the agent asks something of this rank; return what it wrote.
+        """Wait for a request of the agent.
 
         Returns:
-            Nothing if it did not ask within `timeout_s`.
+            The request; b"" if none arrived within `timeout_s` seconds.
         """
         if not select.select([self._asked], [], [], timeout_s)[0]:
             return b""
         return os.read(self._asked, 4096)
 
     def await_others(self) -> None:
-        """Wait until all ranks of this host end, or `OTHERS_END_S` have passed."""
+        """Wait until all ranks of this host end, for at most `OTHERS_END_S` seconds."""
         self._running.close()
         poll = select.poll()
-        poll.register(self._others, 0)  # hung up when nobody has it open for writing any more
+        poll.register(self._others, 0)  # POLLHUP arrives when no rank has it open
         poll.poll(OTHERS_END_S * 1000)
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Write one message; blocks while the agent does not read."""
+        """Write one message. Blocks while the pipe is full."""
         sender = b"%d.%d" % (os.getpid(), next(self._numbers))
         for piece in pieces(messages.encode(message), sender):
             os.write(self._messages, piece)

@@ -1,11 +1,12 @@
-"""The agent as a member of a Dask cluster: what it answers to, how it joins and leaves.
+"""The agent as a worker of a Dask cluster: it joins the pool, handles its calls, and leaves.
 
-Dask gives membership, TLS and the stream. Runs do not come as Dask tasks but as calls of the
-controller, which alone knows whether all hosts of a run are there (docs/decisions.md).
+Dask provides membership, TLS and the stream. Runs are not Dask tasks but calls of the controller,
+because only the controller knows whether all hosts of a run are there (docs/decisions.md).
 
-A host that does not hear its pool ends itself, whatever hangs (`Lease`): the agent sends beats and
-the controller answers each. A thread watches, because an event loop that hangs must not keep a
-host alive. Only monotonic clocks are read: those of hosts may be days apart.
+A host that receives nothing from its pool ends itself, even if something hangs (`Lease`). The agent
+sends heartbeats, and the controller acknowledges each. A thread watches the lease, so that a hung
+event loop cannot keep the host alive. Only monotonic clocks are compared, because the system clocks
+of two hosts may differ by days.
 """
 
 import asyncio
@@ -82,15 +83,15 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Return seconds since 1970 as this process counted them since its start."""
+    """Return seconds since 1970, unaffected by changes of the system clock after the start."""
     return _started + time.monotonic()
 
 
 def use_steady_clock() -> None:
-    """Make Dask's streams in this process, and the current loop's timers, keep the steady clock.
+    """Make Dask's streams in this process, and the current event loop's timers, use `steady`.
 
-    A stream waits for the end of its batch by the system's clock: set back by an hour, it would be
-    silent for an hour, and the lease would end the host.
+    A stream waits for the end of its batch by the system clock. If that clock were set back by an
+    hour, the stream would be silent for an hour, and the lease would end the host.
     """
     distributed.batched.time = steady
     IOLoop.current().time = steady  # type: ignore[method-assign]
@@ -101,13 +102,15 @@ EXPIRED = 75
 
 
 class Lease:
-    """Counts from the sending of the last beat that was answered.
+    """A time limit for silence of the pool, renewed by each acknowledged heartbeat.
 
-    The controller counts from its arrival and allows a second more: when it takes a host for
-    lost, the host has ended itself.
+    The lease runs from the time at which the last acknowledged heartbeat was sent. The controller
+    counts from the heartbeat's arrival and allows one second more. So when the controller considers
+    a host lost, the host has ended itself already.
 
     Args:
-        expire: Called in the watching thread when it has run out; does not return.
+        lease_s: Seconds until the lease expires.
+        expire: Function called in the watching thread when the lease expires. Does not return.
     """
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
@@ -116,18 +119,20 @@ class Lease:
 
     @property
     def beat_s(self) -> float:
-        """Seconds from beat to beat."""
+        """Seconds between heartbeats."""
         return self.lease_s / BEATS_PER_LEASE
 
     def start(self) -> None:
-        """Count from now on."""
+        """Start the lease and the thread that watches it."""
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
     def heard(self, beat: float) -> None:
-        """Take down that a beat was answered, which has the time at which it was sent.
+        """Renew the lease after the acknowledgement of a heartbeat.
 
-        One not sent, or old, counts for nothing.
+        Args:
+            beat: Time at which the heartbeat was sent (`time.monotonic`). A time in the future is
+                invalid and ignored; an old time has no effect.
         """
         if beat <= time.monotonic():
             self._good_until = max(self._good_until, beat + self.lease_s)
@@ -139,20 +144,20 @@ class Lease:
 
 
 def end_agent(lease_s: float) -> None:
-    """End this agent at once; its supervisor ends all that it leaves."""
+    """End this agent at once. Its supervisor ends all processes that the agent leaves."""
     sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
 
 
 class ClosedWorker(Worker):
-    """A Dask worker to which nobody can connect: it asks, and answers over its own connection."""
+    """A Dask worker that accepts no connections and uses only the one that it opened itself."""
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port for Dask's web pages: they would ask nobody for a key."""
+        """Do nothing, because Dask's web pages would be open to everybody."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; called by Dask. Then the port that this took is closed."""
+        """Join the scheduler, then close the port that joining opened. Called by Dask."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
@@ -160,11 +165,13 @@ class ClosedWorker(Worker):
 
 
 class AgentWorker(ClosedWorker):
-    """The agent; one a host. It takes no Dask tasks: the controller calls it.
+    """The agent of a host. It runs no Dask tasks but handles calls of the controller.
 
     Args:
-        warming: What the forkserver could not import, which every run is told; done once the host
-            can start ranks.
+        place: Name and address of the host.
+        lease: The lease that heartbeats renew.
+        warming: Task that is done when the host can start ranks. Its result lists the modules that
+            the forkserver could not import; every run shows them as notes.
     """
 
     def __init__(
@@ -201,14 +208,14 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Return who this host is, once it can start ranks; there is no bound on imports.
+        """Wait until this host can start ranks, without a time limit, and return its properties.
 
         Raises:
-            PoolError: No run can start here any more: the pool takes another host.
+            PoolError: No run can start here any more. The pool then uses another host.
         """
         await asyncio.wait({self._warming})
         if self._warming.exception() is not None:
-            await asyncio.Future()  # this agent ends (`watch_forkserver`), and its engine says why
+            await asyncio.Future()  # `watch_forkserver` ends this agent; the engine reports why
         await asyncio.to_thread(forkserver.wait_while_stopped)
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
@@ -222,11 +229,14 @@ class AgentWorker(ClosedWorker):
         )
 
     async def facts(self, asked: GetFacts) -> list[Facts]:
-        """Return what this host is like for this agent's Python."""
+        """Return the facts about this host and this agent's Python."""
         return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), Facts)]
 
     async def start_run(self, asked: StartShare) -> int:
-        """Start this host's share of a run in a thread of its own, or its next attempt.
+        """Start this host's share of a run in a new thread, or the next attempt of a share.
+
+        Returns:
+            The port of torch's key-value store on the run's first host; 0 on other hosts.
 
         Raises:
             PoolError: The run has ended here.
@@ -254,7 +264,7 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _maker(self, spec: HostSpec) -> Callable[..., HostShare]:
-        """Return what makes the share of a run, of its fetchers, of a session or of its cell.
+        """Return the constructor for a share: of a run, fetchers, a session, or a session's cell.
 
         Raises:
             PoolError: The session of the cell has ended here.
@@ -271,12 +281,12 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def tell(self, told: Told) -> None:
-        """Tell a share; one that is not here has ended already."""
+        """Pass a command to its share. Ignore it if the share has ended already."""
         if share := self._shares.get(told.run_id):
             share.tell(told)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
-        """Return where a run's ranks, or fetchers, on this host stand; may take some seconds."""
+        """Return the stacks of a run's ranks or fetchers on this host. May take some seconds."""
         share = self._shares.get(asked.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
@@ -284,12 +294,12 @@ class AgentWorker(ClosedWorker):
         try:
             share.run()
         finally:
-            if self._shares.get(run_id) is share:  # else fetchers were started again meanwhile
+            if self._shares.get(run_id) is share:  # false if fetchers were started again meanwhile
                 del self._shares[run_id]
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Beat until it is cancelled; say meanwhile what is imported."""
+        """Send heartbeats until cancelled. During the start, they name the current import."""
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
             if not self._warming.done():
@@ -301,10 +311,10 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when the forkserver has ended, or could not import what ranks need.
+        """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
         Raises:
-            PoolError: It could not.
+            PoolError: The forkserver could not import such a module.
         """
         try:
             await asyncio.shield(self._warming)
@@ -318,7 +328,7 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Have the forkserver import the rest as soon as no run is here; until it is cancelled."""
+        """Let the forkserver import optional modules whenever no run is here, until cancelled."""
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()
@@ -329,10 +339,12 @@ class AgentWorker(ClosedWorker):
         return len(self._shares) == 1
 
     def _ask(self, request: Request[_T]) -> _T:
-        """Ask the controller; blocks, in any thread but the event loop's.
+        """Send a request to the controller and wait for the response.
+
+        Any thread but the event loop's may call this.
 
         Raises:
-            PoolError: It could not be reached, or did not answer in time.
+            PoolError: The controller is not reachable or did not respond in time.
         """
         asking = ask(self.scheduler, request)
         answer = asyncio.run_coroutine_threadsafe(asking, self.loop.asyncio_loop)
@@ -346,7 +358,7 @@ class AgentWorker(ClosedWorker):
             raise PoolError(f"the pool does not answer {request.op()}: {error}") from error
 
     def _emit(self, run_id: str, event: Event) -> None:
-        """Send an event of a run; any thread may call it."""
+        """Send an event of a run. Any thread may call this."""
         message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
         self.loop.add_callback(self.batched_send, message)
 
@@ -358,19 +370,22 @@ class AgentWorker(ClosedWorker):
     async def _answer(self, number: int, name: str, request: bytes) -> None:
         try:
             answer, error = await self._answers[name](request), ""
-        except Exception as failed:  # the controller hears of it, and the pool's log has it all
+        except Exception as failed:  # sent to the controller, and logged with traceback
             logger.exception("the call %s failed", name)
             answer, error = b"", escaped(f"{type(failed).__name__}: {failed}")
         self.batched_send({"op": ANSWER, "id": number, "answer": answer, "error": error})
 
 
 async def serve(words: bytes) -> None:
-    """Join the pool as a packed `AgentSettings` says; the forkserver may still import.
+    """Join the pool and serve it until the pool closes or loses this agent.
 
-    Returns when the pool has closed or lost it.
+    The agent joins while the forkserver is still importing.
+
+    Args:
+        words: Packed `AgentSettings`.
 
     Raises:
-        PoolError: The forkserver could not import what ranks need.
+        PoolError: The forkserver could not import a module that ranks need.
     """
     settings = unpack(words, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -380,7 +395,7 @@ async def serve(words: bytes) -> None:
         settings.interface, os.environ, get_address_host(settings.scheduler)
     )
     place = Place(settings.host_name or socket.gethostname(), address, settings.is_foreign)
-    guard.strongest()  # found while the forkserver imports
+    guard.strongest()  # determined and cached here, before a run needs it
     warming = asyncio.create_task(
         asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s), name="taas-warm-up"
     )
@@ -396,7 +411,7 @@ async def serve(words: bytes) -> None:
         death_timeout=30,
     )
     async with agent:
-        if place.is_foreign:  # here, the supervisor's lease is a pipe, which no stall can cut
+        if place.is_foreign:  # a local supervisor watches a pipe, which no stall can cut
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())
         tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_rest()))]

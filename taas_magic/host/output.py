@@ -1,8 +1,8 @@
-"""What the ranks of a host print and show, as events and log files.
+"""Read the output and messages of a host's ranks, and turn them into events and log files.
 
-One thread a run, in the agent, reads the ranks' pipes. A rank that floods its log blocks at the
-pipe while this thread writes to disk; what travels on is bounded by the rank's LogBudget. The
-complete output is in the rank's log file.
+The agent has one thread for each run, which reads the ranks' pipes. A rank that floods its log
+blocks at the pipe while this thread writes to disk. The rank's LogBudget bounds the lines that are
+sent to the notebook. The complete output is in the rank's log file.
 """
 
 import os
@@ -42,10 +42,10 @@ LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
 CURSOR_UP = b"\x1b[A"
 MAX_BARS = 32
-"""Rows that nested bars may take."""
+"""Maximum number of rows of nested progress bars."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
-# What stands at the end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if it is not finished.
+# The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
 _BAR = re.compile(rb"^(?!.*100%\|).*\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$", re.DOTALL)
 TAIL_LINES = 20
 
@@ -63,24 +63,27 @@ _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode bytes that may end inside a character, which is then left out."""
+    """Decode bytes, and leave out an incomplete character at their end."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
 class _Row:
-    """A row of the output as a terminal would show it, in bounded memory."""
+    """One row of a rank's output as a terminal would show it. Uses bounded memory."""
 
     def __init__(self) -> None:
         self.head = bytearray()
         self.length_bytes = 0
         self.returned = False
-        """The cursor stands at its start: what is written next replaces it."""
+        """Whether the cursor is at the row's start, so that the next bytes replace the row."""
         self.is_redrawn = False
         self.is_left = False
-        """The cursor went up from here to a row that is a line already: a bar of unknown form."""
+        """Whether the cursor moved up from here to a row that was emitted already as a line.
+
+        Then the row is a progress bar of an unknown form, and not emitted itself.
+        """
 
     def draw(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes without a newline."""
+        """Add bytes that contain no newline; keep at most `limit_bytes` of the row."""
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -91,31 +94,36 @@ class _Row:
             self.head += segment[: limit_bytes - len(self.head)]
             self.length_bytes += len(segment)
             self.is_left = False
-        # The cursor stands at the line's start, but what is there stays until overwritten.
+        # A carriage return moves the cursor to the row's start; the row stays until overwritten.
         self.returned = len(visible) < len(part) or (self.returned and not part)
 
     @property
     def is_bar(self) -> bool:
-        """Whether it is an unfinished progress bar."""
+        """Whether the row is an unfinished progress bar."""
         return self.is_redrawn and len(self.head) < 4096 and _BAR.search(self.head) is not None
 
     def text(self, limit_bytes: int) -> str:
-        """Return what stands there, with a mark where it is cut."""
+        """Return the row's text, with a mark at its end if it was cut."""
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
         return self.head.decode("utf-8", "replace")
 
 
 class LineAssembler:
-    """Turns the bytes of one rank's stdout and stderr into whole lines.
+    """A splitter of the bytes of one rank's stdout and stderr into whole lines.
 
-    The result does not depend on how the bytes were cut into chunks. Lines end at newlines only. A
-    carriage return overwrites what stood before it in its line, as in a terminal and for tqdm; one
-    before a newline is part of the line's end. Nested bars are drawn by moving the cursor up: an
-    unfinished bar is no line as long as only bars stand below it. ANSI sequences pass, bytes that
-    are no UTF-8 become U+FFFD. Memory is bounded by `limit_bytes`, however long a line gets.
+    The result does not depend on how the bytes are divided into chunks.
 
-    A line longer than that is cut there and marked with its length.
+    - Only newlines end lines.
+    - A carriage return overwrites the line before it, as in a terminal; tqdm relies on this. A
+      carriage return before a newline is part of the line's end.
+    - Nested bars move the cursor up. An unfinished bar is not emitted as a line as long as only
+      bars are below it.
+    - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        limit_bytes: Maximum length of a line. A longer line is cut and marked with its length, so
+            that memory is bounded.
     """
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
@@ -125,7 +133,7 @@ class LineAssembler:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Take the next bytes; returns the lines that they complete, without their ends."""
+        """Add the next bytes, and return the lines that they complete, without line ends."""
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
@@ -141,12 +149,15 @@ class LineAssembler:
 
     @property
     def progress(self) -> str:
-        """The unfinished lines as a terminal would show them now; "" where there are none."""
+        """The unfinished lines as a terminal would show them now; "" if there are none."""
         rows = (_decode_cut(row.head[:PROGRESS_LIMIT_BYTES]) for row in self._rows if row.head)
         return "\n".join(rows)
 
     def flush(self) -> list[str]:
-        """End the output; returns the unfinished lines, unless blank (a progress bar wiped out)."""
+        """End the output, and return the unfinished lines that are not blank.
+
+        A blank one is a progress bar that was erased.
+        """
         self._rows[self._at].draw(self._partial, self._limit_bytes)
         lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
         self._rows, self._at, self._partial = [_Row()], 0, b""
@@ -165,7 +176,7 @@ class LineAssembler:
         return lines
 
     def _draw(self, part: bytes) -> None:
-        """Add bytes without a newline; each CURSOR_UP in them leads to the row above."""
+        """Add bytes without a newline; each CURSOR_UP in them moves to the row above."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].draw(first, self._limit_bytes)
         for above in others:
@@ -175,7 +186,7 @@ class LineAssembler:
             self._rows[self._at].draw(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
-        """Go to the row below; returns the rows above that nothing will be drawn in again."""
+        """Move to the row below, and return the lines of rows above that are final."""
         self._at += 1
         if self._at == len(self._rows):
             self._rows.append(_Row())
@@ -201,7 +212,7 @@ def _has_error_word(text: str) -> bool:
 
 
 class _Bucket:
-    """A token bucket in bytes and lines (the idea is the leaky bucket of network shapers)."""
+    """A token bucket for bytes and lines, as in network traffic shaping."""
 
     def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
         self._burst_bytes, self._burst_lines = burst
@@ -214,7 +225,7 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def take(self, sizes: list[int]) -> int:
-        """Take what lines of these sizes need; returns how many of them, from the first, fit."""
+        """Consume tokens for lines of these sizes, and return how many of the first lines fit."""
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
         self._bytes -= sum(sizes[:fit])
@@ -223,16 +234,17 @@ class _Bucket:
 
 
 class LogBudget:
-    """Decides which of a rank's lines travel to the notebook, and counts the others.
+    """A rate limit that selects which of a rank's lines are sent to the notebook.
 
-    Lines that look like errors, and the frames under a traceback's first line, have a reserve of
-    their own: they arrive when a flood keeps everything else out.
+    Lines that look like errors, including a traceback's frames, have a separate reserve: they pass
+    even if a flood of other lines is dropped. Dropped lines are counted.
 
     Args:
-        clock: Seconds, as `time.monotonic`.
+        clock: Function that returns seconds, such as `time.monotonic`.
         burst: Bytes and lines that may pass at once.
-        per_s: Bytes and lines a second that may pass for ever.
-        reserve: The same burst, and `reserve_per_s` the rate, for lines that look like errors.
+        per_s: Bytes and lines that may pass each second in the long run.
+        reserve: As `burst`, for lines that look like errors.
+        reserve_per_s: As `per_s`, for lines that look like errors.
     """
 
     def __init__(
@@ -255,16 +267,16 @@ class LogBudget:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, forwarded or not: what a failure report quotes."""
+        """The rank's last lines, sent or dropped, for failure reports."""
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Return those of `lines` that may travel now, in their order."""
+        """Return those of `lines` that may be sent now, in their order."""
         fit, errors = self.split(lines)
         return fit + errors
 
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """Return the first of `lines`, as far as they fit, and the errors among the others."""
+        """Return the first lines that fit into the budget, and the errors among the others."""
         self._refill()
         self._tail.extend(lines)
         sizes = [_size_bytes(line) for line in lines]
@@ -275,12 +287,12 @@ class LogBudget:
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
     def errors(self, lines: list[str]) -> list[str]:
-        """Return those of `lines` that look like errors, as far as the reserve goes."""
+        """Return those of `lines` that look like errors and fit into the reserve."""
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
 
     def take_dropped(self) -> tuple[int, int]:
-        """Return the lines and bytes kept out since the last call."""
+        """Return the number of lines and bytes dropped since the last call."""
         dropped = self._dropped_lines, self._dropped_bytes
         self._dropped_lines = self._dropped_bytes = 0
         return dropped
@@ -293,7 +305,10 @@ class LogBudget:
         self._reserve.refill(elapsed_s)
 
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
-        """Drop all but errors; looks line by line only where the whole has a word of an error."""
+        """Return the errors that fit into the reserve, and count all other lines as dropped.
+
+        Lines are checked one by one only if the whole text contains an error word.
+        """
         kept = []
         kept_bytes = 0
         if self._in_traceback or _has_error_word("\n".join(lines)):
@@ -306,7 +321,7 @@ class LogBudget:
         return kept
 
     def _is_error(self, line: str) -> bool:
-        """Return whether a line belongs to an error, as a traceback's frames and last line do."""
+        """Return whether a line is part of an error, such as a traceback's frames or last line."""
         belongs = self._in_traceback
         if line.startswith("Traceback"):
             self._in_traceback = True
@@ -316,7 +331,7 @@ class LogBudget:
 
 
 class Wakeup:
-    """Like `threading.Event`, with a descriptor that is readable while it is set; Linux only."""
+    """A `threading.Event` with a file descriptor that is readable while it is set; Linux only."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -328,42 +343,42 @@ class Wakeup:
         return self._descriptor
 
     def set(self) -> None:
-        """Make it readable; any thread may call it."""
+        """Make the descriptor readable. Any thread may call this."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make it unreadable again."""
+        """Make the descriptor unreadable again."""
         try:
             os.eventfd_read(self._descriptor)
         except BlockingIOError:
-            return  # it was not set
+            return  # the descriptor was not readable
 
     def close(self) -> None:
-        """Free the descriptor; nobody waits any more."""
+        """Close the descriptor. Call when no thread waits for it any more."""
         with self._lock:
             self._is_closed = True
             os.close(self._descriptor)
 
 
 COALESCE_S = 0.002
-"""Lines that come closer together than this travel in one event."""
+"""Seconds within which lines are collected into one event."""
 
 PROGRESS_S = 0.1
 
 DRAIN_S = 30.0
-"""How long the last words of a rank may take to be read; its children may go on to write."""
+"""Seconds to wait until the last output of an ended rank is read."""
 
 MESSAGE_LIMIT_BYTES = 64 << 20
-"""A longer message of a rank is not taken; the rank itself sends no display so large."""
+"""Maximum size of a rank's message. Longer ones are dropped; a rank sends no display so large."""
 
 MOST_BEGUN = 64
-"""Messages of a rank that have not come whole; of more, some were of forks that were ended."""
+"""Maximum number of incomplete messages of a rank. More are from forks that were killed."""
 
 _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
-"""More than a pipe holds."""
+"""Number of chunks that together are larger than a pipe's buffer."""
 
 
 class _LogStream:
@@ -382,7 +397,11 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def take(self, data: bytes) -> str:
-        """Store and split bytes; returns why the log file ends here, "" while it goes on."""
+        """Write bytes to the log file and split them into lines.
+
+        Returns:
+            The reason why the log file ends here; "" if it does not.
+        """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
@@ -412,7 +431,7 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank, to which forks of the rank write, too."""
+    """The message pipe of one rank. Forks of the rank write to it, too."""
 
     def __init__(self, rank: int, fd: int) -> None:
         self.rank, self.fd = rank, fd
@@ -422,13 +441,16 @@ class _MessageStream:
         self.is_open = True
 
     def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
-        """Return the messages that bytes complete; a note for what is none, or too large."""
+        """Add bytes, and return the messages that they complete.
+
+        A message that is invalid or too large is replaced by a note.
+        """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
         return [message for piece in pieces if (message := self._put(piece)) is not None]
 
     def _put(self, piece: bytes) -> Event | RankMessage | StoreMessage | None:
-        """Take a piece of a message; returns the message when it is whole."""
+        """Add a piece of a message, and return the message if it is complete."""
         head, _, part = piece.partition(b" ")
         is_last, sender = head.startswith(link.LAST), head[1:]
         parts, size_bytes = self._begun.pop(sender, ([], 0))
@@ -461,11 +483,11 @@ class _MessageStream:
 
 
 OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
-"""Is called in the pump's thread with (rank, message) for what is not a log."""
+"""Function called in the pump's thread with (rank, message) for each message of a rank."""
 
 
 class _Sink(NamedTuple):
-    """Where a pump sends what it reads: a run's log files and events."""
+    """The destination of a pump: a run's log files and events."""
 
     folder: RunFolder
     emit: Emit
@@ -473,11 +495,14 @@ class _Sink(NamedTuple):
 
 
 class Pump:
-    """The reading end of all pipes of an attempt's ranks on this host.
+    """The reader of all pipes of an attempt's ranks on this host, with a thread of its own.
 
     Args:
-        pipes: The private folder in which it makes the named pipes.
-        folder: The run's folder, for the log files.
+        pipes: Private folder in which the pump creates the named pipes.
+        folder: Folder of the run, for the log files.
+        ranks: Numbers of the ranks.
+        emit: Function that receives events of output.
+        on_message: Function that receives messages, in the pump's thread.
     """
 
     def __init__(
@@ -513,27 +538,27 @@ class Pump:
         self._thread.start()
 
     def tail(self, rank: int) -> list[str]:
-        """Return the last lines that a rank wrote."""
+        """Return the last lines of a rank's output."""
         return self._logs[rank].budget.tail
 
     def heard_at(self, rank: int) -> float:
-        """Return when a rank, or what it started, last wrote; by the monotonic clock."""
+        """Return the time of the last output of a rank or its children (`time.monotonic`)."""
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
-        """Return when all has been read that a rank, which has ended, wrote to its pipes."""
+        """Wait until everything is read that an ended rank wrote to its pipes."""
         done = threading.Event()
         self._to_drain.put((rank, done))
         self._wakeup.set()
         done.wait(DRAIN_S)
 
     def follow(self, folder: RunFolder, emit: Emit, on_message: OnMessage) -> None:
-        """Send all that ranks write from now on to another run's log files and events.
+        """Redirect all further output of the ranks to another run's log files and events.
 
-        All that they have written so far is read first, and goes where it went before.
+        Output that the ranks have written before is read first, and goes to the old destination.
 
         Raises:
-            OSError: A log file cannot be made.
+            OSError: A log file cannot be created.
         """
         logs = {
             rank: _LogStream(rank, log.fd, folder.log(rank))
@@ -546,7 +571,7 @@ class Pump:
         done.wait(DRAIN_S)
 
     def close(self) -> None:
-        """Read what the pipes still hold, send it, and end the thread."""
+        """Read and send the remaining content of the pipes, and end the thread."""
         self._closing.set()
         self._wakeup.set()
         self._thread.join()
@@ -596,14 +621,14 @@ class Pump:
                 self._read(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
-        """Read what is in pipes now; what ranks have started may go on to write."""
+        """Read the current content of pipes. Children of ranks may keep writing: do not loop."""
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
                 if not self._read(stream):
                     break
 
     def _read(self, stream: _LogStream | _MessageStream) -> bool:
-        if not stream.is_open:  # it ended meanwhile
+        if not stream.is_open:  # the stream ended meanwhile
             return False
         try:
             data = os.read(stream.fd, _CHUNK_BYTES)
@@ -621,15 +646,15 @@ class Pump:
         return bool(data)
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
-        """Add a rank's first traceback to its log file, after all that it wrote before.
+        """Append a rank's first traceback to its log file, after all its earlier output.
 
-        The notebook does not get it as lines: it is in the exception that it raises.
+        The notebook does not receive these lines, because the exception in the cell shows them.
         """
         stream = self._logs[rank]
         if stream.has_traceback or message.is_logged:
             return
         stream.has_traceback = True
-        self._read_all([stream])  # a thread of the rank may go on to write
+        self._read_all([stream])  # a thread of the rank may still be writing
         lines = [""] if stream.is_cut else []
         lines += [*message.traceback, ""]
         try:
@@ -660,7 +685,7 @@ class Pump:
             self._sink.emit(Progress(rank=0, text=first.shown_progress))
 
     def _flush_stream(self, stream: _LogStream) -> bool:
-        """Send a rank's lines; returns whether there were any."""
+        """Send a rank's pending lines, and return whether there were any."""
         lines, stream.pending = stream.pending, []
         if lines:
             self._sink.emit(Lines(rank=stream.rank, lines=lines))
@@ -670,6 +695,6 @@ class Pump:
         return bool(lines)
 
     def _progress_due(self) -> bool:
-        """Return whether rank 0's progress bar has moved: the head shows no other rank's."""
+        """Return whether rank 0's progress bar has changed. The head shows only rank 0's bar."""
         first = self._logs.get(0)
         return first is not None and first.assembler.progress != first.shown_progress

@@ -1,9 +1,9 @@
-"""What a host is told of a run, and the words in which the pool and its agents speak.
+"""Descriptions of a run for its hosts, and the names of messages between the pool and its agents.
 
-By the controller to the agent (`HostSpec`), by the agent to its ranks and fetchers. Calls of the
-controller and their answers, events and beats are messages in the one stream that an agent opened
-when it joined; so nobody ever connects to a host, and messages keep their order. Imported by the
-kernel, too: it imports neither Dask nor torch.
+The controller sends a `HostSpec` to the agent; the agent passes `ProcessSpec` and `FetcherSpec` on
+to its ranks and fetchers. The controller's calls, their responses, events and heartbeats share the
+one stream that an agent opens when it joins. So nothing ever connects to a host, and messages keep
+their order. The kernel imports this module, so it imports neither Dask nor torch.
 """
 
 import os
@@ -41,46 +41,49 @@ BEAT = "taas_beat"
 HEARD = "taas_heard"
 
 AGENT = "taas_agent"
-"""What an agent says of itself when it joins; others that join are no hosts of the pool."""
+"""Key by which a joining agent identifies itself. Workers without it are not hosts of the pool."""
 
 POOL_BEAT = "taas-pool-beat"
-"""The Dask topic by which the pool's process tells its kernels that it lives.
+"""Dask topic of the heartbeats from the pool's process to its kernels.
 
-With it comes what is known of the hosts that they wait for, a line each.
+Each heartbeat carries one line for each host that the kernels wait for.
 """
 
 HOST = "TAAS_HOST"
-"""The environment variable that has the name of a rank's host, as the user calls it."""
+"""Environment variable with the name of a rank's host, as the user knows it."""
 
 REACH = "TAAS_REACH"
-"""The environment variable that has the address at which a rank finds what `reach` names."""
+"""Environment variable with the address of the port in `HostSpec.reach`, as a rank reaches it."""
 
 VALUE = "<value>"
-"""The name of the last expression's value among a run's results; no variable can have it."""
+"""Name of the last expression's value among a run's results. No variable can have this name."""
 
 
 def topic(owner: str) -> str:
-    """Return the Dask topic that carries the events of a kernel's runs, each with its run's id.
+    """Return the Dask topic for the events of a kernel's runs. Each event carries its run's id.
 
-    One for each kernel, which `owner`, its Dask client, tells, not for each run: neither Dask's
-    client nor its scheduler forgets a topic.
+    There is one topic for each kernel and not for each run, because Dask's client and scheduler
+    never forget a topic.
+
+    Args:
+        owner: Id of the kernel's Dask client.
     """
     return f"taas-{owner}"
 
 
 def share_id(run_id: str) -> str:
-    """Return what a run's fetchers are known by, apart from its ranks: they begin before them."""
+    """Return the id of a run's fetchers. It differs from the ranks' id: fetchers start first."""
     return f"{run_id}.data"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A host, as its agent found it.
+    """The name and address of a host, as its agent determined them.
 
     Attributes:
-        host: Its name, as the user calls it.
-        address: Where its ranks and fetchers are reached by those of other hosts.
-        is_foreign: Whether it is another machine than the notebook's.
+        host: Name of the host, as the user knows it.
+        address: Address at which other hosts reach its ranks and fetchers.
+        is_foreign: Whether the host is another machine than the notebook's.
     """
 
     host: str
@@ -89,14 +92,15 @@ class Place:
 
 
 class Origin(Struct, frozen=True):
-    """What the ranks take over from the notebook.
+    """The settings that ranks inherit from the notebook.
 
     Attributes:
-        cwd: The project store, a rank's working directory.
-        environ: The kernel's environment; empty for hosts of another machine.
+        cwd: Project store, which is a rank's working directory.
+        environ: Environment of the kernel. Empty for hosts on other machines.
+        sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: What of the environment the notebook changed itself; None: removed.
-        store: The project store, as the notebook's machine knows it; None where it has none.
+        changed: Environment variables that the notebook changed. None for a removed variable.
+        store: Identity of the project store on the notebook's machine; None if it has none.
     """
 
     cwd: str
@@ -107,7 +111,7 @@ class Origin(Struct, frozen=True):
     store: Identity | None = None
 
     def on_another_machine(self, environ: Mapping[str, str], sys_path: Sequence[str]) -> "Origin":
-        """Return the same for a host with an environment and an import path of its own."""
+        """Return the settings for a host that has its own environment and import path."""
         users = [path for path in users_path(self.sys_path) if path not in sys_path]
         merged = {**environ, **self.changed}
         kept = {name: value for name, value in merged.items() if value is not None}
@@ -115,10 +119,10 @@ class Origin(Struct, frozen=True):
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what of an environment was changed; None for a variable that was removed.
+    """Return the variables that changed between two environments; None for a removed variable.
 
-    Only that travels to other machines: the rest of a kernel's environment describes its own
-    machine, where its programs and libraries lie, and which of its GPUs it may use.
+    Only these are sent to other machines. The rest of a kernel's environment describes its own
+    machine: the paths of programs and libraries, and the GPUs that it may use.
     """
     changed = {name: value for name, value in now.items() if before.get(name) != value}
     return {**changed, **{name: None for name in before if name not in now}}
@@ -127,7 +131,7 @@ def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:
-    """Return what of an import path is neither the interpreter's nor of installed packages."""
+    """Return the entries of an import path that are neither Python's nor of installed packages."""
     folders = [os.path.join(prefix, "") for prefix in prefixes]
     packages = ("site-packages", "dist-packages")
     return [
@@ -142,22 +146,26 @@ class HostSpec(Struct, frozen=True):
     """One host's share of a run: its ranks, or its fetchers.
 
     Attributes:
-        plan: The run's; of its hosts, as it is sent to one (`of_host`), only that one.
-        host_rank: This host's place among the run's hosts, or among those of its fetchers.
-        master_addr: Where the first host has the ranks' store.
-        master_port: Its port; 0 on the first host, which makes it.
-        ran_s: How long the run has run before this attempt, of what `--timeout` allows it.
-        fetchers: Where the fetchers that have started listen, by number.
-        home_dir: The run's folder on the notebook's machine, where `run_dir` is another.
-        requires: Modules that must be installed on the hosts; None asks hosts nothing.
-        reach: A port of the notebook's machine that ranks connect to, as "tls://host:port"; as it
-            is sent to a host, where that finds it. "": none.
-        reads_only: Whether the project store is only read: the run does not own it, and what is
-            written to a copy of it stays there.
-        fetches: Whether the share is fetchers, which never write to the project store.
-        idle_s: Seconds after which a session without a cell ends; None: the run is no session.
-        session: Run id of the session whose ranks run this cell; "": the run has its own ranks.
-        cell_number: The cell's number in its session, from 1.
+        plan: Plan of the run. The copy for one host (`of_host`) contains only that host.
+        host_rank: Number of this host among the hosts of the run, or of its fetchers.
+        run_dir: Folder of the run on this host.
+        origin: Settings that the ranks inherit from the notebook.
+        master_addr: Address of the first host, which runs torch's key-value store for the ranks.
+        master_port: Port of that store. 0 on the first host, which chooses the port.
+        attempt: Number of the attempt, from 0.
+        ran_s: Seconds that earlier attempts used. They count towards `--timeout`.
+        fetchers: Addresses of the fetchers that have started, by number of the fetcher.
+        home_dir: Folder of the run on the notebook's machine, if it differs from `run_dir`.
+        requires: Modules that must be installed on the hosts. None checks nothing.
+        n_hosts: Number of hosts of the run.
+        reach: Port of the notebook's machine that ranks connect to, as "tls://host:port". The copy
+            for one host has the address that this host uses. "" if there is none.
+        reads_only: Whether the run only reads the project store. It does not own the store, and
+            writes to a host's mirror are not copied back.
+        fetches: Whether the share consists of fetchers, which never write to the project store.
+        idle_s: Seconds after which a session without a cell ends. None if the run is no session.
+        session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
+        cell_number: Number of the cell in its session, from 1.
     """
 
     plan: Plan
@@ -181,12 +189,12 @@ class HostSpec(Struct, frozen=True):
 
     @property
     def is_session(self) -> bool:
-        """Whether the ranks stay and wait for cells, which are runs of their own."""
+        """Whether the run is a session: its ranks stay and wait for cells, which are runs, too."""
         return self.idle_s is not None
 
     @property
     def share_id(self) -> str:
-        """What the share is known by, in the pool and on its hosts."""
+        """Id of the share in the pool and on its hosts."""
         return share_id(self.plan.run_id) if self.fetches else self.plan.run_id
 
     @property
@@ -201,7 +209,7 @@ class HostSpec(Struct, frozen=True):
 
     @property
     def ranks(self) -> range:
-        """The global numbers of this host's ranks."""
+        """Global numbers of this host's ranks."""
         return range(self.share.first_rank, self.share.first_rank + self.share.ranks)
 
     @property
@@ -210,18 +218,18 @@ class HostSpec(Struct, frozen=True):
         return RunFolder(Path(self.run_dir))
 
     def told_log(self, rank: int) -> str:
-        """Return where the user finds a rank's log."""
+        """Return the path of a rank's log on the notebook's machine."""
         return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 
     def environ(self, place: Place) -> dict[str, str]:
-        """Return the environment of the ranks of this host, which torchrun's variables override."""
-        environ = {  # the notebook's own ones override these
+        """Return the environment of this host's ranks. torchrun's variables override it."""
+        environ = {  # the notebook's variables override these
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
         interface = name_of(place.address if self.n_hosts > 1 else LOOPBACK)
-        # gloo listens on what the host's name resolves to, which may be any interface or none
+        # by default gloo listens on the host name's address, which may be any interface or none
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
         if self.n_hosts > 1:
             environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
@@ -230,14 +238,15 @@ class HostSpec(Struct, frozen=True):
 
 
 Emit = Callable[[Event], None]
-"""Sends an event of a run to the pool's process; any thread of the agent may call it."""
+"""Function that sends an event to the pool's process. Any thread of the agent may call it."""
 
 
 class Launch(Request[Started]):
-    """Start a run, or its fetchers, on as many hosts as its plan has; its first one is told `spec`.
+    """A request to start a run, or its fetchers, on the hosts of its plan.
 
     Attributes:
-        owner: The Dask client of the kernel; when it is gone, so is the run.
+        owner: Id of the kernel's Dask client. The run ends when this client disconnects.
+        spec: Share of the first host, from which the other shares are derived.
         said: Events that the run's fetchers have sent before.
     """
 
@@ -247,9 +256,13 @@ class Launch(Request[Started]):
 
 
 class StartShare(Request[int]):
-    """Start the host's share of a run; `again` ends its ranks of the attempt before.
+    """A request to a host to start its share of a run.
 
-    The answer is the port where the attempt's ranks meet, on the run's first host; 0 elsewhere.
+    The response is the port of torch's key-value store on the run's first host; 0 on other hosts.
+
+    Attributes:
+        spec: The host's share.
+        again: Whether to end the ranks of the last attempt first, and start the next attempt.
     """
 
     spec: HostSpec
@@ -258,13 +271,16 @@ class StartShare(Request[int]):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What all ranks, or fetchers, of a host share; pickled: it goes to a fork of the same program.
+    """The settings that all ranks, or all fetchers, of a host have in common.
+
+    They are pickled, because they are sent to a fork of the same program.
 
     Attributes:
         share: The host's share of the run, with this host's paths.
-        folder: That of the attempt, or of the fetchers, under TMPDIR: pipes, scratch folders.
-        environ: Environment variables; of a rank, torchrun's override them, and `--env` those.
-        means: What this host has to hold it to the rule of the project store.
+        folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
+        environ: Environment variables. For a rank, torchrun's variables override these, and
+            `--env` overrides both.
+        means: The host's mechanism that enforces the rule of the project store.
     """
 
     share: HostSpec
@@ -275,16 +291,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class FetcherSpec:
-    """What a fetcher is to do.
+    """The task of one fetcher.
 
     Attributes:
-        run_dir: The run's folder on this host, with the loaders and the fetchers' addresses.
-        listen: Address to listen at for TCP; "" for this host's ranks only.
-        spill: Folder for what memory has no room for; None: the workers wait instead.
-        fill_batches: What all fetchers of its loaders are to have ready before ranks ask.
-        fill_bytes: The same in bytes.
-        setting: What it takes over from the notebook; None: nothing.
-        stacks: File to which it and its workers write their stacks when asked; None: they do not.
+        plan: The fetcher's part of the run's plan.
+        service: The run's data service: loaders and settings.
+        run_dir: Folder of the run on this host, with the loaders and the fetchers' addresses.
+        cores: Number of CPU cores that the fetcher may use.
+        host: Name of the host.
+        listen: Address to listen at for TCP. "" to serve this host's ranks only.
+        spill: Folder for batches that do not fit into memory. None: the workers wait instead.
+        fill_batches: Number of batches that the fetchers of the same loaders together prepare
+            before ranks ask for any.
+        fill_bytes: The same amount in bytes.
+        setting: Settings inherited from the notebook. None to inherit nothing.
+        stacks: File to which the fetcher and its workers write their stacks on request. None if
+            they write none.
     """
 
     plan: FetcherPlan
@@ -301,22 +323,23 @@ class FetcherSpec:
 
     @property
     def who(self) -> str:
-        """What messages call it."""
+        """Name of the fetcher in messages."""
         return f"fetcher {self.plan.number} on host {self.host or socket.gethostname()}"
 
 
 def without_environ(spec: HostSpec) -> HostSpec:
-    """Return a share without what another machine has no use for.
+    """Return a share without the kernel's environment, for other machines.
 
-    A kernel's environment may hold keys of all kinds. Those that the notebook set are `changed`.
+    They do not need the environment, and it may hold secrets. The variables that the notebook
+    changed are kept in `Origin.changed`.
     """
     return structs.replace(spec, origin=structs.replace(spec.origin, environ={}))
 
 
 def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
-    """Return a run's share for one of its hosts.
+    """Return the share of one of the run's hosts, whose plan contains only that host.
 
-    What all others are to do is left out: told to each of a thousand hosts, it would be a million.
+    With the full plan, a run on 1,000 hosts would send a million host plans.
     """
     hosts = spec.plan.hosts
     if spec.fetches:
@@ -326,9 +349,9 @@ def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
 
 
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
-    """Return the end of a fetcher that ended by itself, or never listened.
+    """Return the event for a fetcher that failed or never started.
 
-    Its entry tells the ranks so: they do not wait for it.
+    The event's entry tells the ranks not to wait for this fetcher.
     """
     place = LoaderPlace(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))
@@ -341,16 +364,19 @@ TORCHRUN_NAMES = (
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
 )
-"""The variables that torchrun sets for a rank."""
+"""Environment variables that torchrun sets for a rank."""
 
 
 def torchrun_variables(
     spec: HostSpec, local_rank: int, port: int, error_file: Path
 ) -> dict[str, str]:
-    """Return what torchrun would set for a rank of this host.
+    """Return the environment variables that torchrun would set for a rank of this host.
 
     Args:
-        error_file: Where `torch.distributed.elastic.multiprocessing.errors.record` writes.
+        spec: The host's share of the run.
+        local_rank: Number of the rank on this host.
+        port: Port of torch's key-value store.
+        error_file: File that `torch.distributed.elastic.multiprocessing.errors.record` writes.
     """
     share, world_size = spec.share, str(spec.plan.world_size)
     rank = str(share.first_rank + local_rank)

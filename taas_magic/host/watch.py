@@ -1,8 +1,8 @@
-"""How the ranks of one run stand on this host, and what follows.
+"""Track the state of a run's ranks on this host, and decide when the run is over here.
 
-The agent observes and acts; what decides is pure, so that a test can put any situation: the time is
-given. The thread that reads the ranks' pipes brings messages, the run's thread asks the system; one
-lock is between them.
+The agent observes and acts. The functions that decide are pure and get the time as an argument, so
+that a test can construct any situation. Two threads update the states, guarded by one lock: the
+thread that reads the ranks' pipes records messages, and the run's thread queries the system.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ from taas_magic.messages import (
 )
 
 SETTLE_S = 0.5
-"""After the first failure, how long the other ranks may show theirs: the cause may come second."""
+"""Seconds to wait for further failures after the first one, which may be a mere consequence."""
 
 LEFT_GRACE_S = 3.0
-"""How long the others may go on after a rank left by `sys.exit(0)`."""
+"""Seconds that the other ranks may continue after a rank left by `sys.exit(0)`."""
 
 REPORT_S = 20.0
-"""How long a failed rank's drawn traceback and its results may take to come."""
+"""Seconds to wait for the formatted traceback and the results of a failed rank."""
 
 COLLECTIVE_S = 20.0
-"""How long ranks may stand still while one of them is in a collective, before that is said."""
+"""Seconds without progress, while a rank is in a collective, after which the user is told."""
 
 INTERRUPT_GRACE_S = 5.0
-"""How long ranks may take to end after an interrupt, before they are killed."""
+"""Seconds that ranks may take to end after an interrupt. After that, they are killed."""
 
 HALT_S = 30.0
-"""How long a host may take to end a run that was halted; then the host is ended and replaced."""
+"""Seconds that a host may take to end a halted run. After that, the host is ended and replaced."""
 
 _CONSEQUENCES = re.compile(
     r"connection (was (likely )?)?(closed|reset|refused|aborted)|broken pipe|(by|remote) peer"
@@ -73,25 +73,25 @@ _DISTRIBUTED_TYPES = frozenset(
 
 @dataclass
 class RankState:
-    """What is known of one rank of this host.
+    """The state of one rank of this host, as the agent knows it.
 
-    Times are of the agent's monotonic clock, in seconds; None is "has not happened".
+    Times are in seconds of the agent's monotonic clock. None means "has not happened".
     """
 
     rank: int
     pid: int
     finished: bool = False
-    """It has said that the cell ran to its end."""
+    """Whether the rank reported that the cell ran to its end."""
     exitcode: int | None = None
     failed_at: float | None = None
     showed_at: float | None = None
-    """When IPython first showed an exception after which the cell went on."""
+    """Time at which IPython first showed an exception after which the cell continued."""
     is_reporting: bool = False
-    """It has said what it raised; IPython's drawing of it, and its results, have not come yet."""
+    """Whether the rank reported its exception, but its traceback and results are still to come."""
     has_returned: bool = False
-    """It has ended the cell and waits at the prompt of its session."""
+    """Whether the rank has ended the cell and waits at the prompt of its session."""
     was_cut: bool = False
-    """Its connections to other ranks were cut to end a collective."""
+    """Whether the rank's connections to other ranks were cut to end a collective."""
     left_at: float | None = None
     stopped_at: float | None = None
     etype: str = ""
@@ -101,48 +101,48 @@ class RankState:
     stack: list[str] = field(default_factory=list)
     hint: str = ""
     forward_at: float = 0.0
-    """When it last wrote, was handed a batch, computed, or did a collective."""
+    """Time of the last progress: output, a batch, computation or a collective."""
     beat: RankBeat = field(default_factory=RankBeat)
-    """Its last one."""
+    """The rank's last heartbeat."""
     beat_at: float = 0.0
     sight: RankSight | None = None
-    """Where it said it stands; None while it has not answered."""
+    """The rank's last stack report; None if there is none yet."""
     sight_at: float = 0.0
     process: psutil.Process | None = None
     is_up: bool = False
-    """Whether it would hear an interrupt; not any more once it was sent one."""
+    """Whether the rank handles SIGINT and was not sent one yet."""
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
-    """What `oom_kills` returned when it started."""
+    """Result of `oom_kills` at the rank's start."""
     batches: dict[str, int] = field(default_factory=dict)
-    """How many it was handed of each loader, as it last reported."""
+    """Number of batches that the rank received from each loader, as last reported."""
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the rank's process has ended."""
         return self.exitcode is not None
 
     @property
     def done(self) -> bool:
-        """Whether it succeeded: the cell ran to its end, and the process ended well.
+        """Whether the rank succeeded: the cell ran to its end, and the process exited with 0.
 
-        A rank of a session returns to its prompt instead of ending.
+        A rank of a session returns to its prompt instead of exiting.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
     @property
     def is_over(self) -> bool:
-        """Whether it runs the cell no more: it has ended, or returned to its prompt."""
+        """Whether the rank has stopped running the cell: it has ended or returned to its prompt."""
         return self.ended or self.has_returned
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The run is over on this host.
+    """The decision that the run is over on this host.
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        cause: rank, left, stopped, timeout, interrupt or host; empty on success.
+        cause: "rank", "left", "stopped", "timeout", "interrupt" or "host". "" on success.
     """
 
     state: str
@@ -155,12 +155,15 @@ def decide(
     deadline: float | None = None,
     interrupted_at: float | None = None,
 ) -> Verdict | None:
-    """Say how the run stands; None while it goes on.
+    """Decide whether the run is over on this host; return None while it continues.
+
+    All times are in seconds of the agent's monotonic clock.
 
     Args:
-        now: The agent's monotonic clock, as all times.
-        deadline: When `--timeout` ends the run.
-        interrupted_at: When the user interrupted it.
+        ranks: States of the ranks of this host.
+        now: The current time.
+        deadline: Time at which `--timeout` ends the run; None without `--timeout`.
+        interrupted_at: Time at which the user interrupted the run; None if this did not happen.
     """
     gone = all(rank.is_over for rank in ranks)
     if all(rank.done for rank in ranks):
@@ -183,7 +186,7 @@ def decide(
 
 
 def still_since(ranks: Collection[RankState], now: float) -> float:
-    """Return since when no rank that is left has come forward; `now` where none is left."""
+    """Return the time of the last progress of any rank that runs the cell; `now` if none does."""
     return max((rank.forward_at for rank in ranks if not rank.is_over), default=now)
 
 
@@ -193,15 +196,20 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 
 
 def is_consequence(etype: str, message: str) -> bool:
-    """Return whether an error reads like what a rank sees when another one is gone."""
+    """Return whether an error looks like a mere consequence of another rank's end."""
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """Return the ranks that failed, the first one first.
+    """Return the ranks that failed, in the order of blame.
 
-    A rank that died or raised an error of its own comes before one whose error only says that a
-    peer is gone, and a rank that left early comes before both kinds of its consequences.
+    Ranks that died or raised an error of their own come before ranks whose error only says that a
+    peer is gone. If all errors are such consequences, ranks that left early come before them.
+    Within a group, the order is that of time.
+
+    Args:
+        ranks: States of the ranks of this host.
+        cause: `Verdict.cause`.
     """
     if cause == "timeout":
         return sorted((rank for rank in ranks if not rank.done), key=lambda rank: rank.rank)
@@ -221,7 +229,11 @@ def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure to show, of those of all hosts in the order they were reported."""
+    """Return the failure to show first; None if there is none.
+
+    Args:
+        failures: Failures of all hosts, in the order of their reports.
+    """
     own = [failure for failure in failures if not failure.consequence]
     return next(iter(own or failures), None)
 
@@ -234,28 +246,29 @@ _OOM_RECORD = re.compile(
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _RECORD_BYTES = 8192
 _LOG_SLACK_S = 1.0
-"""How far the clock of the kernel's log may be from the monotonic one."""
+"""Seconds by which the clock of the kernel's log may differ from the monotonic clock."""
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """Return how often the system has killed for want of memory in a process's cgroup, by file.
+    """Return the number of out-of-memory kills in a process's cgroup, by the file of the counter.
 
-    The system counts a kill in the cgroup of the process that it killed, whatever had run out of
-    memory. Empty where it tells nothing.
+    The system counts a kill in the cgroup of the killed process, even if the machine and not the
+    cgroup ran out of memory. The result is empty if the system has no such counter.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
-    """Return which memory ran out if a process was killed for that; "" if it was not.
+    """Return a description of the memory that ran out if this is why a process was killed, or "".
 
-    The kernel's log names the process. Where the log cannot be read, a kill in the process's
-    cgroup counts.
+    The kernel's log names the killed process. If the log is not readable, the kill counters of the
+    process's cgroup decide.
 
     Args:
-        started_at: When the process started, by the monotonic clock.
-        before: What `oom_kills` returned then.
+        pid: Id of the process.
+        started_at: Time at which the process started, in seconds of the monotonic clock.
+        before: Result of `oom_kills` at that time.
     """
     grown = [name for name, count in before.items() if (_count(Path(name)) or 0) > count]
     cgroup = f"the memory limit of its cgroup ({Path(grown[0]).parent})" if grown else ""
@@ -271,7 +284,8 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
     """Return whose memory ran out when the kernel killed a process: "cgroup", "machine", or "".
 
-    None where the log says nothing of this: nobody may read it, or it has other process numbers.
+    "" means that the log has no such kill. None means that the log cannot be used: it is not
+    readable, or this process is in another PID namespace than the log's process ids.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
@@ -294,7 +308,7 @@ def _record(file: IO[bytes]) -> bytes:
     while True:
         try:
             return file.read(_RECORD_BYTES) or b""
-        except BrokenPipeError:  # the record was overwritten; the next read has the one after it
+        except BrokenPipeError:  # the record was overwritten; the next read returns a later one
             continue
 
 
@@ -344,7 +358,16 @@ def failure_of(
     tail: list[str],
     timeout_s: float | None = None,
 ) -> Failure:
-    """Return why a rank failed; docs/events.md says what each field means."""
+    """Return the description of a rank's failure. docs/events.md describes the fields.
+
+    Args:
+        state: State of the rank.
+        verdict: The decision that ended the run on this host.
+        host: Name of the host.
+        log_path: Path of the rank's log on the notebook's machine.
+        tail: Last lines of the rank's output.
+        timeout_s: `--timeout` in seconds.
+    """
     kind, by_signal = _kind(state, verdict), signal_name(state.exitcode or 0)
     said = state.message or state.hint
     return Failure(
@@ -371,9 +394,10 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 
 
 def users_frames(text: str) -> list[str]:
-    """Return the user's part of each thread of a stack that faulthandler wrote: above IPython's.
+    """Return the user's frames of each thread in a stack that faulthandler wrote.
 
-    Frames are innermost first, threads are set apart by empty lines; our own have no such part.
+    Frames are innermost first; the user's come before IPython's. Empty lines separate threads.
+    taas-magic's own threads have no user's frames.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
@@ -398,9 +422,9 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """Return the failure of a host where something other than a rank went wrong.
+    """Return a failure of a host itself, and not of one of its ranks.
 
-    An error of ours says by itself what the user can do; of another the traceback may tell.
+    It has a traceback unless the error is a TaasError, whose message says what the user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -409,10 +433,11 @@ def host_failure(host: str, error: BaseException) -> Failure:
 
 
 class Ranks:
-    """The ranks of one attempt.
+    """The states of the ranks of one attempt on this host. Thread-safe.
 
     Args:
-        ranks: Their global ranks; known before the processes are, since a fast rank speaks first.
+        ranks: The global rank numbers. They are needed before the processes are known, because a
+            fast rank may send its first message before `started` is called.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -420,7 +445,11 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def started(self, pids: dict[int, int]) -> None:
-        """Take down the process of each rank; one may have ended already."""
+        """Record the process of each rank. A process may have ended already.
+
+        Args:
+            pids: Process ids by rank.
+        """
         with self._lock:
             for rank, pid in pids.items():
                 state = self._states[rank]
@@ -430,12 +459,16 @@ class Ranks:
                     state.process = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
-        """Return what is known of each rank."""
+        """Return the state of each rank."""
         with self._lock:
             return list(self._states.values())
 
     def hear(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Take down what a rank says; it comes forward, unless it only says where it stands."""
+        """Record a message from a rank.
+
+        Every message counts as progress except stack reports, notes, batch counts that have not
+        changed, and heartbeats without a new collective.
+        """
         now = time.monotonic()
         with self._lock:
             state = self._states[rank]
@@ -474,10 +507,12 @@ class Ranks:
                 state.forward_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Take down that a rank is gone, and why, if it should not have ended.
+        """Record that a rank's process has ended, with the cause if it ended too early.
 
         Args:
-            stack: The file in which a rank that a signal killed left its Python stack.
+            rank: Number of the rank.
+            exitcode: Exit code of the process; negative for a signal.
+            stack: File to which faulthandler wrote the Python stack if a signal killed the rank.
         """
         with self._lock:
             state = self._states[rank]
@@ -491,7 +526,7 @@ class Ranks:
                 state.hint = out_of_memory(state.pid, state.started_at, state.kills)
 
     def poll(self, now: float) -> None:
-        """Ask the system which ranks are stopped."""
+        """Query the system for stopped ranks (SIGSTOP), and record them."""
         with self._lock:
             for state in [state for state in self._states.values() if not state.ended]:
                 status = status_of(state.process)
@@ -501,7 +536,7 @@ class Ranks:
                     state.stopped_at = None
 
     def interrupt(self) -> None:
-        """Send SIGINT, once, to every rank that has said that it would hear it."""
+        """Send SIGINT to every rank that handles it, at most once each."""
         with self._lock:
             for state in self._states.values():
                 if state.is_up and not state.ended:
@@ -510,7 +545,7 @@ class Ranks:
                         os.kill(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the ranks' processes that are still there."""
+        """Return the processes of ranks that still exist."""
         with self._lock:
             processes = [state.process for state in self._states.values()]
         return [process for process in processes if process is not None and status_of(process)]
