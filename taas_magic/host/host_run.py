@@ -1,13 +1,15 @@
-"""A run's share on this host, its ranks or its fetchers: from the first file to the last.
+"""Run a share of a run on this host, its ranks or its fetchers, from start to cleanup.
 
-Lives in the agent, in a thread of its own. `HostShare` is what both have in common: files are
-brought in, processes start and are listened to until all have ended or are to end, what they left
-is ended and removed, files are brought home, and the pool is told. `HostRun` is a run's ranks: it
-starts its attempts, has the ranks judged, and does what the controller says. Three threads meet
-there: the share's own starts, judges and ends the ranks, the one that reads their pipes brings
-their messages, and the agent's event loop asks to stop. `wakeup` wakes the first, and so does the
-end of a rank. `HostFetchers` is a run's fetchers: they may be on a host that runs no rank, and
-begin before the ranks do.
+Each share has a thread in the agent. `HostShare` is the common part: it fetches the project's
+files, starts processes and follows them until they end or must end. Then it ends all remaining
+processes, sends files back, and reports the end to the pool.
+
+`HostRun` is for ranks. It starts the attempts, decides when they are over, and follows the
+controller's commands. Three threads work together: the share's own thread starts, checks and ends
+the ranks; the pump's thread records their messages; the agent's event loop passes commands on.
+`wakeup`, or the end of a rank, wakes the share's thread.
+
+`HostFetchers` is for fetchers, which start before the ranks and may be on a host without ranks.
 """
 
 import contextlib
@@ -78,32 +80,36 @@ from taas_magic.store import guard
 from taas_magic.store.manifest import Ask
 
 POLL_S = 0.25
-"""How often processes are looked at when nothing else wakes who listens to them."""
+"""Maximum number of seconds between checks of the processes."""
 
 OBEY_S = 120.0
-"""How long the other hosts wait at most until this one has made ready for the next attempt."""
+"""Maximum number of seconds that the other hosts wait until this one is ready for an attempt."""
 
 FAILED_GRACE_S = 1.0
-"""How long the other ranks may take to end after SIGTERM, once one has failed."""
+"""Seconds that the other ranks may take to end after SIGTERM, when a rank has failed."""
 
 RANK = "taas_magic.host.rank.rank_main"
 
 Told = Halt | EndRun | PlaceFetcher
-"""What a share is told: to end early, that the run is over, where a fetcher listens."""
+"""Commands to a share: end early; end, because the run is over; use a fetcher's address."""
 
 
 class HostShare(ABC):
     """A run's ranks, or its fetchers, on this host.
 
     Args:
-        alone: Says whether nothing else is on this host.
+        spec: The share, as the controller describes it.
+        place: Name and address of the host.
+        emit: Function that sends an event to the pool.
+        alone: Function that returns whether this is the only share on this host.
+        ask: Function that sends a request for files to the pool and returns the response.
 
     Raises:
-        PoolError: Nothing can be written in TMPDIR.
+        PoolError: TMPDIR is not writable.
     """
 
     port = 0
-    """Of the store of the first attempt's ranks, on the run's first host."""
+    """Port of the store of the first attempt's ranks, on the run's first host; else 0."""
 
     def __init__(
         self,
@@ -121,7 +127,7 @@ class HostShare(ABC):
         self.stopped_at: float | None = None
 
     def run(self) -> None:
-        """Run to the end, and emit `HostEnded` when nothing of the share is left here."""
+        """Run the share to its end, clean up, then emit `HostEnded`."""
         try:
             self._run()
         finally:
@@ -150,33 +156,33 @@ class HostShare(ABC):
             self._keep(error)
 
     def tell(self, told: Told) -> None:
-        """Take what the pool tells this share; called by another thread."""
+        """Handle a command of the pool. Called by another thread."""
         if isinstance(told, Halt):
             if told.how == "kill":
-                self.stopped_at = float("-inf")  # every grace is over
+                self.stopped_at = float("-inf")  # no grace period is left
             elif self.stopped_at is None:
                 self.stopped_at = time.monotonic()
             self.wakeup.set()
 
     @abstractmethod
     def stacks(self) -> RunStacks:
-        """Return where the processes stand; blocks for some seconds; called by another thread."""
+        """Return the processes' stacks. Blocks for some seconds. Called by another thread."""
 
     @abstractmethod
     def _work(self) -> None:
-        """Start processes and listen to them; returns when they have ended, or are to end."""
+        """Start processes and follow them until they have ended or must end."""
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Take down why the share could not go on."""
+        """Record the error that stopped the share."""
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """Return the steps that end all processes; when one fails, the next ones follow."""
+        """Return functions that end all processes. All are called, even if one raises."""
 
     @abstractmethod
     def _keep(self, error: Exception) -> None:
-        """Take down why what was left here was not brought home."""
+        """Record the error that prevented files from being sent back to the notebook."""
 
     def _is_wanted(self) -> bool:
         return self.stopped_at is None
@@ -185,7 +191,10 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _held(self) -> Path:
-        """Return how the paths begin of files that show whose a process is that has them open."""
+        """Return the path prefix that marks a process as belonging to this share.
+
+        A process belongs to the share if it has a file open whose path begins with the prefix.
+        """
         return self.folder
 
     def _sweep(self) -> None:
@@ -194,7 +203,7 @@ class HostShare(ABC):
             self.note(f"host {self.host}: the run left what could not be ended: {named(left)}")
 
     def note(self, text: str) -> None:
-        """Tell the user something, once."""
+        """Send a note to the user."""
         self.emit(Note(text=text))
 
 
@@ -205,9 +214,11 @@ class Attempt:
     """The ranks of one attempt on this host.
 
     Attributes:
-        folder: What the ranks share with the agent; theirs alone.
-        pump: Reads their pipes.
-        processes: The ranks' processes, by rank.
+        folder: Private folder of the attempt, with the files that ranks share with the agent.
+        pump: Reader of the ranks' pipes.
+        processes: Processes by rank.
+        ranks: States of the ranks.
+        stand: Stack reports of the ranks.
     """
 
     def __init__(
@@ -225,20 +236,20 @@ class Attempt:
         self.ranks = Ranks(spec.ranks)
         self.stand = Stand(spec, self.ranks, pump, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
-        """How the ranks ended, and why, if they failed; None while they run."""
+        """State in which the attempt ended on this host, with failures; None while it runs."""
 
     @classmethod
     def begin(
         cls: type[_A], spec: HostSpec, place: Place, folder: Path, emit: Emit, on_message: OnMessage
     ) -> _A:
-        """Make an attempt with a folder and pipes of its own, below `folder`."""
+        """Create an attempt with its own folder and pipes in `folder`, without starting ranks."""
         own = folder / str(spec.attempt)
         own.mkdir(mode=0o700)
         pump = Pump(own, spec.folder, spec.ranks, emit, on_message)
         return cls(spec, place, emit, folder=own, pump=pump, processes={})
 
     def start(self, port: int) -> None:
-        """Start the ranks, and say that they have started; they meet at `port`."""
+        """Start the ranks and report it. `port` is the port of their key-value store."""
         spec = self._spec
         about = ProcessSpec(spec, self.folder, spec.environ(self._place), guard.strongest())
         for local_rank, rank in enumerate(spec.ranks):
@@ -256,13 +267,16 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """What becomes readable when a rank ends, of those whose end has not been seen."""
+        """Descriptors that become readable when a rank ends, for ranks not known to have ended."""
         return [process.sentinel for process in self._running().values()]
 
     def look(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Ask the system about the ranks and `decide`; acts on the verdict, if there is one.
+        """Update the ranks' states, `decide` whether the attempt is over, and end it if so.
 
-        From `interrupted_at` on, each rank hears SIGINT as soon as it would.
+        Args:
+            deadline: Time at which `--timeout` ends the run; None without `--timeout`.
+            interrupted_at: Time at which the run was interrupted, or None. After an interrupt, each
+                rank is sent SIGINT as soon as it handles it.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -279,24 +293,28 @@ class Attempt:
             self.stand.look(now)
 
     def _look_for_ends(self) -> None:
-        """Ask the system which ranks have ended."""
+        """Query the system for ranks that have ended, and record them."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
-                self.pump.drain(rank)  # all that it said counts
+                self.pump.drain(rank)  # record all its messages before its end
                 self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
-        """End the ranks that are left, and forget all of them."""
+        """End the remaining ranks, and release all processes."""
         self._end_ranks(0.0)
         while self.processes:
             forkserver.forget(self.processes.popitem()[1])
 
     def _interrupt(self, since: float) -> None:
-        """Have the ranks end; called again and again since `since`."""
+        """Ask the ranks to end. Called repeatedly after an interrupt at the time `since`."""
         self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
-        """End the ranks that are left, and what they started; they have a grace after SIGTERM."""
+        """End the remaining ranks and their children.
+
+        Args:
+            grace_s: Seconds that ranks may take to end after SIGTERM.
+        """
         alive = self.ranks.alive()
         below = []
         for process in alive:
@@ -306,7 +324,10 @@ class Attempt:
         end_all(below, grace_s=0.0)
 
     def _settle(self, verdict: Verdict) -> None:
-        """Say how the ranks stand, before anything that takes time; end them if they failed."""
+        """Report the verdict, then end the ranks unless they succeeded.
+
+        The report comes first, because ending ranks takes time.
+        """
         failures, has_failed = self._report(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
         for failure in failures if has_failed else ():
@@ -323,7 +344,10 @@ class Attempt:
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
-        """Return the host's failures; of ranks that succeeded, those that left by themselves."""
+        """Return the failures of this host's ranks, or the failure of the host itself.
+
+        A successful attempt may have entries, too, for ranks that left by `sys.exit(0)`.
+        """
         if verdict.cause == "host":
             return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
         return [
@@ -339,31 +363,31 @@ class Attempt:
         ]
 
     def _running(self) -> dict[int, Any]:
-        """Return the processes of ranks whose end has not been seen."""
+        """Return the processes of ranks that are not known to have ended."""
         states = self.ranks.states()
         return {state.rank: self.processes[state.rank] for state in states if not state.ended}
 
 
 @dataclass(frozen=True)
 class _Again:
-    """What the controller said follows: another attempt."""
+    """A command of the controller to start another attempt."""
 
     spec: HostSpec
     rendezvous: Rendezvous | None
     obeyed: threading.Event = field(default_factory=threading.Event)
-    """The last attempt's ranks are gone, and what they wrote is where other hosts find it."""
+    """Event that is set when the last attempt's ranks are gone and their files are sent back."""
 
 
 class HostRun(HostShare):
     """A run's ranks on this host.
 
     Raises:
-        OSError: The run's first host has not (any more) the address at which ranks were to meet.
-        PoolError: Nothing can be written in TMPDIR.
+        OSError: The run's first host does not have the address at which the ranks are to meet.
+        PoolError: TMPDIR is not writable.
     """
 
     def __init__(self, spec: HostSpec, *about: Any) -> None:
-        # first: it may fail, and nothing is left then
+        # This comes first because it may raise; so far, there is nothing to clean up.
         self._rendezvous = None if spec.session else _rendezvous_of(spec)
         super().__init__(spec, *about)
         self.port = self._rendezvous.port if self._rendezvous else 0
@@ -380,10 +404,10 @@ class HostRun(HostShare):
         self._placing = threading.Lock()
 
     def again(self, spec: HostSpec) -> int:
-        """Start all ranks again; called by another thread.
+        """Start the next attempt, as soon as the last one is cleaned up. Called by another thread.
 
         Returns:
-            The port of the attempt's store, on the first host.
+            The port of the attempt's key-value store on the run's first host; 0 on other hosts.
         """
         meeting = _rendezvous_of(spec)
         self._next = again = _Again(spec, meeting)
@@ -392,12 +416,15 @@ class HostRun(HostShare):
         return meeting.port if meeting else 0
 
     def stacks(self) -> RunStacks:
-        """See `HostShare.stacks`; none before the ranks have started."""
+        """See `HostShare.stacks`. Returns no stacks before the ranks have started."""
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
 
     def _place_fetchers(self) -> None:
-        """Write where fetchers listen where ranks look, once that is here; in any thread."""
+        """Write the fetchers' addresses to the run folder, where ranks read them.
+
+        Does nothing until the run folder is on this host. Any thread may call this.
+        """
         with self._placing:
             if self._run_dir is not None:
                 folder = service.folder_of(self._run_dir) / "fetchers"
@@ -408,7 +435,7 @@ class HostRun(HostShare):
         return self.stopped_at is None and not self._is_over
 
     def tell(self, told: Told) -> None:
-        """See `HostShare.tell`; ranks hear the first halt as SIGINT."""
+        """See `HostShare.tell`. Ranks receive the first halt as SIGINT."""
         super().tell(told)
         match told:
             case EndRun():  # all hosts have settled
@@ -419,7 +446,7 @@ class HostRun(HostShare):
                 self._place_fetchers()
 
     def _work(self) -> None:
-        """Start the ranks, and again as often as the controller says; returns at the run's end."""
+        """Run attempts, as many as the controller commands, until the run is over."""
         self._run_dir = self.spec.folder.path
         self._place_fetchers()
         while not self._is_over:
@@ -437,19 +464,20 @@ class HostRun(HostShare):
         spec, meeting = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
-        self._pumps.append(attempt.pump)  # what an attempt has left may go on to write
+        self._pumps.append(attempt.pump)  # children that outlive an attempt may keep writing
         port = spec.master_port
         if meeting is None:
             rendezvous.reach(spec.master_addr, port)
         else:
             port = meeting.port
         attempt.start(port)
-        if meeting is not None:  # after them: who connects earlier waits in the kernel
+        # Started after the ranks, whose early connections wait in the kernel's backlog.
+        if meeting is not None:
             meeting.start()
         return attempt
 
     def _judge(self, attempt: Attempt) -> None:
-        """Look at the ranks whenever something changed, until the controller says what follows."""
+        """Check the ranks whenever something changes, until the controller's next command."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
@@ -457,11 +485,11 @@ class HostRun(HostShare):
                 attempt.look(self._deadline, self.stopped_at)
 
     def _looks(self) -> bool:
-        """Return whether the ranks are to be judged now."""
+        """Return whether the ranks are to be checked now."""
         return True
 
     def _make_ready(self, again: _Again) -> None:
-        """Have the files of the next attempt here, and let the other hosts begin theirs."""
+        """Update the files for the next attempt, then let the other hosts start theirs."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = again.rendezvous
@@ -471,11 +499,11 @@ class HostRun(HostShare):
             again.obeyed.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Take what a rank says; called by the pump's thread."""
+        """Handle a message of a rank. Called by the pump's thread."""
         if self._attempt is not None:
             self._attempt.ranks.hear(rank, message)
         if isinstance(message, RankMessage):
-            if not isinstance(message, RankBeat | RankSight):  # these change no verdict
+            if not isinstance(message, RankBeat | RankSight):  # cannot change a verdict
                 self.wakeup.set()
         elif isinstance(message, StoreMessage):
             self._files.take(rank, message)
@@ -497,27 +525,27 @@ class HostRun(HostShare):
         return self._gone_wrong or ended or ("INTERRUPTED", [])
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        if self._next is not None:  # nobody else does what it says
+        if self._next is not None:  # release `again`, which waits for this
             self._next.obeyed.set()
         parts = self._attempt, self._rendezvous, *self._pumps
         return tuple(part.close for part in parts if part is not None)
 
 
 def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
-    """Return where an attempt's ranks meet, if this is the run's first host."""
+    """Return a new rendezvous for an attempt's ranks on the run's first host, else None."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
 FETCHER = "taas_magic.host.fetcher.fetcher_main"
 _EXIT_S = 0.5
 _END_S = 5.0
-"""How long fetchers may take to end; a stopped one never does by itself."""
+"""Seconds that fetchers may take to end. A stopped one (SIGSTOP) never ends by itself."""
 
 _ENDLESS = 1 << 62
 
 
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """Return how many batches and bytes all workers prepare before any rank asks, at the least."""
+    """Return the least number of batches and bytes that workers prepare before ranks ask."""
     if prefill is None:
         return 0, 0
     if prefill.unit == "bytes":
@@ -527,7 +555,7 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
 @dataclass
 class _Running:
-    """A fetcher that was started."""
+    """A started fetcher."""
 
     spec: FetcherSpec
     process: Any
@@ -543,7 +571,7 @@ class HostFetchers(HostShare):
         self._running: dict[connection.Connection, _Running] = {}
 
     def stacks(self) -> RunStacks:
-        """See `HostShare.stacks`: those of each fetcher and of its workers."""
+        """See `HostShare.stacks`. Includes the fetchers' workers."""
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
@@ -552,7 +580,7 @@ class HostFetchers(HostShare):
         return RunStacks(fetchers=found)
 
     def _work(self) -> None:
-        """Start the fetchers, and turn what they say into events until all have ended."""
+        """Start the fetchers, and turn their messages into events until all have ended."""
         for spec in self._specs():
             control, theirs = connection.Pipe()
             process = forkserver.start(FETCHER, spec, theirs)
@@ -563,7 +591,7 @@ class HostFetchers(HostShare):
             if self.stopped_at is not None and until is None:
                 until = time.monotonic() + _END_S
                 for control in self._running:
-                    with contextlib.suppress(OSError):  # it has ended
+                    with contextlib.suppress(OSError):  # the fetcher has ended
                         control.send("end")
             for control in self._pass_on():
                 self._end(control)
@@ -571,7 +599,7 @@ class HostFetchers(HostShare):
                 self._look_for_writes(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
-        """Yield what each fetcher of this host is told."""
+        """Yield the task of each fetcher of this host."""
         share, folder, served = self.spec, self.folder, service.read(self.spec.folder.path)
         data = share.plan.data
         assert data is not None and served is not None
@@ -585,7 +613,7 @@ class HostFetchers(HostShare):
                 share.folder.path,
                 data.cores,
                 host=self.host,
-                # no port that nobody needs: ranks beside their fetchers come by Unix sockets
+                # open no unneeded port: ranks on the same host connect by Unix sockets
                 listen=self.place.address if data.crosses else "",
                 spill=folder / f"spill-{plan.number}" if served.settings.over == "spill" else None,
                 fill_batches=fill_batches,
@@ -595,7 +623,7 @@ class HostFetchers(HostShare):
             )
 
     def _fail(self, error: Exception) -> None:
-        """Say that no fetcher will start here, so that no rank waits for one."""
+        """Report that no fetcher will start here, so that no rank waits for one."""
         said = error if isinstance(error, TaasError) else f"{type(error).__name__}: {error}"
         why = f"host {self.host} has no fetchers: {said}"
         self.note(why)
@@ -614,7 +642,7 @@ class HostFetchers(HostShare):
         return tuple(partial(self._end, control) for control in self._running)
 
     def _pass_on(self) -> list[connection.Connection]:
-        """Pass on what fetchers say now, or soon; returns those that have ended."""
+        """Wait shortly for messages of fetchers, pass them on, and return fetchers that ended."""
         ended = []
         ready = connection.wait([*self._running, self.wakeup.fileno()], POLL_S)
         self.wakeup.clear()
@@ -633,7 +661,7 @@ class HostFetchers(HostShare):
         return ended
 
     def _look_for_writes(self, one: _Running) -> None:
-        """Say once what a fetcher wrote to the project store, which kept it out."""
+        """Send one note if a fetcher tried to write to the project store."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return

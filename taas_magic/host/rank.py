@@ -1,8 +1,8 @@
-"""A rank: one torch.distributed process, forked by the agent's forkserver, that runs the cell once.
+"""A rank: a torch.distributed process, forked by the agent's forkserver, that runs the cell.
 
-The forkserver has torch and IPython in memory and the shell made (`prepare`). Inside, everything
-is as in a process that torchrun started, and it ends as such a process ends. The cell runs in an
-IPython shell whose displays and tracebacks go to the agent as messages.
+The forkserver has imported torch and IPython and created the shell (`prepare`). The cell finds the
+same environment as in a process started by torchrun, and the process ends in the same way. The cell
+runs in an IPython shell that sends its displays and tracebacks to the agent as messages.
 """
 
 import ast
@@ -88,12 +88,15 @@ from taas_magic.store.guard import HELD_BY_PYTHON, Means, hold
 
 IMAGE_LIMIT_BYTES = 20_000_000
 MARKUP_LIMIT_BYTES = 5_000_000
-"""Of HTML, JSON and the like; a plot with its library in it has 4 to 5 MB."""
+"""Size limit of HTML, JSON and similar displays. A plot that embeds its library has 4 to 5 MB."""
 
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""What pickle shows of it when a file needs another one: a class whose objects were saved whole."""
+"""Description of the rank's `__main__` in pickle's error about a class that it does not define.
+
+Such an error occurs when a file with whole objects is loaded whose class is not in this cell.
+"""
 
 HIDDEN_DISPLAYS = (
     "some ranks displayed something that is not shown; --logs all shows the displays of all ranks"
@@ -108,17 +111,17 @@ _NO_DEBUGGER = (
 
 
 def prepare() -> None:
-    """Make, in the forkserver, what each rank then finds made.
+    """Create the shell and import modules in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises, so that no rank waits for the imports of what draws a
-    traceback while the other ranks are already being ended. numpy imports `random` when it is first
-    asked for.
+    The shell runs a cell that raises, to import everything that formats a traceback. Otherwise a
+    failing rank would import it while the other ranks are already being ended. `numpy.random` is
+    imported here because numpy imports it only on first use.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
     config = Config()
-    config.HistoryManager.enabled = False  # it would have a file and a thread
+    config.HistoryManager.enabled = False  # the history would use a file and a thread
     config.HistoryManager.hist_file = ":memory:"
     shell = RankShell.instance(config=config)
     shell.autoawait = True
@@ -126,13 +129,15 @@ def prepare() -> None:
 
 
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Run the cell; returns when it succeeded, else ends the process with exit code 1.
+    """Run the cell. Return if it succeeded; else end the process with exit code 1.
 
-    `environ` has torchrun's variables of this rank (`spec.torchrun_variables`).
+    Args:
+        spec: Settings of all ranks of this host.
+        environ: torchrun's variables for this rank (`spec.torchrun_variables`).
     """
     os.setsid()
     rank = int(environ["RANK"])
-    # until the cell can have it (`_run`), an interrupt ends the rank without a word
+    # Until `_run` installs its handler, SIGINT kills the rank silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link = Link(spec.folder, rank)
     link.send(RankUp())
@@ -146,11 +151,12 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     claim_taas()
     try:
         _hold_to_store_rule(spec, link, rank)
-    except Exception as error:  # what is not held runs nothing of the user's
+    except Exception as error:  # without the store rule, no code of the user may run
         tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
     with _feed(spec.share, rank) as fed:
-        # it starts them; of the numbers of nested levels the first is that of a rank
+        # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
+        # each nesting level; the first one applies to the rank.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _use_gloo_without_cuda(link)
         prompt = _prompt(spec, link, rank, environ) if spec.share.is_session else None
@@ -160,15 +166,15 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             else:
                 prompt.serve()
                 succeeded = True
-            if not link.is_own:  # a child that the cell forked, and that ran on to the cell's end
+            if not link.is_own:  # a child that the cell forked has reached the cell's end
                 flush()
                 os._exit(0 if succeeded else 1)
             try:
                 if succeeded and prompt is None:
                     link.send(RankFinished())
-                # threads may go on with a loader
+                # wait for threads here, because they may still use a loader
                 threading._shutdown()  # type: ignore[attr-defined]
-            except KeyboardInterrupt:  # Python ends, too, and its threads with it
+            except KeyboardInterrupt:  # as in plain Python, this ends the threads, too
                 succeeded = False
     _end_program()
     if not succeeded:
@@ -181,28 +187,31 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Undo what being a fork of another program has left, and take the notebook's environment."""
-    # as in a program that has not chosen one yet: a cell may call set_start_method() itself
+    """Reset the state inherited from the forkserver, and apply the notebook's environment."""
+    # unset, as in a new program, because a cell may call set_start_method() itself
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    torch.default_generator.seed()  # of its own; Python's `random` does so by itself
+    torch.default_generator.seed()  # Python's `random` reseeds itself after a fork
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
     os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)
-    # torch looked for these when it was imported
+    # torch read these variables when it was imported in the forkserver
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
         torch._logging._init_logs()  # type: ignore[attr-defined]
-    tempfile.tempdir = None  # found anew: TMPDIR may be another
+    tempfile.tempdir = None  # determined anew, because TMPDIR may differ
     os.chdir(spec.share.origin.cwd)
     sys.path[:] = spec.share.origin.sys_path
     sys.argv[:] = ["taas"]
 
 
 def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
-    """Make the store rank 0's alone to write; before any thread and any of the user's code."""
+    """Restrict writes to the project store to rank 0.
+
+    Call before any thread starts and before any code of the user runs.
+    """
     share = spec.share
     rule = share.plan.store
     if rule is None or share.reads_only:
@@ -213,7 +222,7 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
         writes=rank == 0,
         means=spec.means,
         scratch=spec.folder / f"scratch-{rank}",
-        # a session's cells have folders of their own beside its own
+        # the folders of a session's cells are next to the session's own folder
         run_folder=str(share.folder.path.parent) if share.is_session else share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
     )
@@ -225,13 +234,13 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 
 @contextmanager
 def _feed(share: HostSpec, rank: int) -> Iterator[Feed | None]:
-    """Have registered loaders that this rank unpickles inside the block fed by the run's fetchers.
+    """Connect registered loaders that are unpickled inside the block to the run's fetchers.
 
-    Without fetchers the rank has servers of its own, whose first process is forked here: to be
-    entered before the rank has another thread, or runs any of the user's code.
+    Without fetchers, the rank runs its own data servers, whose first process is forked here. So
+    enter the block before the rank starts a thread or runs code of the user.
 
     Yields:
-        What the rank knows of the run's data service; None where the cell uses no loader.
+        The rank's access to the run's data service; None if the cell uses no registered loader.
     """
     served = service.read(share.folder.path)
     if served is None:
@@ -276,17 +285,20 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
 
 
 def _become_a_fetcher(share: HostSpec) -> None:
-    """Make this fork of a rank what a fetcher is: a dataset that deals by rank would deal twice."""
+    """Turn this fork of a rank into a fetcher, without torchrun's variables.
+
+    A dataset that divides the data by rank would divide it twice if it saw these variables.
+    """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
     payload.read(share.folder.payload).set_state()
 
 
 def _use_gloo_without_cuda(link: Link) -> None:
-    """Let `init_process_group("nccl")` and `Accelerator()` work without a GPU, by gloo."""
+    """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU."""
     if torch.cuda.is_available():
         return
-    # What `accelerate launch --cpu` sets; without it each rank's Accelerator() trains alone.
+    # `accelerate launch --cpu` sets this, too. Without it, each rank's Accelerator() trains alone.
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     original = dist.init_process_group
 
@@ -308,11 +320,14 @@ def _heartbeat(
 ) -> Iterator[None]:
     """Send heartbeats in a thread until the block ends: stack, batch counts, logged metrics.
 
-    The thread sends all stacks when the agent asks. Counts and metrics are sent once more at the
-    block's end.
+    The thread also sends all stacks when the agent asks for them. Counts and metrics are sent once
+    more at the block's end.
 
     Args:
-        cut: Called with a cell's number when the agent asks to cut its connections to other ranks.
+        link: The rank's connection to its agent.
+        fed: Access to the run's data service; None if the cell uses no registered loader.
+        cut: Function called with a cell's number when the agent asks to cut that cell's connections
+            to other ranks.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -351,12 +366,12 @@ def _heartbeat(
         yield
     finally:
         ended.set()
-        with reporting:  # what the thread has counted before must not be this rank's last word
+        with reporting:  # after the thread's last report, so that the final counts come last
             report()
 
 
 def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
-    """Return why ranks wait for one another if the cell chose another place to meet; "" if not.
+    """Return why all ranks wait if the cell changed the rendezvous address; "" if it did not.
 
     Args:
         meeting: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -373,10 +388,12 @@ def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
 
 
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
-    """Return what torch's flight recorders know of this rank's collectives, by backend.
+    """Return the records of torch's flight recorders about this rank's collectives, by backend.
 
-    A torch of another version, or built without the backend, may lack one. With the details, which
-    are each collective, it takes some 0.1 s.
+    A recorder may be missing in another version of torch, or if torch has no such backend.
+
+    Args:
+        details: Whether to include each collective, which takes about 0.1 s.
     """
     c10d = torch._C._distributed_c10d
     recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -387,7 +404,12 @@ def _recorded(details: bool) -> dict[str, dict[str, Any]]:
 
 
 def _progress() -> tuple[list[tuple[int, int]], bool]:
-    """Return how many collectives have begun and ended, and whether this rank may wait spinning."""
+    """Return the progress of this rank's collectives.
+
+    Returns:
+        The numbers of collectives that have begun and ended, for each backend, and whether this
+        rank may be busy-waiting for a NCCL collective.
+    """
     counts = {}
     for backend, trace in _recorded(details=False).items():
         groups = list(trace.get("pg_status", {}).values())
@@ -398,7 +420,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return the first collectives that have not ended, each with its number in its group."""
+    """Return the first pending collectives, each with its number in its process group."""
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
         f"{entry['profiling_name'].rpartition(':')[2]} "
@@ -409,7 +431,7 @@ def _pending() -> list[str]:
 
 
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
-    """Run the cell and send what came of it; returns whether it succeeded."""
+    """Run the cell and send its results or failure; return whether it succeeded."""
     shows = spec.share.plan.shows_displays(rank)
     namespace = shell.bind(link, shows, colors=spec.share.origin.colors)
     folder = spec.share.folder
@@ -422,7 +444,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         return False
     out = {name_of(text) for text in spec.share.plan.out}
     watch = loaded.watch(namespace, out) if rank == 0 else None
-    # made before the cell, which may change the environment
+    # created before the cell runs, because the cell may change the environment
     scope = Scope(namespace, loaded.kept)
     sender = _sender(folder, os.environ, link, spec, scope)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -452,17 +474,23 @@ def _report(
     *,
     is_session: bool = False,
 ) -> bool:
-    """Send what came of the cell; returns whether it succeeded.
+    """Send the cell's results or failure to the agent; return whether the cell succeeded.
 
     Args:
-        watch: Knows what the cell has changed of the notebook's values; None: that is not said.
-        is_session: Whether the rank stays: `sys.exit(0)` then only ends the cell.
+        shell: Shell that ran the cell.
+        result: IPython's result of the cell.
+        link: The rank's connection to its agent.
+        sender: Writer of results.
+        out: Values of `--out`, such as "loss@all".
+        watch: Detector of changes that the cell made to the notebook's values, which are reported
+            as notes. None to report no changes.
+        is_session: Whether the rank belongs to a session: `sys.exit(0)` then only ends the cell.
     """
     failure = _failure(shell, result)
     if failure is not None:
         tracebacks.send(link, failure)
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
-        # fine if all ranks do, else a failure
+        # If all ranks exit so, the run succeeds; else this is a failure.
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
     for text in watch.notes(shell.user_ns) if watch and link.is_own and failure is None else ():
         link.send(Note(text=text))
@@ -470,7 +498,7 @@ def _report(
         failed = failure is not None
         try:
             sender.send(shell.users_names(), out, value=shell.last_value, failed=failed)
-        except KeyboardInterrupt:  # what has been sent is there
+        except KeyboardInterrupt:  # values that were written before are kept
             return False
     if link.is_own and failure is not None:
         link.send(RankReported())
@@ -478,23 +506,23 @@ def _report(
 
 
 def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
-    """Return what the cell failed with: the first exception that IPython showed, in any nesting.
+    """Return the cell's failure, which is the first exception that IPython showed; else None.
 
-    `%run`, `%time`, `%%capture` and `run_cell` catch what their code raises, and the cell goes on
-    and may end well.
+    The exception may come from nested code: `%run`, `%time`, `%%capture` and `run_cell` catch the
+    exceptions of their code, and the cell continues.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:
         return shell.failure
     if isinstance(raised, SystemExit) and not raised.code:
         return None
-    if isinstance(raised, bdb.BdbQuit):  # a debugger that found its input at its end
+    if isinstance(raised, bdb.BdbQuit):  # a debugger could not read input
         raised.args = (_NO_DEBUGGER,)
-    return tracebacks.failure_of(raised)  # IPython shows no BdbQuit, and a user's handler may not
+    return tracebacks.failure_of(raised)  # not shown: BdbQuit, or the user's handler hid it
 
 
 class _SessionCells:
-    """Runs the cells of a session in this rank, one after the other, in one namespace."""
+    """The runner of a session's cells on this rank. All cells share one namespace."""
 
     def __init__(self, spec: ProcessSpec, link: Link, environ: Mapping[str, str]) -> None:
         self._spec, self._link, self._environ = spec, link, environ
@@ -506,10 +534,10 @@ class _SessionCells:
         self._meeting.install()
 
     def run(self, order: CellOrder) -> bool:
-        """Run a cell and send what came of it; returns whether it succeeded."""
+        """Run a cell and send its results or failure; return whether it succeeded."""
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None
-        # a process group that is made anew must not find where ranks met before
+        # A new process group must not use the rendezvous of an earlier one (`begin_cell`).
         os.environ[cell_main.PAYLOAD] = str(folder.payload)
         self._meeting.begin_cell(order.number)
         redirect.begin_run()
@@ -551,15 +579,15 @@ class _SessionCells:
 
     def _assigned_by(self, cell: Cell) -> set[str]:
         """Return the names that a cell's text assigns."""
-        with suppress(SyntaxError):  # said when the cell runs
+        with suppress(SyntaxError):  # reported when the cell runs
             return assigned_names(self._shell.transform_cell(cell.source))
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
-        """Return which names the cell has assigned and deleted.
+        """Return the names that the cell assigned and deleted.
 
-        A name whose old value has gone may have a new one at the same address; so the names that
-        the cell's text assigns count, too.
+        Comparing identities is not enough: if the old value was freed, the new one may have the
+        same id. So the names that the cell's text assigns count as assigned, too.
 
         Args:
             before: Identities of the values before the cell, by name.
@@ -578,7 +606,7 @@ class _SessionCells:
 
 
 def _prompt(spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str]) -> Prompt:
-    """Return the prompt of this rank, which belongs to a session."""
+    """Return the prompt of a rank that belongs to a session."""
     cells = _SessionCells(spec, link, environ)
 
     def has_pending() -> bool:
@@ -588,52 +616,53 @@ def _prompt(spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str]
 
 
 def _end_program() -> None:
-    """End as Python ends a program; a fork of the forkserver leaves by `os._exit` instead.
+    """Do the cleanup of a normal Python exit, which a fork of the forkserver skips (`os._exit`).
 
-    Threads were waited for. What atexit and `weakref.finalize` were given is called, the program's
-    own objects go, so that files which it left open are written, and output is flushed. What the
-    program imported stays: to take that down takes Python 0.4 s. multiprocessing ends its own
-    children when the process's function returns.
+    The caller has waited for threads. This function runs atexit handlers and `weakref.finalize`
+    callbacks. It deletes the program's objects, so that files which were left open are written, and
+    flushes the output. It does not unload modules, which takes Python 0.4 s. multiprocessing ends
+    its own children when the process's function returns.
 
     A process group that the cell left open is closed with the process.
     """
     atexit._run_exitfuncs()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left open is to be written
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # open files must be written completely
     _keep_groups()
     shell = RankShell.instance()
     shell.last_value = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
-    # go last: a __del__ of the others may use them
+    # deleted last, because a __del__ of the other objects may use them
     used = types.ModuleType | types.FunctionType | type
     for last in (False, True):
         names = [name for name, value in shell.user_ns.items() if isinstance(value, used) is last]
         shell.user_ns.update(dict.fromkeys(names))
         gc.collect()
     flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who waits only, for others, ends without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT silently ends the wait for other ranks
 
 
 def _keep_groups() -> None:
-    """Keep the process groups of DDP models that are left, until the process is gone.
+    """Keep the process groups of remaining DDP models alive until the process ends.
 
-    Where the cell has called `destroy_process_group`, the model has the last reference. With it
-    torch joins gloo's threads while it holds the GIL, and one of them may wait for that
-    (pytorch/pytorch#56297). Python's own end does not wait: it ends threads that ask for the GIL.
+    If the cell has called `destroy_process_group`, the model has the last reference to its group.
+    Deleting it could deadlock: torch joins gloo's threads while it holds the GIL, and one of them
+    may wait for the GIL (pytorch/pytorch#56297). A normal Python exit has no such deadlock, because
+    it ends threads that ask for the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
 
 
 def flush() -> None:
-    """Flush what is left of the output, as Python does: a cell may have closed it."""
+    """Flush stdout and stderr, unless the cell has closed them."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
 
 
 class _NoKeyboard(io.TextIOBase):
-    """A standard input whose every read says why it cannot be one."""
+    """A standard input that raises an explanatory error on every read."""
 
     def readline(self, *args: Any) -> NoReturn:  # what `input()` calls
         raise EOFError(f"input(): {_ADVICE}")
@@ -642,7 +671,7 @@ class _NoKeyboard(io.TextIOBase):
         raise EOFError(f"sys.stdin: {_ADVICE}")
 
     def fileno(self) -> int:
-        """Return the descriptor, of /dev/null, that children inherit."""
+        """Return the descriptor that children inherit, which is open on /dev/null."""
         return 0
 
 
@@ -651,7 +680,7 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _draw_bars_as_text() -> None:
-    """Have tqdm.notebook draw text, which the head of the run shows: a rank has no widgets."""
+    """Make tqdm.notebook draw text bars for the head of the run, because ranks have no widgets."""
     module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
     for name in ("tqdm", "tqdm_notebook"):
         setattr(module, name, text.tqdm)
@@ -660,15 +689,19 @@ def _draw_bars_as_text() -> None:
 
 
 def _find_the_notebooks_folder() -> None:
-    """Have hydra's `initialize(config_path=…)` look in the notebook's folder.
+    """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    It does so in a shell whose class has the name of a Jupyter kernel's.
+    By itself, hydra does so only if the shell's class has the name of a Jupyter kernel's shell.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
 
 
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a display, by MIME type, without the forms that are too large for a browser."""
+    """Return a display without the representations that are too large for a browser.
+
+    Args:
+        data: The representations, by MIME type.
+    """
     kept, notes = {}, []
     for form, value in data.items():
         is_image = form.startswith("image/") and form != "image/svg+xml"
@@ -689,20 +722,23 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _CellCompiler(CachingCompiler):
-    """Compiles the cell under the name that the notebook's kernel gave it."""
+    """A compiler that gives the cell the same file name as the notebook's kernel does."""
 
     cell: Cell | None = None
     labels: Mapping[str, str] = {}
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
-        """Return the file name for a piece of code; the cell's own is already in linecache."""
+        """Return the file name for a piece of code, and store the code in linecache.
+
+        The cell itself is in linecache already.
+        """
         if self.cell is not None and raw_code == self.cell.source:
             return self.cell.filename
         name: str = super().cache(transformed_code, number, raw_code)
         return name
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """Return how a traceback calls a file: `Cell In[5]` for the notebook's cells."""
+        """Return the label of a file in tracebacks, such as `Cell In[5]` for a notebook's cell."""
         if name in self.labels:
             label, _, number = self.labels[name].partition(" ")
             return label, number
@@ -711,10 +747,13 @@ class _CellCompiler(CachingCompiler):
 
 
 class _LinkDisplayHook(DisplayHook):
-    """Sends the value of the cell's last expression."""
+    """A display hook that sends the value of the cell's last expression to the agent."""
 
     def quiet(self) -> bool:
-        """Return whether the cell ends in a semicolon; IPython would ask its history, here off."""
+        """Return whether the cell ends in a semicolon.
+
+        IPython's own method reads the history, which is disabled on ranks.
+        """
         cell = RankShell.instance().compile.cell
         return cell is not None and self.semicolon_at_end_of_expression(cell.source)
 
@@ -730,7 +769,7 @@ class _LinkDisplayHook(DisplayHook):
 
 
 class _LinkDisplayPublisher(DisplayPublisher):
-    """Sends what `display(...)` shows."""
+    """A display publisher that sends the displays of `display(...)` to the agent."""
 
     def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
         display_id = (kwargs.get("transient") or {}).get("display_id")
@@ -743,9 +782,9 @@ class _LinkDisplayPublisher(DisplayPublisher):
 
 
 class _LineShift(ast.NodeTransformer):
-    """Moves the cell down by the lines of its head, so that line numbers are the notebook's.
+    """A shift of the cell's line numbers by its head, so that they are those of the notebook.
 
-    Code that the cell hands to IPython, by `%%capture` or `run_cell`, keeps its own line numbers.
+    Code that the cell passes to IPython, by `%%capture` or `run_cell`, keeps its own line numbers.
     """
 
     def __init__(self, shell: "RankShell", lines: int) -> None:
@@ -756,13 +795,14 @@ class _LineShift(ast.NodeTransformer):
 
 
 class RankShell(InteractiveShell):
-    """One rank's shell, made in the forkserver: 30 ms that no launch pays.
+    """The IPython shell of a rank. The forkserver creates it, which saves each launch 30 ms.
 
     Attributes:
-        last_value: The value of the cell's last expression.
-        failure: The first exception that a plain cell would have shown; None while there is none.
-        depth: How many pieces of code run in one another: 1 in the cell, 2 in its `%%capture`.
-        shows: Whether displays of this rank reach the notebook (`Plan.shows_displays`).
+        link: The rank's connection to its agent; None in the forkserver.
+        last_value: Value of the cell's last expression.
+        failure: First exception that a plain cell would have shown; None if there is none.
+        depth: Nesting depth of running code: 1 in the cell, 2 in its `%%capture`.
+        shows: Whether displays of this rank are sent to the notebook (`Plan.shows_displays`).
     """
 
     link: Link | None = None
@@ -778,28 +818,37 @@ class RankShell(InteractiveShell):
     compiler_class = AnyTrait(_CellCompiler)
 
     def bind(self, link: Link, shows: bool, colors: str) -> dict[str, Any]:
-        """Give this rank its link and a clean `__main__`; returns the namespace.
+        """Set this rank's link, and create a clean `__main__`.
 
-        The namespace is `sys.modules["__main__"].__dict__`, as in a kernel: what a fork of the rank
-        pickles by reference to `__main__` is found again. Its `__spec__` is that of a program
-        started by `python -m`, so that spawned children find what the cell defines (`cell_main`).
+        The `__spec__` of `__main__` is that of a program started by `python -m`, so that spawned
+        children find the cell's definitions (`cell_main`).
+
+        Args:
+            link: The rank's connection to its agent.
+            shows: Whether displays of this rank are sent to the notebook.
+            colors: IPython's colour scheme, for tracebacks.
+
+        Returns:
+            The cell's namespace. It is `sys.modules["__main__"].__dict__`, as in a kernel, so that
+            objects which a fork pickles by reference to `__main__` are found when unpickled.
         """
         main = types.ModuleType("__main__")
         main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
-        # multiprocessing's second name of it, by which children send objects back
+        # `__mp_main__` is multiprocessing's other name for it; objects from children refer to it
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
         self.init_user_ns()
-        # Python's own: IPython's exit and quit take no exit code, its open no descriptor below 3
+        # Restore Python's own functions: IPython's exit and quit accept no exit code, and its open
+        # no descriptor below 3.
         main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
         del main.__dict__["open"]
-        main.__dict__["_dh"] = [os.getcwd()]  # where hydra finds a notebook's folder
+        main.__dict__["_dh"] = [os.getcwd()]  # hydra reads the notebook's folder here
         self._at_start = dict(main.__dict__)
         self.link, self.shows = link, shows
         self.colors = colors
         if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8: its own `colors` leaves it out
             self.InteractiveTB.set_colors(colors)
-        # Lightning takes a set ps1 for an interactive session, in which it refuses to use DDP
+        # If ps1 is set, Lightning assumes an interactive session and refuses DDP
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)
         sys.stdin, sys.breakpointhook = _NoKeyboard(), _refuse_breakpoint
@@ -808,7 +857,7 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def run(self, cell: Cell, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the cell; its failure, if any, has been sent when this returns."""
+        """Run the cell, and send the failure that ends it, if any, before returning."""
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.cell = cell
@@ -816,7 +865,7 @@ class RankShell(InteractiveShell):
         compiler.labels = tracebacks.know(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable
-        # what IPython says of every SystemExit; a cell may end by one as a script may
+        # IPython warns about every SystemExit, but a cell may end by one, as a script may
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         self.failure = None
         self.ast_transformers[:] = [
@@ -826,20 +875,20 @@ class RankShell(InteractiveShell):
         return self.run_cell(cell.source, store_history=False)
 
     def users_names(self) -> dict[str, Any]:
-        """Return the namespace without what IPython put there."""
+        """Return the namespace without the names that IPython put there."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 
     def atexit_operations(self) -> None:
-        """Do nothing: IPython's deletes the cell's names, which a `__del__` may need."""
+        """Do nothing. IPython's version deletes the cell's names, which a `__del__` may need."""
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing: what `%matplotlib inline` asks for is there already."""
+        """Do nothing, because the backend of `%matplotlib inline` is active already."""
 
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display if this rank's displays are shown; else say once that there are some."""
+        """Send a display if this rank's displays are shown; else send one note about all."""
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(
@@ -850,7 +899,7 @@ class RankShell(InteractiveShell):
             self.link.send(Note(text=HIDDEN_DISPLAYS))
 
     async def run_code(self, *args: Any, **kwargs: Any) -> bool:
-        """Run code as IPython does; count how deep it is nested."""
+        """Run code as IPython does, and count the nesting depth."""
         self.depth += 1
         try:
             has_failed: bool = await super().run_code(*args, **kwargs)
@@ -859,15 +908,16 @@ class RankShell(InteractiveShell):
         return has_failed
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Record an exception that IPython shows: the run has failed, also if the cell goes on.
+        """Record an exception that IPython shows. The run has failed, even if the cell continues.
 
-        The agent hears of it before IPython draws (which takes up to 0.1 s), because the order in
-        which ranks fail decides which failure is the first. If the exception ends the cell, the
-        message has the plain traceback: the rank may be ended before the drawing is done.
-        If the cell goes on, the traceback also goes to the log, as into a plain cell's output.
+        The agent is told before IPython formats the traceback, which takes up to 0.1 s, because the
+        order in which ranks fail decides which failure is the first. If the exception ends the
+        cell, this message has the plain traceback, since the rank may be ended before formatting is
+        done. If the cell continues, the traceback is also written to the log, as it would be to a
+        plain cell's output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        if self.link is None:  # in the forkserver IPython draws for what it imports (`prepare`)
+        if self.link is None:  # in the forkserver, for the imports of formatting (`prepare`)
             super().showtraceback(exc_tuple, *args, **kwargs)
             return
         is_exit = isinstance(value, SystemExit)
@@ -880,23 +930,24 @@ class RankShell(InteractiveShell):
             self.link.send(self.failure or shown)
         elif self.link.is_own:
             self.link.send(RankShowed())
-        # of a group, IPython draws its own frames and not the parts; an error of ours draws itself
+        # IPython shows the frames of an exception group but not its exceptions. TaasErrors format
+        # themselves.
         is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
         if not is_plain and not is_exit and self.link.is_own:
             self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
             shown = tracebacks.failure_of(value, self._drawn) if self._drawn else shown
-        # `sys.exit(3)` of the cell and of its `%run` look the same here
+        # `sys.exit(3)` in the cell and in its `%run` look the same here
         if self.failure is not None or not (ends_cell or is_exit):
             shown.is_logged = True
-            # not `sys.stderr`, which `%%capture` may have: it does not capture errors
+            # Not `sys.stderr`, which `%%capture` may redirect: errors must not be captured.
             if sys.__stderr__ is not None:
-                with suppress(ValueError):  # the cell has closed it
+                with suppress(ValueError):  # the cell has closed stderr
                     sys.__stderr__.write("\n".join([*shown.traceback, ""]))
         self.failure = self.failure or shown
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        """Record a syntax error as any other failure."""
+        """Record a syntax error like any other failure."""
         self.showtraceback(running_compiled_code=kwargs.get("running_compiled_code", False))
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:

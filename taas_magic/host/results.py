@@ -1,13 +1,13 @@
-"""Results: from the ranks' variables into the notebook's, by `--out` and by the last expression.
+"""Return results from ranks to the notebook: variables of `--out` and the last expression's value.
 
     <run folder>/results/<attempt>-<rank>-<number>     an archive of one value
 
-Each value is written, sent and loaded for itself, so that one that cannot come loses no other.
-Values that share something (an optimizer has the parameters of its model) go together, in one
-file, and share it in the notebook as well.
+Each value is written, sent and loaded separately, so that the failure of one does not lose another.
+Values that share objects (an optimizer shares the parameters of its model) are in one file, and
+share these objects in the notebook, too.
 
-Plain data (`capture/plain.py`) are read without running code. Anything else is pickled, and a
-pickle runs what its sender likes: the notebook loads one only from a pool that is trusted.
+Plain data (`capture/plain.py`) is read without running code. Other values are pickled. A pickle can
+run arbitrary code of its sender, so the notebook loads pickles only from trusted pools.
 """
 
 import re
@@ -41,12 +41,12 @@ GATHER = (
 
 @dataclass
 class Received:
-    """What came of a run's results.
+    """The results of a run, as the notebook received them.
 
     Attributes:
-        values: By name; that of the last expression is `VALUE`.
-        missing: Names of `--out` that did not come, each with the reason.
-        notes: What the user should know about names that the values use.
+        values: Values by name. The name of the last expression's value is `VALUE`.
+        missing: Names of `--out` that were not received, each with the reason.
+        notes: Notes for the user about names that the values use.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Received:
 
 
 class Brought(Struct):
-    """What one file of results holds.
+    """The metadata of one file of results.
 
     Attributes:
-        names: Names of its values.
+        names: Names of the values in the file.
         missing: Names of values that could not be written, each with the reason.
-        is_plain: Whether the values are plain data, and not a pickle.
+        is_plain: Whether the values are plain data and not pickled.
     """
 
     names: list[str] = []
@@ -70,12 +70,12 @@ class Brought(Struct):
 
 @dataclass(frozen=True)
 class Sources:
-    """Which results of a run the kernel accepts.
+    """Criteria for the results that the kernel accepts.
 
     Attributes:
-        attempt: The run's last attempt; results of earlier ones are ignored.
-        world_size: Its number of ranks.
-        untrusted_pool: The pool, if pickles from it are refused; "" if they are loaded.
+        attempt: The run's last attempt. Results of earlier attempts are ignored.
+        world_size: Number of ranks in that attempt.
+        untrusted_pool: Name of the pool if pickles from it are refused; "" if they are loaded.
     """
 
     attempt: int
@@ -84,7 +84,12 @@ class Sources:
 
 
 def _refusal(where: str, pool: str) -> str:
-    """Return why a value that is no plain data is not loaded, and what the user can do."""
+    """Return the message for a pickled value from an untrusted pool.
+
+    Args:
+        where: Sender of the value.
+        pool: Name of the pool.
+    """
     return (
         f'loading it would run code from {where}, and pool "{pool}" is not trusted. Return plain '
         "data (tensors, arrays, numbers, texts, and containers of them, such as "
@@ -95,15 +100,17 @@ def _refusal(where: str, pool: str) -> str:
 def receive(
     folder: Path, out: Sequence[str], sources: Sources, namespace: dict[str, Any]
 ) -> Received:
-    """Load the results of a run, each file for itself; called in the kernel.
+    """Load the results of a run in the kernel, file by file.
 
-    A rank's file is read for the names that were asked of that rank, and for no other. Rank 0 also
-    gathers sharded models, whichever rank they were asked of.
+    From a rank's file, only the names that `--out` requests from that rank are read. Rank 0 may
+    send all names, because it gathers sharded models for the other ranks.
 
     Args:
         folder: `RunFolder.results`.
-        out: As `--out` has them.
-        namespace: The notebook's, to which functions that come are connected (`capture/home.py`).
+        out: Values of `--out`, such as "loss@all".
+        sources: Criteria for accepted results.
+        namespace: The notebook's variables. Loaded functions use them as their globals
+            (`capture/home.py`).
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
@@ -162,16 +169,16 @@ def _load(
             loaded = found.values
             received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
-    except Exception as error:  # what unpickling runs is the user's: anything may be raised
+    except Exception as error:  # unpickling runs the user's code: anything may be raised
         why = f"it arrived, but loading it in the notebook raised {_said(error)}"
         received.missing |= {name: why for name in names if name != VALUE}
 
 
 class _ResultPickler(HomePickler):
-    """Pickles values on their way home.
+    """A pickler for results.
 
     Attributes:
-        unwrapped: Whether a DistributedDataParallel was met; its `module` is pickled for it.
+        unwrapped: Whether a DistributedDataParallel was replaced by its `module`.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -197,13 +204,14 @@ def _itself(value: Any) -> Any:
 
 
 class ResultSender:
-    """Writes one rank's results, a file for each group of values that share something.
+    """The writer of one rank's results. Values that share objects are written to one file.
 
     Args:
         folder: `RunFolder.results`.
-        environ: torchrun's variables of the rank.
-        scope: The names that functions among the results use.
-        untrusted_pool: The pool, if the notebook takes plain data alone from it; else "".
+        environ: Environment of the rank with torchrun's variables.
+        note: Function that sends a note to the user.
+        scope: Names that functions among the results may use.
+        untrusted_pool: Name of the pool if the notebook loads only plain data from it; else "".
     """
 
     def __init__(
@@ -226,16 +234,17 @@ class ResultSender:
     def send(
         self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
     ) -> None:
-        """Write this rank's results, after the cell.
+        """Write this rank's results after the cell.
 
-        Every rank calls it, those that send nothing, too: all of them gather what is sharded. What
-        cannot come is noted and raises nothing.
+        Every rank must call this, even if it sends nothing, because gathering a sharded value is a
+        collective. A value that cannot be sent causes a note, and no exception.
 
         Args:
-            out: As `--out` has them.
-            value: That of the last expression; where it cannot be pickled, nothing is said.
-            failed: Whether the cell failed here: then other ranks may not come to gather, and only
-                what comes is of interest.
+            namespace: Variables of the rank.
+            out: Values of `--out`, such as "loss@all".
+            value: Value of the last expression. If it cannot be pickled, it is silently left out.
+            failed: Whether the cell failed on this rank. Then nothing is gathered, because other
+                ranks may not take part, and there are no notes about missing values.
         """
         self._failed = failed
         sent = [text for text in out if is_from(text, self._rank, self._world_size)]
@@ -268,14 +277,14 @@ class ResultSender:
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _miss(self, name: str, why: str) -> None:
-        """Take down that a value cannot come."""
+        """Record that a value cannot be sent, with the reason."""
         if name != VALUE:
             self._missing[name] = why
             if not self._failed:
                 self._note(f"--out {name} could not be returned: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
-        """Write values; record those that cannot be written as missing."""
+        """Write values, and record those that cannot be written as missing."""
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _ResultPickler(self._scope)
@@ -294,7 +303,7 @@ class ResultSender:
             self._put_group({name: values[name] for name in names})
 
     def _put_group(self, values: Mapping[str, Any]) -> None:
-        """Write values that share something as one file."""
+        """Write values that share objects to one file."""
         pickler = _ResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
@@ -304,7 +313,7 @@ class ResultSender:
                 pickler.bring(values)
                 written = pickler.pickled()
             self._write(written, Brought(names=list(values), is_plain=plain is not None))
-        except Exception as error:  # the disk is full, or pickling it again runs other code
+        except Exception as error:  # the disk is full, or the second pickling raised
             for name in values:
                 self._miss(name, f"writing it raised {_said(error)}")
             return
@@ -315,7 +324,7 @@ class ResultSender:
             self._note(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value with all other ranks, and write it where it is kept."""
+        """Gather a sharded value with all other ranks; write it if this rank keeps it."""
         whole, why = None, "it is sharded over the ranks, and the cell failed before a gathering"
         if not self._failed:
             try:
@@ -337,7 +346,7 @@ class ResultSender:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether a rank has only a part of it: a sharded tensor, or what holds such."""
+    """Return whether a value is a sharded tensor or module, or contains one."""
     kinds = _sharded_types()
     return bool(kinds) and any(isinstance(each, kinds) for each in _leaves(value))
 
@@ -347,7 +356,7 @@ def _has_model(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in plain containers, however deep; of models their parts and tensors."""
+    """Yield the elements of nested dicts, lists and tuples; of models, all parts and tensors."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -362,9 +371,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """Return the whole of a sharded value, on the CPU, where it is kept; a collective.
+    """Gather a sharded value on the CPU. This is a collective.
 
-    Of a model it is the state_dict, which torch gives to rank 0 alone.
+    A model is replaced by its full state_dict, which torch returns on rank 0 only. Other ranks than
+    those that keep the value get a None for each tensor.
     """
     import torch
 
@@ -386,7 +396,7 @@ def _gather(value: Any, keeps: bool) -> Any:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Return types of which a rank has only a part, as far as their modules are imported."""
+    """Return the types of sharded values whose modules are imported."""
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -400,17 +410,21 @@ def _is_module(value: Any) -> bool:
 
 
 def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
-    """Return values as plain data; None if one of them is not."""
+    """Return values encoded as plain data; None if one of them is not plain data."""
     writer = PlainWriter()
     try:
         writer.add(values)
-    except Exception:  # NotPlainError, or a tensor that has no memory: pickle says what it is
+    except Exception:  # NotPlainError, or a tensor without storage: the pickler reports the latter
         return None
     return writer
 
 
 def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
-    """Return the names, those together whose values share something."""
+    """Group names so that values which share objects are in the same group.
+
+    Args:
+        shared_ids: Ids of the objects in each value, by name.
+    """
     groups: list[tuple[set[int], list[str]]] = []
     for name, own_ids in shared_ids.items():
         held, names = own_ids, [name]
@@ -422,7 +436,7 @@ def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
 
 
 def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exception) -> str:
-    """Return why a value cannot come, and what to send instead."""
+    """Return the reason why a value cannot be pickled, and what to send instead."""
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)
