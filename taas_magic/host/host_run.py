@@ -346,7 +346,7 @@ class Attempt:
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or the failure of the host itself.
 
-        A successful attempt may have entries, too, for ranks that left by `sys.exit(0)`.
+        Even a successful attempt may have entries: those of ranks that left by `sys.exit(0)`.
         """
         if verdict.cause == "host":
             return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
@@ -485,7 +485,7 @@ class HostRun(HostShare):
                 attempt.look(self._deadline, self.stopped_at)
 
     def _looks(self) -> bool:
-        """Return whether the ranks are to be checked now."""
+        """Return whether the share's thread should check the ranks now."""
         return True
 
     def _make_ready(self, again: _Again) -> None:

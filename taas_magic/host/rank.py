@@ -913,8 +913,8 @@ class RankShell(InteractiveShell):
         The agent is told before IPython formats the traceback, which takes up to 0.1 s, because the
         order in which ranks fail decides which failure is the first. If the exception ends the
         cell, this message has the plain traceback, since the rank may be ended before formatting is
-        done. If the cell continues, the traceback is also written to the log, as it would be to a
-        plain cell's output.
+        done. If the cell continues, the traceback is also written to the log, because a plain cell
+        would show it in its output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver, for the imports of formatting (`prepare`)

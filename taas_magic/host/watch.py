@@ -51,7 +51,7 @@ REPORT_S = 20.0
 """Seconds to wait for the formatted traceback and the results of a failed rank."""
 
 COLLECTIVE_S = 20.0
-"""Seconds without progress, while a rank is in a collective, after which the user is told."""
+"""Seconds without progress after which the user is told that a rank waits in a collective."""
 
 INTERRUPT_GRACE_S = 5.0
 """Seconds that ranks may take to end after an interrupt. After that, they are killed."""
@@ -110,7 +110,7 @@ class RankState:
     sight_at: float = 0.0
     process: psutil.Process | None = None
     is_up: bool = False
-    """Whether the rank handles SIGINT and was not sent one yet."""
+    """Whether SIGINT may be sent: the rank runs the cell, handles SIGINT, and got none so far."""
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
     """Result of `oom_kills` at the rank's start."""

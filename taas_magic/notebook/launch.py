@@ -183,8 +183,8 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     """Return the notes for the head of a run, without lasting notes that were shown already.
 
-    Lasting notes are shown once in a kernel: that there is no GPU, and that constants differ (again
-    if their values change).
+    Lasting notes are about a missing GPU and about constants that differ. Each is shown once in a
+    kernel, and again if the values of the constants change.
     """
     lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
     lasting |= zip(differences, differences, strict=True)

@@ -113,7 +113,7 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
-        """Run a cell on ranks; raises as `launch.execute`. Its help is the flags'."""
+        """Run a cell on ranks; raise as `launch.execute`. `flags.HELP` replaces this docstring."""
         settings = self.settings()
         if not body.strip():
             raise UsageError(nothing_below(self._raw_cell))
@@ -132,7 +132,10 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        """Carry out `%taas LINE` and show what it says; raises as `run_command`."""
+        """Run `%taas LINE` and show its result; raise as `run_command`.
+
+        The list of all commands replaces this docstring.
+        """
         with _one_line("Stopped by you."):
             shown = run_command(line, self.settings())
         if type(shown) is not str:

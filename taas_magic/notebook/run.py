@@ -344,7 +344,7 @@ class Fetching:
                 self._connection.halt(self._share_id, "kill")
 
     def _pass_on(self, connection: PoolConnection) -> None:
-        # `said` may swallow the None that ends this loop, hence the check of `_closing`
+        # `said` may remove the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
                 connection.call(Relay(self._run_id, [event, *self.said()]))
