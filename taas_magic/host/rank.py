@@ -368,6 +368,7 @@ def _heartbeat(
         ended.set()
         with reporting:  # after the thread's last report, so that the final counts come last
             report()
+        use_buffer(None)
 
 
 def _why_nobody_comes(meeting: Mapping[str, str]) -> str:

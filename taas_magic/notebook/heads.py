@@ -7,6 +7,7 @@ from IPython.core.display_functions import publish_display_data
 from taas_magic.display import head
 from taas_magic.display.head import RunState
 from taas_magic.display.view import View
+from taas_magic.notebook import between_cells
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
@@ -39,3 +40,6 @@ def correct() -> None:
         forget(run)
         name = {"display_id": f"{run.run_id}:head"}
         publish_display_data(head.both(run.head, time.time()), transient=name, update=True)
+
+
+between_cells.before_cell.append(correct)

@@ -25,7 +25,7 @@ from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageErr
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.notebook import pools, sessions
+from taas_magic.notebook import between_cells, pools, sessions
 from taas_magic.notebook.flags import check_ranks
 from taas_magic.notebook.run import Fetching, Interrupts, RunDriver
 from taas_magic.notebook.runs import Run
@@ -56,8 +56,6 @@ NO_LOADER = (
     "earlier cell"
 )
 
-set_in_ranks: set[str] = set()
-"""Names of variables that cells of this kernel assigned on ranks."""
 
 _ASKED = "__taas_asked"
 """The variable that holds the result of `ask_ranks` on each rank."""
@@ -128,7 +126,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         if session is not None:
             session.names.take_brought(driver.run.out)
         else:
-            set_in_ranks.update(captured.stores)
+            between_cells.set_in_ranks.update(captured.stores)
     return driver.run
 
 

@@ -32,7 +32,7 @@ from taas_magic.config import LOCAL, Config, closest, load_config, size_text
 from taas_magic.display.head import columns, duration
 from taas_magic.errors import PoolError, UsageError, interrupted
 from taas_magic.journal import folder as journal
-from taas_magic.notebook import flags
+from taas_magic.notebook import between_cells, flags
 from taas_magic.notebook.flags import (
     BY_NAME,
     FLAGS,
@@ -71,8 +71,8 @@ class TaasMagics(Magics):
     def remember(self, info: Any) -> None:
         """Store the cell's text and update old heads. Handles IPython's event `pre_run_cell`."""
         self._raw_cell = info.raw_cell
-        if heads := sys.modules.get("taas_magic.notebook.heads"):
-            heads.correct()
+        for call in between_cells.before_cell:
+            call()
         for line in misplaced_pragma(info.raw_cell):
             _say(line)
 
@@ -84,9 +84,8 @@ class TaasMagics(Magics):
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _say(TAAS_IS_HERE)
-        launch = sys.modules.get("taas_magic.notebook.launch")
         name = _missing_name(result.error_in_exec)
-        if launch is not None and name in launch.set_in_ranks:
+        if name in between_cells.set_in_ranks:
             _say(f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}")
 
     def variables(self) -> list[str]:

@@ -37,7 +37,8 @@ from taas_magic.messages import (
     event_of,
 )
 from taas_magic.plan import HostCapacity
-from taas_magic.pool.process import PoolFolder, PoolPlace, PoolProcess, place_in
+from taas_magic.pool.address import PoolAddress, read_address
+from taas_magic.pool.process import PoolFolder, PoolProcess
 from taas_magic.shared_files import is_free
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def disconnect(client: "Client") -> None:
         logger.disabled = before
 
 
-def _connect(place: PoolPlace, check: Callable[[], None]) -> "Client":
+def _connect(place: PoolAddress, check: Callable[[], None]) -> "Client":
     """Return a Dask client that is connected to a pool's process.
 
     Args:
@@ -162,7 +163,7 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
     Raises:
         PoolError: The folder's pool has no running process, or the process does not respond.
     """
-    place = place_in(folder)
+    place = read_address(folder)
     if place is None or is_free(folder / "lock"):
         raise PoolError(f"the pool's process has ended ({folder})")
     try:
@@ -672,7 +673,7 @@ class Pool:
                 raise self._error(f"did not start: {self.folder.path}/lock is held by no process")
             time.sleep(_POLL_S)
 
-    def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolPlace:
+    def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
         """Wait until a process listens; return its connection data.
 
         Raises:

@@ -16,8 +16,8 @@ from taas_magic.errors import PoolError
 from taas_magic.host.spec import topic
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, ask, event_of
+from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import Tasks
-from taas_magic.pool.process import place_in
 
 ANSWER_S = 20.0
 """Seconds for the process of the fetchers' pool to respond."""
@@ -53,7 +53,7 @@ async def take_fetchers(
         PoolError: The other pool's process does not respond, or the fetchers have ended.
         OSError: The other pool's process cannot be reached.
     """
-    place = place_in(folder)
+    place = read_address(folder)
     if place is None:
         raise PoolError(f"the process of their pool has ended ({folder})")
     security = Security(**place.security)

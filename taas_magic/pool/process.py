@@ -26,12 +26,12 @@ from msgspec import Struct
 
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Engine, find_engine
-from taas_magic.engines.keys import SecurityOptions
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
-from taas_magic.setup.facts import Kernel, this_kernel
+from taas_magic.pool.address import PoolAddress, read_address
+from taas_magic.setup.facts import this_kernel
 from taas_magic.shared_files import is_free, replacing, take_lock
 
 DASK_SETTINGS = {
@@ -59,29 +59,6 @@ class PoolWords(Struct):
     project: str
     linger_s: float
     lock: int
-
-
-class PoolPlace(Struct):
-    """The contents of `pool.json`: what a kernel needs to connect to the pool's process.
-
-    Attributes:
-        made_of: Versions of Python, torch and taas-magic in the process.
-        pid: Id of the process that wrote the file.
-    """
-
-    address: str
-    security: SecurityOptions
-    project: str
-    made_of: Kernel
-    pid: int = 0
-
-
-def place_in(folder: Path) -> PoolPlace | None:
-    """Return the contents of `pool.json` in a pool's folder; None if there is no such file."""
-    try:
-        return unpack((folder / "pool.json").read_bytes(), PoolPlace)
-    except FileNotFoundError:
-        return None
 
 
 LINGER_S = 5.0
@@ -238,7 +215,7 @@ class PoolFolder:
             child.stdin.close()
         return PoolProcess(child)
 
-    def place(self, process: PoolProcess) -> PoolPlace | None:
+    def place(self, process: PoolProcess) -> PoolAddress | None:
         """Return the connection data of a process.
 
         Returns:
@@ -248,7 +225,7 @@ class PoolFolder:
             PoolError: The process has other versions of Python, torch or taas-magic than this
                 kernel.
         """
-        place = place_in(self.path)
+        place = read_address(self.path)
         if place is None or place.pid != process.pid:
             return None
         if place.made_of != this_kernel():
@@ -268,7 +245,7 @@ class PoolFolder:
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
         for path in self.path.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # the process is just ending
-                place = unpack(path.read_bytes(), PoolPlace)
+                place = unpack(path.read_bytes(), PoolAddress)
                 made_of = place.made_of
                 is_other = made_of != this_kernel() and place.project == str(self._project)
                 if is_other and not is_free(path.with_name("lock")):
@@ -314,7 +291,7 @@ async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
     async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, words.linger_s)
         made_of, pid = this_kernel(), os.getpid()
-        place = PoolPlace(scheduler.address, keys.kernel(), words.project, made_of, pid)
+        place = PoolAddress(scheduler.address, keys.kernel(), words.project, made_of, pid)
         path = folder / "pool.json"
         try:
             with replacing(path) as file:

@@ -86,6 +86,8 @@ def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank, "RANK_BEAT_S", 0.001)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.setenv(name, "0")
     handed, busy = Handed(0, 1, lambda name: b""), Busy()
     with rank._heartbeat(busy, handed):
         assert busy.began.wait(100)

@@ -188,7 +188,10 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
         ("#pragma taas --gpus 2\n\n", "nothing to run"),
         ("%taas --gpus 2", "begin it with %%taas"),
         ("%taas statsu", 'did you mean "status"'),
-        ("%taas nothing", "attach, detach, stacks, stop, pools, warm, down, report"),
+        (
+            "%taas nothing",
+            "attach, detach, stacks, stop, pools, warm, sessions, vars, end, restart, down, report",
+        ),
         ("%taas pools x", 'does not take "x". It is used as: %taas pools'),
         ("%taas logs --rank x", '--rank needs a rank\'s number (--rank 3); got "x"'),
         ("%taas logs --rank", "--rank needs a rank's number (--rank 3)"),

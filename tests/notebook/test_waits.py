@@ -81,7 +81,9 @@ def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool)
         run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
         run.put(event("started", host, attempt=attempt, pids={}))
     run.follow(own_pool.connect(), View(run.head), interrupts)
-    assert run.head.state == "INTERRUPTED" and "the ranks on gpu3, gpu1; the pool" in run.head.why
+    assert (
+        run.head.state == "INTERRUPTED" and "ranks on gpu3, gpu1 are still stopping" in run.head.why
+    )
 
 
 def carriers_of(token: str, command: str) -> list[psutil.Process]:
@@ -137,7 +139,9 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         process.wait(WAIT_S)
         patch.undo()  # the new one may take its time
         joining.join()
-    assert told == ['pool "own" did not answer: it is ended and started again']
+    *waiting, last = told
+    assert all(f"waits for its process {process.pid} to answer" in line for line in waiting)
+    assert last == 'pool "own" did not answer: it is ended and started again'
     assert not other.connect().status().hosts
     other.down()
 

@@ -1,0 +1,35 @@
+"""`pool.json` in a pool's folder: how to connect to the pool's process."""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from taas_magic.engines.keys import SecurityOptions
+from taas_magic.messages import unpack
+from taas_magic.setup.facts import Kernel
+
+
+class PoolAddress(Struct):
+    """The contents of `pool.json`: what a kernel needs to connect to the pool's process.
+
+    Attributes:
+        address: The Dask scheduler's, as "tls://host:port".
+        security: Keyword arguments for Dask's `Security`; they hold a private key.
+        project: Path of the notebook's project.
+        made_of: Versions of Python, torch and taas-magic in the process.
+        pid: Id of the process that wrote the file.
+    """
+
+    address: str
+    security: SecurityOptions
+    project: str
+    made_of: Kernel
+    pid: int = 0
+
+
+def read_address(folder: Path) -> PoolAddress | None:
+    """Return the contents of `pool.json` in a pool's folder; None if there is no such file."""
+    try:
+        return unpack((folder / "pool.json").read_bytes(), PoolAddress)
+    except FileNotFoundError:
+        return None
