@@ -1,10 +1,10 @@
-"""A session on this host: ranks that stay, and the cells that they run.
+"""Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
-Lives in the agent. `HostSession` is a run whose ranks do not run a cell but wait for cells at a
-prompt (`host/prompt.py`). Everything else about it is as in any run: it starts the ranks, sees when
-one of them ends, and ends what is left. `HostCell` is the run of one cell of the session. It starts
-no processes: it tells the session's ranks what to run, and has succeeded or failed when they are
-back at their prompt. While a cell runs, the cell watches the ranks; between cells the session does.
+This code runs in the agent. `HostSession` is a run whose ranks wait for cells at a prompt
+(`host/prompt.py`) instead of running one cell. As any run, it starts the ranks, notices the end of
+a rank, and cleans up. `HostCell` is the run of one cell of the session. It starts no processes:
+it sends the cell to the session's ranks, and has succeeded or failed when all of them are back at
+their prompt. While a cell runs, `HostCell` checks the ranks. Between cells, `HostSession` does.
 """
 
 import os
@@ -26,39 +26,39 @@ from taas_magic.messages import CellOrder, Note, RanksKilled
 CUT_AFTER_S = 1.0
 """Seconds from a rank's interrupt until its connections to other ranks are cut.
 
-SIGINT does not end a collective of gloo, which waits in C++. Cut connections do.
+SIGINT does not end a collective of gloo, which waits in C++. Cutting its connections does.
 """
 
 RETURN_S = 10.0
-"""Seconds from a rank's interrupt until it is killed if it has not raised KeyboardInterrupt."""
+"""Seconds that a rank has to raise KeyboardInterrupt after an interrupt. Then it is killed."""
 
 CELL_END_S = 20.0
-"""Seconds that the end of a session waits for the end of its cell."""
+"""Seconds that an ending session waits for the end of the cell that it runs."""
 
 START_S = 60.0
-"""Seconds that a cell waits for the ranks of its session to be started."""
+"""Seconds that a cell waits for its session to start the ranks."""
 
 _LOOK_S = 0.02
 
 
 class SessionAttempt(Attempt):
-    """The ranks of a session on this host."""
+    """The ranks of a session on this host, from the session's start to its end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._was_told_to_end = False
-        # what is written to a pipe is lost if nobody has it open when the writer closes it
+        # Keep the pipes open: a pipe that no process has open loses what was written to it.
         files = [link.rank_file(self.folder, rank, "cells") for rank in self._spec.ranks]
         self._pipes = [os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) for file in files]
 
     def close(self) -> None:
-        """See `Attempt.close`."""
+        """End the remaining ranks, release all processes, and close the pipes for cells."""
         super().close()
         while self._pipes:
             os.close(self._pipes.pop())
 
     def _interrupt(self, since: float) -> None:
-        """Tell the ranks to end at their next prompt."""
+        """Order the ranks to end as soon as they are at their prompt."""
         if not self._was_told_to_end:
             self._was_told_to_end = True
             for rank in self._spec.ranks:
@@ -66,7 +66,7 @@ class SessionAttempt(Attempt):
 
 
 class CellAttempt(Attempt):
-    """One cell on a session's ranks. Its ranks are over when they are back at their prompt."""
+    """One cell on a session's ranks. A rank has ended the cell when it is back at its prompt."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,7 +76,7 @@ class CellAttempt(Attempt):
         self._killed: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Tell the ranks to run the cell."""
+        """Order the ranks to run the cell. `port` is not used: the ranks have met already."""
         spec = self._spec
         self._say_started()
         chosen = spec.plan.ranks or range(spec.plan.world_size)
@@ -92,7 +92,10 @@ class CellAttempt(Attempt):
             link.order(self.folder, rank, cell)
 
     def look(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """See `Attempt.look`; all that a rank wrote before it returned is read first."""
+        """Check the ranks as `Attempt.look` does, after reading the output of ranks that returned.
+
+        A rank has returned when it is back at its prompt.
+        """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
                 self._drained.add(state.rank)
@@ -100,11 +103,11 @@ class CellAttempt(Attempt):
         super().look(deadline, interrupted_at)
 
     def close(self) -> None:
-        """Bring all ranks back to their prompt; the processes are the session's."""
+        """Bring all ranks back to their prompt. The session keeps their processes."""
         self._end_ranks(0.0)
 
     def say_if_cut(self) -> None:
-        """Say that collectives were interrupted, and what to do about it."""
+        """If a collective was interrupted, send a note that says what the user must do then."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session
@@ -116,7 +119,11 @@ class CellAttempt(Attempt):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Interrupt the ranks that run the cell; cut their connections if that does not help."""
+        """Interrupt the ranks that run the cell. Later, cut the connections of those that still do.
+
+        Args:
+            since: Time of the interrupt, in seconds of the monotonic clock.
+        """
         self.ranks.interrupt()
         now = time.monotonic()
         self._called_back_at = since if self._called_back_at is None else self._called_back_at
@@ -126,7 +133,11 @@ class CellAttempt(Attempt):
                 link.ask_to_cut(self.folder, state.rank, self._spec.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Bring all ranks back to their prompt; kill those that do not come in time."""
+        """Interrupt all ranks, wait until they are at their prompt, and kill those that are late.
+
+        Args:
+            grace_s: Not used. `_patience_s` decides how long to wait.
+        """
         if self._called_back_at is None:
             self._called_back_at = time.monotonic()
         while self._away() and time.monotonic() < self._called_back_at + self._patience_s():
@@ -137,9 +148,9 @@ class CellAttempt(Attempt):
             self._kill(lost)
 
     def _patience_s(self) -> float:
-        """Return how long after their interrupt ranks may take to return.
+        """Return the seconds that ranks have after their interrupt to return to their prompt.
 
-        A rank that has raised its KeyboardInterrupt may still draw the traceback.
+        If all of them have raised KeyboardInterrupt, they have longer, to format the traceback.
         """
         has_heard = all(state.failed_at is not None for state in self._away())
         return REPORT_S if has_heard else RETURN_S
@@ -161,7 +172,7 @@ class CellAttempt(Attempt):
 
 
 class HostSession(HostRun):
-    """A session's ranks on this host."""
+    """A session's ranks on this host. At most one cell uses them at a time."""
 
     def __init__(self, spec: HostSpec, *about: Any) -> None:
         self._cell: HostSpec | None = None
@@ -173,14 +184,14 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The files of the session on this host."""
+        """Access to the project's files on this host, which the session's cells use, too."""
         return self._files
 
     def begin_cell(self, cell: HostSpec) -> None:
-        """Have a cell's run use the ranks, and watch them, from now on.
+        """Reserve the ranks for a cell, whose run checks them until `end_cell`.
 
         Raises:
-            PoolError: The session ends, or another cell uses them.
+            PoolError: The session has ended or is ending, or another cell uses the ranks.
         """
         self._started.wait(START_S)
         with self._changing:
@@ -193,7 +204,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Watch the ranks again: the cell is over."""
+        """Release the ranks after a cell: from now on, the session checks them again."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
@@ -202,7 +213,7 @@ class HostSession(HostRun):
         self.wakeup.set()
 
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
-        """Return the ranks for a cell, with what they write and say from now on sent to it."""
+        """Return an attempt that runs a cell on the ranks. Their output now goes to the cell."""
         ours = self._attempt
         assert ours is not None
         ours.pump.follow(cell.spec.folder, cell.emit, cell.take_message)
@@ -224,7 +235,7 @@ class HostSession(HostRun):
         return attempt
 
     def _looks(self) -> bool:
-        """Return whether the session, and no cell, watches the ranks."""
+        """Return whether the session checks the ranks now: it runs no cell, or it was stopped."""
         return self._cell is None or self.stopped_at is not None
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
@@ -233,28 +244,37 @@ class HostSession(HostRun):
         return (first, self._await_cell, *others)
 
     def _await_cell(self) -> None:
-        """Wait until the cell is over: it uses the pipes that are closed next."""
+        """Wait until the cell is over, because it uses the pipes that are closed next."""
         with self._changing:
             self._is_over = True
         self._cell_over.wait(CELL_END_S)
 
 
 class HostCell(HostRun):
-    """The run of one cell on a session's ranks on this host."""
+    """The run of one cell on a session's ranks on this host.
+
+    Args:
+        spec: This host's share of the cell's run.
+        session: The session whose ranks run the cell.
+        *about: Further arguments of `HostRun`.
+
+    Raises:
+        PoolError: The session has ended or is ending, or it runs another cell.
+    """
 
     def __init__(self, spec: HostSpec, session: HostSession, *about: Any) -> None:
         self._session = session
-        session.begin_cell(spec)  # first: it may fail, and nothing is left then
+        session.begin_cell(spec)  # This comes first because it may raise.
         try:
             super().__init__(spec, *about)
         except BaseException:
             session.end_cell()
             raise
         self._files.share_mirror(session.files)
-        self.port = session.port or 1  # the ranks have met already
+        self.port = session.port or 1  # the ranks have met already, so that no rank uses it
 
     def take_message(self, rank: int, message: Any) -> None:
-        """Take what a rank says while the cell runs; called by the pump's thread."""
+        """Handle a message that a rank sends while the cell runs. Called by the pump's thread."""
         self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:
@@ -263,7 +283,7 @@ class HostCell(HostRun):
         return attempt
 
     def _sweep(self) -> None:
-        """Leave what the cell has started: it belongs to the session."""
+        """Keep processes that the cell has started. They belong to the session and end with it."""
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return (*self._ends_of_ranks(), self._session.end_cell)

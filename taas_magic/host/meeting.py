@@ -1,10 +1,10 @@
-"""Where the ranks of a session meet: a place of its own in their store for each process group.
+"""Give each process group that a session's ranks create its own prefix in their key-value store.
 
-A session has one store for its whole life, and torch names what it writes there alike for each
-default process group. A rank that makes its group anew (`destroy_process_group`,
-`init_process_group`) would find the old addresses of ranks that have not come so far, and wait for
-them for ever. So each group that is made gets a prefix: the cell's number, and which group of the
-cell it is.
+A session has one key-value store from its start to its end, and torch uses the same keys for every
+default process group. Suppose that the ranks call `destroy_process_group` and then
+`init_process_group`. Without a prefix, a fast rank would find the old addresses of slower ranks
+under these keys, and would wait for them forever. The prefix consists of the cell's number and the
+number of the group in that cell.
 """
 
 import functools
@@ -16,21 +16,21 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # that of gloo's groups, as torch has it
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
 class CellMeeting:
-    """Gives `init_process_group` a store with a prefix of its own."""
+    """A wrapper of `init_process_group` that passes it a store with a new prefix on each call."""
 
     def __init__(self) -> None:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Count the groups of a new cell from 0."""
+        """Set the cell's number for the prefix, and restart the count of its process groups."""
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
-        """Replace `init_process_group` in this process."""
+        """Replace `init_process_group` in this process by the wrapper."""
         original = dist.init_process_group
         signature = inspect.signature(original)
 
@@ -47,7 +47,11 @@ class CellMeeting:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def _place(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that say where to meet."""
+        """Return the arguments `store`, `rank` and `world_size` for `init_process_group`.
+
+        Args:
+            given: Arguments of the user's call, by name.
+        """
         rank, world_size = given.get("rank", -1), given.get("world_size", -1)
         world_size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size
         timeout = given.get("timeout") or _DEFAULT_TIMEOUT

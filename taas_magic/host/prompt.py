@@ -1,8 +1,8 @@
-"""The prompt of a session's rank: where it waits for cells, and how it comes back from one.
+"""The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-The main thread reads one `CellOrder` after the other from a pipe of the agent's. Between cells
-SIGINT has no effect. A rank that does not come back from a cell because it waits for other ranks in
-C++ is helped by its heartbeat's thread (`Prompt.cut`).
+The rank's main thread reads one `CellOrder` after the other from a pipe that the agent writes.
+Between cells, SIGINT has no effect. During a cell, SIGINT cannot interrupt a rank that waits in C++
+for other ranks. The rank's heartbeat thread then cuts its connections to them (`Prompt.cut`).
 """
 
 import gc
@@ -32,11 +32,16 @@ _order_of: Callable[[bytes], CellOrder] = msgspec.json.Decoder(CellOrder).decode
 
 
 class Prompt:
-    """The prompt of one rank.
+    """The loop in which a session's rank waits for cells and runs them.
 
     Args:
-        run: Runs a cell and sends what came of it; returns whether the cell succeeded.
-        has_pending: Returns whether this process waits for a collective that has begun.
+        link: The rank's connection to its agent.
+        folder: Folder with the rank's pipes.
+        rank: Number of the rank.
+        run: Function that runs a cell, sends its results or failure, and returns whether the cell
+            succeeded.
+        has_pending: Function that returns whether a collective of this rank has begun and not
+            ended.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Prompt:
         has_pending: Callable[[], bool],
     ) -> None:
         self._link, self._run, self._has_pending = link, run, has_pending
-        # for writing, too: so the pipe has no end when the agent closes its own
+        # Open for writing, too: then the pipe does not end when the agent closes its own end.
         self._pipe = os.open(rank_file(folder, rank, "cells"), os.O_RDWR | os.O_CLOEXEC)
         self._rest = b""
         self._main = threading.get_ident()
@@ -56,11 +61,11 @@ class Prompt:
         self._number = 0
 
     def serve(self) -> None:
-        """Run cells until the agent ends the session."""
+        """Run the cells that the agent sends until it sends the order to end."""
         signal.signal(signal.SIGINT, _ignore)
         while (order := self._next()).number:
             has_succeeded = self._run_one(order)
-            if not self._link.is_own:  # a child that the cell forked, and that ran on
+            if not self._link.is_own:  # a child that the cell forked has reached the cell's end
                 with suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os._exit(0 if has_succeeded else 1)
@@ -71,9 +76,13 @@ class Prompt:
         self._link.send(RankFinished())
 
     def cut(self, cell: int) -> None:
-        """Cut the connections to other ranks, if that cell still waits for them; in any thread.
+        """Cut this rank's connections to other ranks if it still waits for them in a cell.
 
-        What waits for a collective of gloo then raises, and the interpreter handles the interrupt.
+        A gloo collective then raises, and Python handles the pending interrupt. Any thread may call
+        this.
+
+        Args:
+            cell: Number of the cell. If the rank runs another one by now, nothing is cut.
         """
         if (
             cell == self._number
@@ -84,14 +93,14 @@ class Prompt:
             cut_connections()
 
     def _run_one(self, order: CellOrder) -> bool:
-        """Run one cell; an interrupt is raised only in here."""
+        """Run one cell and return whether it succeeded. SIGINT interrupts only this method."""
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._link.send(RankUp())
             has_succeeded = self._run(order)
-        except KeyboardInterrupt as error:  # outside of the user's code
+        except KeyboardInterrupt as error:  # raised outside of the user's code
             has_succeeded = False
             tracebacks.send(self._link, tracebacks.failure_of(error))
         finally:
@@ -99,7 +108,7 @@ class Prompt:
         return has_succeeded
 
     def _return(self) -> None:
-        """Have SIGINT ignored again; one that comes just before counts for the cell."""
+        """Ignore SIGINT again after a cell. Drop an interrupt that arrives during this call."""
         try:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:
@@ -122,17 +131,17 @@ class Prompt:
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """Handle SIGINT between cells."""
+    """Do nothing: the handler of SIGINT between cells."""
 
 
 def cut_connections() -> None:
-    """Shut down this process's TCP connections that C++ made: those of process groups and stores.
+    """Shut down the TCP connections of this process's process groups and key-value stores.
 
-    Sockets of Python are left alone.
+    They are the connections that C++ code opened. Python's own sockets stay open.
     """
     pythons = {it.fileno() for it in gc.get_objects() if issubclass(type(it), socket.socket)}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or not connected
+        with suppress(OSError):  # the descriptor was closed meanwhile, or is not connected
             descriptor = int(name)
             is_socket = os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
             if is_socket and descriptor not in pythons:
@@ -148,5 +157,5 @@ def _shut_down(descriptor: int) -> None:
 
 
 def users_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables without those in which IPython keeps inputs and values."""
+    """Return variables without those in which IPython stores inputs and outputs (`_1`, `In`)."""
     return {name: it for name, it in names.items() if not _SHELLS_OWN.fullmatch(name)}

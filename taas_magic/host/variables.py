@@ -1,4 +1,7 @@
-"""What a rank of a session has in its variables; called in the rank, for `%taas vars`."""
+"""Describe a session rank's variables and memory, for `%taas vars` and `%taas sessions`.
+
+These functions run in the rank. The kernel compares the descriptions of all ranks.
+"""
 
 import hashlib
 import os
@@ -16,7 +19,7 @@ from taas_magic.capture.digest import plain_digest
 from taas_magic.host.spec import HOST
 
 COMPARED_BYTES = 256 << 20
-"""Values that are larger are not compared by their bytes."""
+"""Size limit of values that are compared. Larger values get no digest."""
 
 _SHELLS_OWN = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 _LEFT_OUT = (ModuleType, FunctionType, BuiltinFunctionType, type)
@@ -25,12 +28,17 @@ _MOST_PARTS = 10_000
 
 
 class Variable(Struct, frozen=True):
-    """One variable of one rank.
+    """The description of one variable of one rank.
 
     Attributes:
-        kind: Its type.
-        shape: Of a tensor or an array; of a container the number of its parts.
-        digest: Equal on two ranks only for equal values; "" where values are not compared.
+        kind: Name of the value's type.
+        shape: Shape of a tensor or array; number of elements of a container, or of parameters of a
+            model; "" for other values.
+        dtype: Element type of a tensor or array; types of a model's parameters.
+        device: Device of a tensor, or devices of a model's parameters.
+        size_bytes: Size in memory, approximately.
+        digest: Digest of the value. Ranks with equal values have equal digests. "" if the value
+            cannot be compared.
     """
 
     kind: str
@@ -42,10 +50,12 @@ class Variable(Struct, frozen=True):
 
 
 class RankMemory(Struct, frozen=True):
-    """The memory of one rank.
+    """The memory that one rank uses.
 
     Attributes:
-        gpu_bytes: What torch holds on GPUs; None where it uses none.
+        host: Name of the rank's host.
+        rss_bytes: Resident memory of the process.
+        gpu_bytes: GPU memory that torch has reserved; None if the rank uses no GPU.
     """
 
     host: str
@@ -54,11 +64,17 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """A value has parts that are not compared."""
+    """Raised for a value with an element that cannot be compared."""
 
 
 def describe(namespace: Mapping[str, Any]) -> Any:
-    """Return the variables of a rank that have values, by name: `Variable`s as plain data."""
+    """Return a `Variable`, as plain data, for each name of the user.
+
+    Modules, functions and classes are left out, and names that begin with an underscore.
+
+    Args:
+        namespace: The rank's variables.
+    """
     return msgspec.to_builtins(
         {
             name: _described(value)
@@ -71,7 +87,7 @@ def describe(namespace: Mapping[str, Any]) -> Any:
 
 
 def memory() -> Any:
-    """Return the memory of this process: `RankMemory` as plain data."""
+    """Return the `RankMemory` of this process, as plain data."""
     torch = sys.modules.get("torch")
     gpu_bytes = None
     if torch is not None and torch.cuda.is_initialized():
@@ -113,12 +129,12 @@ def _is_model(value: Any) -> bool:
 
 
 def _local(value: Any) -> Any:
-    """Return this rank's part of a DTensor; any other value as it is."""
+    """Return this rank's local tensor of a DTensor; any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what a container or a model holds; None for another value."""
+    """Return the elements of a container, or the tensors of a model; None for other values."""
     if _is_model(value):
         return [*value.parameters(), *value.buffers()]
     if isinstance(value, dict):
@@ -140,7 +156,7 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of a value; "" where it has parts that are not compared."""
+    """Return a digest of a value; "" if it is too large or has an element that has no digest."""
     if digest := plain_digest(value):
         return digest
     if _size_bytes(value) > COMPARED_BYTES:
@@ -148,7 +164,7 @@ def _digest(value: Any) -> str:
     found = hashlib.sha256()
     try:
         _add(found, value, 0)
-    except Exception:  # a part is of a class of its own, whose attributes may run any code
+    except Exception:  # attributes of the user's classes may run any code
         return ""
     return found.hexdigest()
 

@@ -1,8 +1,9 @@
 """Sessions of this kernel: ranks that keep their variables from cell to cell.
 
-To the pool a session is a run that takes hosts and starts ranks, and each of its cells is a run on
-these ranks. Here are the kernel's sessions by name: what the ranks have (`RankNames`), whether they
-still live, and what a cell of theirs may say in its head.
+For the pool, a session is a run that allocates hosts and starts ranks, and each of its cells is a
+further run on these ranks. This module keeps the kernel's sessions by name. It records which
+variables the ranks have (`RankNames`), notices when the ranks have ended, and checks the flags of
+the session's cells.
 """
 
 import re
@@ -25,20 +26,20 @@ from taas_magic.plan import Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
 
 END_S = 40.0
-"""Seconds to wait for the end of a session that was told to end."""
+"""Seconds to wait until all ranks of a session have ended after the user ended the session."""
 
 DEATH_SEEN_S = 15.0
-"""Seconds to wait for the end of a session after a rank has died in a cell."""
+"""Seconds to wait for the report that a session has ended, after one of its ranks died."""
 
 FIXED = {
     **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
     **{"store_writes": "--store-writes", "shared_writes": "--shared-writes"},
     "uneven_hosts": "--uneven-hosts",
 }
-"""Fields of `Flags` that only the start of a session sets, with their flags."""
+"""Fields of `Flags` that a session's first cell sets for all its cells, with the flags' names."""
 
 NOT_IN_SESSIONS = {"max_gpus": "--gpus A:B", "max_restarts": "--max-restarts", "detach": "--detach"}
-"""Fields of `Flags` that a session cannot have."""
+"""Fields of `Flags` that cells of a session must not set, with the flags' names."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _LISTED = 12
@@ -49,9 +50,9 @@ class Session:
     """One session of this kernel.
 
     Attributes:
-        flags: Those of the cell that started it.
-        names: What its ranks have.
-        plan: Its own run's; None before it has started.
+        flags: Flags of the session's first cell.
+        names: Record of the variables that the session's ranks have.
+        plan: Plan of the session's own run, which starts the ranks; None before the first cell.
     """
 
     def __init__(self, flags: Flags) -> None:
@@ -70,36 +71,36 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since its last cell ended."""
+        """Seconds since the session's last cell ended."""
         return time.monotonic() - self._used_at
 
     @property
     def run_id(self) -> str:
-        """The id of its own run."""
+        """Id of the session's own run, which started the ranks."""
         assert self.plan is not None
         return self.plan.run_id
 
     @property
     def connection(self) -> PoolConnection:
-        """The connection to the pool's process that has its ranks; once it has started."""
+        """The connection to the process of the ranks' pool. Use it only after `start`."""
         assert self._connection is not None
         return self._connection
 
     @property
     def is_started(self) -> bool:
-        """Whether its ranks were started."""
+        """Whether the session's ranks were started."""
         return self._connection is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether its ranks were started, and are gone."""
+        """Whether the session's ranks were started and have ended since."""
         connection = self._connection
         if self._ended is None and connection is not None and connection.is_over:
             self._ended = RunEnded(state="LOST", why=connection.why)
         return self._ended is not None
 
     def why_ended(self) -> str:
-        """Return why it has ended, in one line."""
+        """Return one line with the reason why the session has ended."""
         ended = self._ended
         if ended is not None and ended.first is not None:
             return headline(ended.first)
@@ -108,16 +109,16 @@ class Session:
         return (ended.why if ended is not None else "") or "it was ended"
 
     def lost_names(self) -> str:
-        """Return which variables its ranks had."""
+        """Return a list of the variables that ended with the ranks, as text for a message."""
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return f"{', '.join(names[:_LISTED])}{more}" if names else "none"
 
     def complete(self, flags: Flags) -> Flags:
-        """Return the flags of a cell with what the session's start has set.
+        """Return a cell's flags, completed by those that the session's first cell set for all.
 
         Raises:
-            UsageError: They do not go together.
+            UsageError: The cell gives such a flag another value.
         """
         mine, nothing = self.flags, Flags(gpus=0)
         for name, flag in FIXED.items():
@@ -132,7 +133,10 @@ class Session:
         return structs.replace(flags, **same)
 
     def begin_cell(self, plan: Plan) -> Plan:
-        """Return a cell's plan on the session's ranks; the first cell's decides where these are."""
+        """Return a cell's plan, changed to use the session's ranks.
+
+        The first cell's plan decides which hosts run the ranks.
+        """
         self._loaded, self._changes = set(), []
         if self.plan is None:
             self.plan = structs.replace(
@@ -162,11 +166,19 @@ class Session:
         idle_s: float,
         interrupts: Interrupts,
     ) -> None:
-        """Start the ranks, if that has not been done.
+        """Start the session's ranks unless they were started already.
+
+        Args:
+            connection: Connection to the pool.
+            origin: The notebook's settings that the ranks inherit.
+            cell: Text of the cell, or of the command, that starts the session.
+            context: Facts about the session's run that other processes need.
+            idle_s: Seconds after which the session ends if it runs no cell.
+            interrupts: The user's interrupts.
 
         Raises:
-            PoolError: The pool has no hosts for them.
-            KeyboardInterrupt: The user did not want to wait.
+            PoolError: The pool has no hosts for the ranks.
+            KeyboardInterrupt: The user interrupted the wait twice.
         """
         if self.is_started:
             return
@@ -191,12 +203,19 @@ class Session:
         self._connection = connection
 
     def cell_spec(self, spec: HostSpec) -> HostSpec:
-        """Return what the hosts are told of the next cell."""
+        """Return the description of the session's next cell for its hosts.
+
+        Args:
+            spec: Description of the cell as a run of its own.
+        """
         self._cells += 1
         return structs.replace(spec, session=self.run_id, cell_number=self._cells)
 
     def take_event(self, event: Event) -> None:
-        """Take what the ranks say of their names at a cell's end."""
+        """Record which names a cell changed on a rank, and that ranks were killed.
+
+        Called with every event of a cell. Other events are ignored.
+        """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
             self._changes.append(event)
@@ -207,7 +226,9 @@ class Session:
         """Record which names the ranks have after a cell.
 
         Args:
-            counts: Whether the cell was the user's, after which the session is idle anew.
+            captured: Payload of the cell.
+            counts: Whether the session's idle time starts anew. False for a cell that taas-magic
+                runs itself, such as for `%taas vars`.
         """
         if counts:
             self._used_at = time.monotonic()
@@ -218,15 +239,16 @@ class Session:
         self._take_changes(choice)
 
     def _take_changes(self, choice: Choice) -> None:
-        # what rank 0 has of a name counts
+        # rank 0 comes last, so that its report on a name replaces those of other ranks
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.take_changes(choice, said.assigned, said.deleted, said.plain)
 
     def death(self, may_have_died: bool) -> str:
-        """Return a line for the user if the session has ended; "" while it lives.
+        """Return a line for the user if the session has ended; "" if it has not.
 
         Args:
-            may_have_died: Whether a rank died in a cell, so that the session's end is awaited.
+            may_have_died: Whether a rank may have died in a cell. If so, wait up to DEATH_SEEN_S
+                for the report that the session has ended.
         """
         if may_have_died or self._has_lost_ranks:
             self._over.wait(DEATH_SEEN_S)
@@ -239,11 +261,11 @@ class Session:
         )
 
     def end(self, interrupts: Interrupts) -> None:
-        """End the ranks.
+        """End the session's ranks, and wait until they have ended.
 
         Raises:
-            PoolError: The pool does not answer.
-            KeyboardInterrupt: The user did not want to wait.
+            PoolError: The pool does not respond, or the ranks did not end within END_S.
+            KeyboardInterrupt: The user interrupted the wait.
         """
         connection = self._connection
         if connection is None or self.has_ended:
@@ -257,11 +279,11 @@ class Session:
             )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until its ranks are gone; return whether they are."""
+        """Wait until the session's ranks have ended; return whether they have."""
         return self._over.wait(timeout_s)
 
     def _take(self, event: Event) -> None:
-        """Take an event of the session's own run; called in the Dask client's thread."""
+        """Record an event of the session's own run. Called in the Dask client's thread."""
         if isinstance(event, Note):
             self._notes.append(event.text)
         elif isinstance(event, RunEnded):
@@ -272,13 +294,17 @@ class Session:
 
 
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
-    """Return the session that a cell runs in, perhaps a new one; None for a cell without one.
+    """Return the session that a cell runs in; None if the cell has no `--session`.
+
+    If no session with this name is running, return a new one, whose ranks are not started yet.
 
     Args:
-        registers: Whether a new one is kept under its name.
+        flags: Flags of the cell.
+        registers: Whether to keep a new session under its name for later cells.
 
     Raises:
-        UsageError: There is no such session and none can be started.
+        UsageError: A flag does not go with `--session`, or needs it. Or no session with this name
+            is running, and the cell has no `--gpus` to start one.
     """
     if not flags.session:
         misplaced = {"ranks": "--ranks", "send": "--send"}
@@ -309,12 +335,12 @@ def _why_none(name: str, known: Session | None) -> str:
 
 
 def restarted(name: str, interrupts: Interrupts) -> Session:
-    """End a session; return a new one of its name, which has not started.
+    """End a session, and return a new one with its name, whose ranks are not started yet.
 
     Raises:
         UsageError: There is no such session.
-        PoolError: The pool does not answer.
-        KeyboardInterrupt: The user did not want to wait.
+        PoolError: The pool does not respond, or the old ranks did not end in time.
+        KeyboardInterrupt: The user interrupted the wait.
     """
     known = _sessions.get(name)
     if known is None or not known.is_started:
@@ -325,15 +351,18 @@ def restarted(name: str, interrupts: Interrupts) -> Session:
 
 
 def live() -> list[Session]:
-    """Return the sessions whose ranks live."""
+    """Return the sessions whose ranks were started and have not ended."""
     return [one for one in _sessions.values() if one.is_started and not one.has_ended]
 
 
 def named(name: str | None) -> Session:
-    """Return the live session of that name, or the only one.
+    """Find a session with running ranks.
+
+    Args:
+        name: Name of the session. None if there is only one session.
 
     Raises:
-        UsageError: There is none, or there are several.
+        UsageError: There is no such session, or several and `name` is None.
     """
     found = live()
     if name is None:
@@ -348,10 +377,14 @@ def named(name: str | None) -> Session:
 
 
 def check_names(flags: Flags, namespace: Collection[str]) -> None:
-    """Check that the notebook has what `--send` names.
+    """Check that the notebook has all variables that `--send` names.
+
+    Args:
+        flags: Flags of the cell.
+        namespace: Names of the notebook's variables.
 
     Raises:
-        UsageError: It has not.
+        UsageError: The notebook does not have such a variable.
     """
     for name in flags.send:
         if name not in namespace:
