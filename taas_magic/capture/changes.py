@@ -1,8 +1,8 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-A plain cell would change them in the notebook. A `%%taas` cell changes only the ranks' copies, so
-the user gets a note with the changed names, once a run. Values are not watched if comparing them
-costs too much or needs to run other code.
+A cell without `%%taas` would change them in the notebook. A `%%taas` cell changes only the ranks'
+copies, so the user gets a note with the changed names, once a run. A value is not compared if that
+would cost too much or would run the user's code.
 """
 
 import functools
@@ -21,7 +21,7 @@ from taas_magic.capture.reducers import LruCache
 _BUDGET = 10_000
 """Cost limit for describing all values: about 10 ms before the cell, and again after it.
 
-The cost is counted, not timed, so that the same values are watched on a busy machine.
+The cost is counted, not timed, so that the same values are compared on a busy machine.
 """
 
 _TENSOR_COST = 10
@@ -50,7 +50,7 @@ class Watch:
 
     Args:
         values: The notebook's values by name, small ones first.
-        out: Variables listed in `--out`. They come back anyway, so they are not watched.
+        out: Variables listed in `--out`. They come back anyway, so they are not compared.
         stores: Names that the cell sets.
         updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
     """
@@ -117,7 +117,7 @@ def _said(names: list[str]) -> str:
 
 
 class _NotWatchedError(Exception):
-    """Raised if describing the values exceeds the cost limit."""
+    """Raised if digesting the values would exceed the cost limit `_BUDGET`."""
 
 
 class _Budget:
@@ -145,7 +145,7 @@ class _Digest:
 
 
 def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
-    """Return a digest of a value's content, or None if the value cannot be watched."""
+    """Return a digest of a value's content, or None if it costs too much or raises an error."""
     digest = _Digest(budget)
     try:
         _Describer(digest, known, budget).dump(value)
@@ -155,9 +155,9 @@ def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | N
 
 
 class _Describer(pickle.Pickler):
-    """Pickler that writes the parts of a value that a cell may change.
+    """Pickler that writes only the parts of a value that a cell may change.
 
-    It runs none of the user's code.
+    It runs none of the user's code. Its output is only digested, never loaded.
     """
 
     def __init__(self, digest: _Digest, known: Collection[int], budget: _Budget) -> None:
@@ -180,7 +180,13 @@ def _loaded(*described: Any) -> None:
 
 
 def _description(obj: Any) -> Any:
-    """Return the parts of an object that are compared: only its class if it is not watched."""
+    """Return the parts of an object that are compared before and after the cell.
+
+    Returns:
+        The name of the object's class and the compared parts. For a class that is not handled
+        here, only the name, so that changes inside the object are not noticed. NotImplemented if
+        the object's ordinary pickle is compared.
+    """
     import torch
 
     kind = type(obj)
@@ -243,7 +249,10 @@ def _sample_of_array(array: Any) -> Any:
 
 
 def _parts_of_module(module: Any) -> State:
-    """Return a module's tensors, children and plain attributes, without `training`."""
+    """Return the parts of a torch module that are compared.
+
+    They are its tensors, its child modules and its other attributes, except `training`.
+    """
     own = {
         name: value
         for name, value in vars(module).items()
@@ -273,7 +282,7 @@ def _attributes_of_class(cls: type) -> dict[str, Any]:
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Return an instance's attributes, without values that a `cached_property` cached."""
+    """Return an instance's attributes, except the values that a `cached_property` computed."""
     kind = type(obj)
     found = dict(getattr(obj, "__dict__", {}))
     for base in kind.__mro__:
@@ -295,7 +304,7 @@ def _items(obj: Any) -> Iterator[Any]:
 
 
 def _tensors_of(value: Any) -> Iterator[Any]:
-    """Yield the parts of an `--out` value that other values may refer to."""
+    """Yield an `--out` value and, if it is a torch module, the modules and tensors in it."""
     import torch
 
     yield value

@@ -1,6 +1,7 @@
 """Find the path from a variable to the innermost object in it that cannot travel.
 
-Such an object cannot be pickled, or must not be, as it belongs to one process.
+An object cannot travel to another process if pickling it fails, or if it works only in the process
+that made it.
 """
 
 import functools
@@ -16,17 +17,20 @@ from taas_magic.errors import CaptureError
 
 Probe = Callable[[Any], object]
 Destination = Literal["ranks", "jobs", "notebook", "fetchers"]
-"""Destination of a value: `ranks` or (on a farm) `jobs` for values of the notebook, `notebook` for
-results, `fetchers` for registered loaders."""
+"""Destination of a value.
+
+Values of the notebook go to the `ranks`, or to the `jobs` of a farm. Results go to the `notebook`,
+registered loaders to the `fetchers`.
+"""
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Advice text -> suffixes of the class names that it applies to; the first match counts."""
+"""Endings of class names, by the advice for objects of such classes; the first match counts."""
 
 _BUDGET_S = 5.0
-"""Seconds for the search of a culprit."""
+"""Maximum seconds for the search for the culprit."""
 
 _DEPTH = 40
-"""Maximum number of steps in a path."""
+"""Maximum number of steps in the path from the variable to the culprit."""
 
 _NAME_CHARS = 40
 _ADVICE: Advice = {
@@ -108,8 +112,9 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Returns:
-        The path (`config['a'][3].db`) and the object. If time or depth run out, or if only a
-        copy made by pickling fails: the innermost part that is known to fail.
+        The path to that part (`config['a'][3].db`), and the part itself. Both belong to the
+        innermost part found so far if the search reaches `_BUDGET_S` or `_DEPTH`, or if none of
+        that part's own parts fails when it is pickled alone.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives
@@ -136,7 +141,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, part) for each part that pickling `value` visits next."""
+    """Yield each object that pickling `value` pickles next, and before it the path step to it."""
     match value:
         case dict() if type(value) is dict:
             yield from _items(value)
@@ -287,7 +292,7 @@ _CLASSES = {
 }
 """Classes whose instances belong to the process that made them, by top-level package.
 
-Not by module, as these classes have moved between modules before.
+The key is the package, not the module, as these classes have moved between modules before.
 """
 
 
@@ -301,9 +306,9 @@ _DEALERS = {
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
-"""Classes that select one rank's share of the data, by top-level package.
+"""Classes that select the part of the data that one rank gets, by top-level package.
 
-A registered loader needs none: fetchers already divide its batches between the ranks.
+A registered loader must not use them: fetchers already divide its batches between the ranks.
 """
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
@@ -313,15 +318,17 @@ _LIVE = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
 }
-"""Classes of running objects. Messages name the object itself, not the part that pickle fails on.
+"""Classes of running objects, by top-level package.
+
+Error messages name such an object itself, not the part of it that pickle fails on.
 """
 
 _DEALT = {"datasets": {"DistributedConfig"}}
-"""Classes that mark a dataset as one rank's share, by top-level package."""
+"""Classes that mark a dataset as the part of the data that one rank gets, by top-level package."""
 
 
 def is_process_bound(kind: type) -> bool:
-    """Return whether instances of a class belong to the process that made them.
+    """Return whether instances of a class work only in the process that made them.
 
     The check imports nothing.
     """
@@ -329,7 +336,7 @@ def is_process_bound(kind: type) -> bool:
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class are, or select, one rank's share of the data."""
+    """Return whether instances of a class select, or are, the part of the data for one rank."""
     return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 1000
-"""Limit on the parts of a value, and on the length of each string in it."""
+"""Maximum number of objects in a value, and maximum length of each string in it."""
 
 
 def plain_digest(value: Any) -> str:
-    """Return a digest of a small value that consists of numbers and strings, else "".
+    """Return a digest of a small plain value; "" for any other value.
 
-    Equal digests in two processes mean equal values.
+    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. If
+    digests from two processes are equal, the values are equal.
     """
     if not _is_plain([value], [0]):
         return ""

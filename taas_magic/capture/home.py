@@ -23,7 +23,7 @@ from taas_magic.capture.reducers import LruCache, notebooks_own
 
 @dataclass(frozen=True)
 class Scope:
-    """A rank's namespace, and its names that still have the notebook's values.
+    """The namespace of a rank, and the names in it that still have the notebook's values.
 
     Attributes:
         names: Namespace of the rank's `__main__`.
@@ -65,10 +65,10 @@ class Loaded:
 
 
 class HomePickler(ValuePickler):
-    """Pickler for results, which puts the cell's variables that a result uses before it.
+    """Pickler for results, which puts the cell's variables that a result uses before the result.
 
     Attributes:
-        problems: Reasons why variables of the cell could not be sent, by name.
+        problems: Reasons why variables that a result uses could not be sent, by name.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -87,12 +87,15 @@ class HomePickler(ValuePickler):
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object that is still the notebook's own to its name; called by pickle."""
+        """Replace an object that the notebook still has by its name there; called by pickle."""
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of objects and storages that must not be pickled twice."""
+        """Return the ids of pickled objects and storages that other results may also hold.
+
+        Results that hold the same object must be in one pickle, to get the same copy of it.
+        """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         mine = {key for key, (_, held) in memo.items() if _is_shared(held)}
         return mine | set(self._storages) | set(self.filled)

@@ -182,9 +182,9 @@ class RankNames:
         return known is not None and known.digest == sent.digest
 
     def _is_news(self, name: str, value: Any) -> bool:
-        """Return whether the notebook's value differs from the ranks' and no note said so yet.
+        """Return whether to tell the user that the notebook's value differs from the ranks'.
 
-        It then counts as noted.
+        The user is told once for each value: the call records the value.
         """
         if _is_module(value) or self._brought.get(name) == id(value):
             return False
@@ -217,7 +217,7 @@ class RankNames:
 
 
 def _look(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
-    """Pickle one value on its own.
+    """Pickle one value on its own, to compare it and to find the names that it needs.
 
     Returns:
         The record of the value, and the names that it needs.
@@ -249,7 +249,7 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 
 def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
-    """Return `names` and all names whose values share an object with theirs, also indirectly."""
+    """Return `names`, and the names whose values share objects with theirs or with each other's."""
     found = set(names)
     while True:
         held = frozenset[int]().union(*(sent[name].shared for name in found))

@@ -334,7 +334,7 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse a source; return an empty tree if it is broken, as it fails later, when it runs."""
+    """Parse a source. Return an empty tree if it is not Python: it fails later, when it runs."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -412,7 +412,7 @@ def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
 
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
-"""Modules that every rank has anyway."""
+"""Modules that every rank has anyway, so that hosts are not asked for them."""
 
 _BRANCHES = (ast.If, ast.While, ast.Match)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
@@ -469,7 +469,10 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether an import can find this loaded module; some are made at run time."""
+    """Return whether an import would find a loaded module again.
+
+    It would not find a module that the program made at run time.
+    """
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

@@ -57,7 +57,7 @@ class CodeUse:
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Analyse `code` without running it."""
+    """Find the names and modules that `code` uses, without running it."""
     now: set[str] = set()
     later: set[str] = set()
     imports: set[str] = set()
@@ -186,9 +186,10 @@ def why_used_by(owner: str) -> str:
 class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
-    `_defined` holds the names that are certainly set so far. `_later` maps each definition to the
-    names that its body will read once its name is loaded. `_awaited` holds the names that loaded
-    bodies read, so that a definition after its first user still counts.
+    `_defined` holds the names that are certainly set so far. `_later` maps each function and class
+    to the names that its code reads; they count from the first statement that loads its name.
+    `_awaited` holds the names that have counted in this way. If the cell defines one of them only
+    later, the names that this definition reads then count at once.
 
     Attributes:
         why: Reason for each name that the cell may read before it has certainly set the name.
@@ -383,7 +384,7 @@ def assigned_names(source: str) -> set[str]:
 
 _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
-"""Names whose use means that only running the cell shows which names it sets."""
+"""Functions and attributes with which a cell can set variables that its source does not name."""
 
 _LISTED = 12
 

@@ -72,7 +72,7 @@ class Captured:
 
 
 class _Gathering:
-    """Pickler of notebook variables that puts each after the variables that its functions need.
+    """Pickler that puts each variable of the notebook after the variables that it needs.
 
     Args:
         namespace: Namespace of the notebook.
@@ -90,7 +90,7 @@ class _Gathering:
         self._problems = problems
         self._met: set[str] = set()
         self.only: Collection[str] | None = None
-        """Names that may be pickled; None for all names."""
+        """Names of the only variables that are pickled; None for no restriction."""
 
     def take(self, names: Mapping[str, str]) -> None:
         """Pickle variables, given as name -> reason, that were not pickled before."""
@@ -149,7 +149,7 @@ def is_users(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether a name belongs to IPython or the module, and the user has not rebound it."""
+    """Return whether a variable is IPython's or Python's own, and not set by the user."""
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True
@@ -175,10 +175,10 @@ class Cell:
     """A notebook cell as it runs on the ranks.
 
     Attributes:
-        source: Body that runs, without the head; may contain IPython syntax.
+        source: Text that runs, without the `%%taas` line; may contain IPython syntax.
         filename: File name under which the kernel compiles this cell.
-        raw: Whole cell as the user sees it.
-        line_offset: Number of lines of the head that were removed above `source`.
+        raw: Whole text of the cell, as the user sees it.
+        line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if it has none yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
     """
@@ -197,9 +197,9 @@ class Cell:
 
     @property
     def lines_above(self) -> int:
-        """Number of lines of the notebook's cell above the code that runs.
+        """Number of lines of `raw` above the first line of code.
 
-        IPython drops empty lines at the start of a body.
+        IPython drops empty lines at the start of `source`.
         """
         dropped = self.source[: len(self.source) - len(self.source.lstrip())]
         return self.line_offset + dropped.count("\n")
@@ -219,9 +219,11 @@ class Contents(Struct, frozen=True, kw_only=True):
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
         sources: Texts of this cell and of the cells that defined captured functions, by filename.
-        submodules: Installed modules that the cell reaches through a package's attributes.
+        submodules: Installed modules that the cell uses only as attributes of a package, such as
+            `xml.dom` after `import xml.dom` in the notebook.
         stores: Names that the cell, or a captured function, sets or deletes.
-        updates: Subset of `stores`: set from their own value, or by a function.
+        updates: Subset of `stores`: names that the cell sets from their own value (`total += 1`),
+            or that a captured function sets.
     """
 
     cell: Cell
@@ -258,7 +260,7 @@ class Payload(Contents, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size that `[capture] limit` bounds: values, process state and the project's modules."""
+        """Size of the values, process state and modules; must not exceed `[capture] limit`."""
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
@@ -422,7 +424,7 @@ def read(path: Path) -> LoadedPayload:
 
 
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
-    """Return the submodules that the cell reaches only through attributes of a package.
+    """Return the submodules that the cell uses only as attributes of a package.
 
     For example, the notebook ran `import xml.dom` and the cell uses `xml.dom`. The cell's variable
     is `xml`, and a rank that imports only `xml` would lack `xml.dom`.

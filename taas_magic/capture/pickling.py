@@ -79,7 +79,7 @@ class Archive:
     """An archive that is mapped into memory; nothing in it is decoded yet.
 
     Attributes:
-        meta: The packed description.
+        meta: Description of the content, as `messages.pack` encodes it.
         mapped: The mapped file.
         pickle_at: Offset of the pickle.
         pickle_bytes: Size of the pickle.
@@ -105,6 +105,11 @@ class Archive:
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
     """Write an archive atomically, readable only by its owner.
 
+    Args:
+        path: The file.
+        pickled: The content.
+        meta: Description of the content; None for none.
+
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
@@ -123,7 +128,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 
 
 def read_archive(path: Path) -> Archive:
-    """Map an archive; the file may be removed afterwards.
+    """Map an archive into memory; the file may be removed afterwards.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -141,7 +146,10 @@ def read_archive(path: Path) -> Archive:
 
 
 def _spans(mapped: mmap.mmap) -> Iterator[slice]:
-    """Yield the spans of an archive's parts; nothing if the file is no archive."""
+    """Yield the byte ranges of an archive's description, pickle and buffers, in this order.
+
+    Yield nothing if the file is no archive.
+    """
     try:
         magic, count = _BEGIN.unpack_from(mapped)
         sizes = struct.unpack_from(f"<{count}Q", mapped, _BEGIN.size) if magic == _MAGIC else ()
@@ -157,7 +165,9 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 Handler = Callable[[Any], Any]
 
 STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""Reducers, by type, of values that ranks get a replacement for: registered loaders (registry.py).
+"""Reducers of values that ranks get a replacement for, by type.
+
+registry.py adds the types of registered loaders.
 
 A reducer gets the value and the pickler's `replaced`, to which it adds the packed loader. It
 returns NotImplemented for a value that is sent as it is.
@@ -231,7 +241,7 @@ class ValuePickler(cloudpickle.Pickler):
         attributes: Attribute names that the added functions look up.
         classes: Classes that were pickled by name, by id.
         replaced: Registered loaders among the added values, packed, by name.
-        filled: Closure variables that the pickle fills, by id.
+        filled: Closure cells whose content is already in the pickle, by id.
         coming: Values that are being added, by name. Functions are pickled with those of them that
             they look up, as loading may already call the functions: a class, for example, runs the
             `__init_subclass__` of its base.
@@ -428,7 +438,7 @@ class ValuePickler(cloudpickle.Pickler):
         return make, args, (fill, state), items, pairs, fill_in_main
 
     def _reduce_cell(self, cell: CellType) -> Any:
-        """Reduce a closure variable; if a function already fills it, it is pickled empty."""
+        """Reduce a closure cell, without its content if that is already in the pickle."""
         if id(cell) in self.filled:
             return make_cell, ()
         self.filled[id(cell)] = cell
@@ -458,9 +468,9 @@ class ValuePickler(cloudpickle.Pickler):
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """Add a definition's own name to `needs`.
+        """Add the own name of a function or class to `needs`, so that ranks have it in `__main__`.
 
-        The worker processes of a DataLoader send instances back by the name of their class.
+        The worker processes of a DataLoader pickle instances with the name of their class.
         """
         name = _qualname(definition).partition(".")[0]
         if self._namespace is not None and _finds(self._namespace.get(name), definition):
@@ -502,7 +512,7 @@ def _refuse(why: str, value: Any) -> Any:
 
 
 def is_importable(definition: Any) -> bool:
-    """Return whether a definition can be found by its name in an imported module."""
+    """Return whether an imported module has this function or class under its name."""
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)
     if module in (None, "__main__") or module not in sys.modules or not name:

@@ -70,8 +70,8 @@ class _Container(NamedTuple):
     """Functions to read a mutable container, which may hold itself.
 
     Attributes:
-        make: Makes the container, still empty, from the parts of its node.
-        fill: Adds the elements, after all objects of the table were made.
+        make: Function that makes the empty container from the parts of its node.
+        fill: Function that adds the elements, after all objects of the table were made.
     """
 
     make: Callable[[list[Item]], Any]
@@ -107,7 +107,10 @@ class PlainWriter:
         return to_bytes(self._nodes)
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of objects and storages that must not be written twice."""
+        """Return the ids of objects and storages that other values may also hold.
+
+        Values that hold the same object must be in one table, to get the same copy of it.
+        """
         mutable = {id(it) for it in self._held if _is_mutable(it)}
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
@@ -294,7 +297,10 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 
 
 def _is_simple(dtype: Any) -> bool:
-    """Return whether its string describes a numpy dtype: no objects, fields or extensions."""
+    """Return whether `dtype.str` describes a numpy dtype completely.
+
+    It does not for objects, fields, metadata and extensions.
+    """
     import numpy
 
     return dtype.kind in "biufcSUmM" and not dtype.metadata and numpy.dtype(dtype.str) == dtype
@@ -494,4 +500,4 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "numpy.generic": _make_scalar,
     "ndarray": _make_array,
 }
-"""Constructors, by kind of node: with `_CONTAINERS`, everything that reading a table calls."""
+"""Constructors by kind of node. Reading a table calls only these and those in `_CONTAINERS`."""

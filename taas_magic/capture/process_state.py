@@ -1,4 +1,4 @@
-"""Copy the settings that the notebook's cells made in the kernel's process to the ranks.
+"""Copy the settings of the kernel's process that the notebook's cells have changed to the ranks.
 
 `collect` reads the settings in the kernel when a cell starts. `apply` sets them in a rank after
 the cell's values are loaded. docs/capture.md lists the settings that are copied.
@@ -80,7 +80,10 @@ def without_device(state: State) -> State:
 
 
 class _Filter(NamedTuple):
-    """An entry of `warnings.filters`, with strings instead of patterns and the class."""
+    """An entry of `warnings.filters` that can be sent.
+
+    It has strings instead of patterns, and the module and name of the warning's class.
+    """
 
     action: str
     message: str

@@ -88,7 +88,7 @@ def _known_class(class_id: str, name: str) -> type:
 
 
 def make_cell() -> CellType:
-    """Make an empty cell, which holds a variable that closures share."""
+    """Make an empty closure cell: the object that holds a variable which closures share."""
     return CellType()
 
 
@@ -96,7 +96,7 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Set the content of cells."""
+    """Set the content of closure cells."""
     for cell, content in contents:
         cell.cell_contents = content
 
@@ -217,7 +217,10 @@ _target: ContextVar[dict[str, Any] | None] = ContextVar("_target", default=None)
 
 
 class NotebookNamespace(dict[str, Any]):
-    """Placeholder for the notebook's namespace in a pickle; loads as the loading side's."""
+    """Placeholder for the notebook's namespace in a pickle.
+
+    It is replaced by the namespace given to `loading_into` when the pickle is loaded.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _current_namespace, ()
@@ -225,7 +228,7 @@ class NotebookNamespace(dict[str, Any]):
 
 @contextmanager
 def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
-    """Make each `NotebookNamespace` load as `namespace` within the block, in this context."""
+    """Replace each `NotebookNamespace` that is unpickled within the block by `namespace`."""
     token = _target.set(namespace)
     try:
         yield
@@ -242,7 +245,11 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str) -> Any:
-    """Return the notebook's own object called `name`, which the rank left unchanged."""
+    """Return the notebook's object called `name`, to which a result refers by its name.
+
+    Raises:
+        CaptureError: The notebook has no such variable any more.
+    """
     namespace = _current_namespace()
     if name not in namespace:
         raise CaptureError(f"the result uses `{name}` of the notebook, which has none any more")
