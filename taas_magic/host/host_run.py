@@ -83,7 +83,10 @@ POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
 
 OBEY_S = 120.0
-"""Maximum number of seconds that the other hosts wait until this one is ready for an attempt."""
+"""Maximum number of seconds to wait until the last attempt is cleaned up on this host.
+
+Meanwhile, the controller and the other hosts wait for this host.
+"""
 
 FAILED_GRACE_S = 1.0
 """Seconds that the other ranks may take to end after SIGTERM, when a rank has failed."""
@@ -91,7 +94,12 @@ FAILED_GRACE_S = 1.0
 RANK = "taas_magic.host.rank.rank_main"
 
 Told = Halt | EndRun | PlaceFetcher
-"""Commands to a share: end early; end, because the run is over; use a fetcher's address."""
+"""A command of the pool to a share.
+
+- `Halt`: end early, because the run was stopped.
+- `EndRun`: end, because the run is over on all hosts.
+- `PlaceFetcher`: write the address of a fetcher to the run folder, where ranks read it.
+"""
 
 
 class HostShare(ABC):
@@ -109,7 +117,7 @@ class HostShare(ABC):
     """
 
     port = 0
-    """Port of the store of the first attempt's ranks, on the run's first host; else 0."""
+    """Port of torch's key-value store for the first attempt. 0 except on the run's first host."""
 
     def __init__(
         self,
@@ -218,7 +226,7 @@ class Attempt:
         pump: Reader of the ranks' pipes.
         processes: Processes by rank.
         ranks: States of the ranks.
-        stand: Stack reports of the ranks.
+        stand: Collector of the ranks' stacks, which also detects ranks that make no progress.
     """
 
     def __init__(
@@ -249,7 +257,11 @@ class Attempt:
         return cls(spec, place, emit, folder=own, pump=pump, processes={})
 
     def start(self, port: int) -> None:
-        """Start the ranks and report it. `port` is the port of their key-value store."""
+        """Start the ranks, and report their process ids to the pool.
+
+        Args:
+            port: Port of torch's key-value store for the ranks.
+        """
         spec = self._spec
         about = ProcessSpec(spec, self.folder, spec.environ(self._place), guard.strongest())
         for local_rank, rank in enumerate(spec.ranks):
@@ -267,7 +279,7 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors that become readable when a rank ends, for ranks not known to have ended."""
+        """One descriptor for each running rank. It becomes readable when the rank ends."""
         return [process.sentinel for process in self._running().values()]
 
     def look(self, deadline: float | None, interrupted_at: float | None) -> None:
@@ -404,7 +416,12 @@ class HostRun(HostShare):
         self._placing = threading.Lock()
 
     def again(self, spec: HostSpec) -> int:
-        """Start the next attempt, as soon as the last one is cleaned up. Called by another thread.
+        """Request the next attempt, and wait until the last one is cleaned up here.
+
+        Called by another thread than the share's. The share's thread starts the ranks.
+
+        Args:
+            spec: This host's share of the next attempt.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -416,7 +433,10 @@ class HostRun(HostShare):
         return meeting.port if meeting else 0
 
     def stacks(self) -> RunStacks:
-        """See `HostShare.stacks`. Returns no stacks before the ranks have started."""
+        """Return the stacks of this host's ranks; none if the ranks have not started yet.
+
+        Blocks for some seconds. Called by another thread.
+        """
         stand = self._attempt.stand if self._attempt is not None else None
         return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
 
@@ -435,10 +455,13 @@ class HostRun(HostShare):
         return self.stopped_at is None and not self._is_over
 
     def tell(self, told: Told) -> None:
-        """See `HostShare.tell`. Ranks receive the first halt as SIGINT."""
+        """Handle a command of the pool. Called by another thread.
+
+        After the first `Halt`, the ranks get SIGINT.
+        """
         super().tell(told)
         match told:
-            case EndRun():  # all hosts have settled
+            case EndRun():  # all hosts have reported how the attempt ended
                 self._is_over = True
                 self.wakeup.set()
             case PlaceFetcher():
@@ -477,7 +500,7 @@ class HostRun(HostShare):
         return attempt
 
     def _judge(self, attempt: Attempt) -> None:
-        """Check the ranks whenever something changes, until the controller's next command."""
+        """Check the ranks whenever something changes, until the next attempt or the run's end."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
@@ -539,13 +562,20 @@ def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
 FETCHER = "taas_magic.host.fetcher.fetcher_main"
 _EXIT_S = 0.5
 _END_S = 5.0
-"""Seconds that fetchers may take to end. A stopped one (SIGSTOP) never ends by itself."""
+"""Seconds that fetchers may take to end by themselves. Then they are killed.
+
+A fetcher that was stopped by SIGSTOP never ends by itself.
+"""
 
 _ENDLESS = 1 << 62
 
 
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """Return the least number of batches and bytes that workers prepare before ranks ask."""
+    """Return the minimum amount that `--prefill` makes workers prepare before ranks ask for data.
+
+    Returns:
+        Number of batches and number of bytes. The amount that does not apply is 0.
+    """
     if prefill is None:
         return 0, 0
     if prefill.unit == "bytes":
@@ -555,7 +585,12 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
 @dataclass
 class _Running:
-    """A started fetcher."""
+    """A started fetcher.
+
+    Attributes:
+        why: Reason of its failure, as the fetcher reported it; "" if it reported none.
+        said_writes: Whether the user was told that its writes to the project store are dropped.
+    """
 
     spec: FetcherSpec
     process: Any
@@ -571,7 +606,10 @@ class HostFetchers(HostShare):
         self._running: dict[connection.Connection, _Running] = {}
 
     def stacks(self) -> RunStacks:
-        """See `HostShare.stacks`. Includes the fetchers' workers."""
+        """Return the stacks of the fetchers and their workers. Blocks for some seconds.
+
+        Called by another thread.
+        """
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
@@ -599,7 +637,7 @@ class HostFetchers(HostShare):
                 self._look_for_writes(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
-        """Yield the task of each fetcher of this host."""
+        """Yield the description of each fetcher to start on this host."""
         share, folder, served = self.spec, self.folder, service.read(self.spec.folder.path)
         data = share.plan.data
         assert data is not None and served is not None

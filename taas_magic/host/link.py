@@ -51,7 +51,10 @@ RankFile = Literal["log", "messages", "ask", "cells", "stack", "stacks", "error.
 
 
 RUNNING = "running"
-"""Name of the pipe that every rank of an attempt on this host keeps open while it runs."""
+"""Name of the pipe with which the ranks of this host wait for each other (`await_others`).
+
+Every rank keeps the pipe open while it runs. Nothing is written to it.
+"""
 
 
 def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
@@ -60,16 +63,16 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 
 
 STAND, CUT = b"?", b"!"
-"""Requests of the agent to a rank: report its stacks; cut its connections to other ranks."""
+"""Requests of the agent to a rank: send its stacks; cut its connections to other ranks."""
 
 
 def ask_to_cut(folder: Path, rank: int, cell: int) -> None:
-    """Request that a rank cuts its connections to other ranks, if it still runs cell `cell`."""
+    """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
     ask(folder, rank, b"%b%d " % (CUT, cell))
 
 
 def ask(folder: Path, rank: int, what: bytes = STAND) -> None:
-    """Send a request to a rank; by default, for a report of its stacks."""
+    """Send a request to a rank. The default request is to send its stacks."""
     with suppress(OSError):  # the rank does not read the pipe, or the pipe is full
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as asked:
@@ -94,7 +97,10 @@ MORE, LAST = b"+", b"."
 """First byte of a piece of a message: more pieces follow, or this is the last one."""
 
 _PIECE_BYTES = 4000
-"""Size of a piece. With its head, it is below PIPE_BUF (4096), so that each write is atomic."""
+"""Size of a piece without its prefix. With it, a piece is below PIPE_BUF (4096).
+
+Linux writes at most PIPE_BUF bytes to a pipe atomically.
+"""
 
 
 def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:

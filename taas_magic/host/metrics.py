@@ -1,7 +1,8 @@
-"""`taas.log` in a rank: scalars go into a buffer, and the rank's heartbeat sends them.
+"""Record the scalars of `taas.log` in a buffer, which the rank's heartbeat thread sends.
 
-Nothing here waits: a call appends to a list. The heartbeat's thread converts tensors to numbers,
-which for a CUDA tensor waits for the GPU, and writes to the pipe. Light: every rank imports it.
+A call only appends to a list, and does not wait. The heartbeat thread converts tensors to numbers,
+which for a CUDA tensor waits for the GPU, and writes to the pipe. This module imports little,
+because every rank imports it.
 """
 
 import os
@@ -13,11 +14,14 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 OFF = "TAAS_METRICS"
-"""Environment variable; "0" records nothing that a library writes. `taas.log` still works."""
+"""Name of an environment variable. If it is "0", only `taas.log` records metrics.
+
+Otherwise, scalars that libraries write for TensorBoard are recorded, too (`record_tensorboard`).
+"""
 
 
 class MetricBuffer:
-    """The scalars that a rank has logged and not sent yet. Any thread may use it.
+    """The scalars that a rank has logged and not sent yet. Any thread may add some.
 
     Args:
         rank: Number of this rank.
@@ -41,7 +45,10 @@ class MetricBuffer:
             self._waiting.append((now, step, name, _kept(name, value)))
 
     def take(self) -> list[MetricPoint]:
-        """Return what was logged since the last call, as numbers. Only the heartbeat calls it."""
+        """Return the scalars logged since the last call, as numbers. Clears the buffer.
+
+        Only the heartbeat thread calls this, because converting a CUDA tensor waits for the GPU.
+        """
         waiting, self._waiting = self._waiting, []
         points = []
         for seen_at, step, name, value in waiting:
@@ -52,7 +59,13 @@ class MetricBuffer:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """Return a number, or a copy of a tensor with one element, which the program may change."""
+    """Return a scalar in the form in which the buffer stores it.
+
+    A tensor is copied, because the program may change it before it is sent.
+
+    Raises:
+        TypeError: The value is neither a number nor a tensor with one element.
+    """
     if hasattr(value, "detach") and value.numel() == 1:
         return value.detach().clone()
     try:
@@ -67,7 +80,7 @@ _buffer: MetricBuffer | None = None
 
 
 def use_buffer(buffer: MetricBuffer | None) -> None:
-    """Make `log` append to a buffer; None makes it do nothing."""
+    """Make `log` append to a buffer. With None, `log` does nothing."""
     global _buffer
     _buffer = buffer
 
@@ -80,31 +93,34 @@ def log(
     all_ranks: bool = False,
     **scalars: Any,
 ) -> None:
-    """Log scalars of a training; the cell's header draws them as live curves.
+    """Log scalars of a training. The status display above the run's log draws them as live curves.
 
-    Costs a few microseconds: nothing waits, no file is written, no other rank is involved. Call it
-    in a rank. In the notebook, or in a program outside of a run, it does nothing.
+    A call takes a few microseconds. It does not wait, writes no file, and involves no other rank.
+    Call it in a rank. In the notebook, or in a program outside of a run, it does nothing.
 
     Example:
         `taas.log(step=step, loss=loss, lr=scheduler.get_last_lr()[0])`
 
     Args:
         values: Scalars by name, for names that are no Python names: `{"loss/train": loss}`.
-        step: The x-coordinate; default: counts the calls for each name from 0.
-        all_ranks: Keep one series for each rank. By default only rank 0's values are kept.
-        **scalars: More scalars. A scalar is a number or a tensor with one element.
+        step: Step of the training, the x-coordinate of the curves. By default, one more than the
+            last step with the same name. The first step is 0.
+        all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
+            kept.
+        **scalars: More scalars by name.
 
     Raises:
-        TypeError: A value is neither.
+        TypeError: A value is neither a number nor a tensor with one element.
     """
     if _buffer is not None:
         _buffer.add({**(values or {}), **scalars}, step, all_ranks)
 
 
 def record_tensorboard() -> None:
-    """Also log what the program writes by `SummaryWriter.add_scalar`. Call after its import.
+    """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
 
-    Lightning's TensorBoardLogger and transformers' TensorBoardCallback write through it as well.
+    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`, too. Call
+    this after `torch.utils.tensorboard` was imported.
     """
     from torch.utils.tensorboard import writer
 
@@ -119,7 +135,7 @@ def record_tensorboard() -> None:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        if not isinstance(scalar_value, str):  # caffe2 names its blobs by texts
+        if not isinstance(scalar_value, str):  # a str is the name of a caffe2 blob
             log({tag: scalar_value}, step=global_step)
         return original(self, tag, scalar_value, global_step, *rest, **more)
 

@@ -77,9 +77,9 @@ class _Row:
         """Whether the cursor is at the row's start, so that the next bytes replace the row."""
         self.is_redrawn = False
         self.is_left = False
-        """Whether the cursor moved up from here to a row that was emitted already as a line.
+        """Whether the cursor moved up from this row to a row that was already emitted as a line.
 
-        Then the row is a progress bar of an unknown form, and not emitted itself.
+        This row is then a progress bar in a form that `is_bar` does not know. It is not emitted.
         """
 
     def draw(self, part: bytes, limit_bytes: int) -> None:
@@ -276,7 +276,12 @@ class LogBudget:
         return fit + errors
 
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """Return the first lines that fit into the budget, and the errors among the others."""
+        """Divide lines into those that fit into the budget and the errors among the others.
+
+        Returns:
+            The first lines, as many as fit into the budget. Of the other lines, those that look
+            like errors and fit into the reserve. All remaining lines are dropped.
+        """
         self._refill()
         self._tail.extend(lines)
         sizes = [_size_bytes(line) for line in lines]
@@ -374,7 +379,10 @@ MESSAGE_LIMIT_BYTES = 64 << 20
 """Maximum size of a rank's message. Longer ones are dropped; a rank sends no display so large."""
 
 MOST_BEGUN = 64
-"""Maximum number of incomplete messages of a rank. More are from forks that were killed."""
+"""Maximum number of incomplete messages of a rank. If there are more, the oldest is dropped.
+
+A message stays incomplete if the fork of the rank that sent it was killed meanwhile.
+"""
 
 _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
@@ -382,7 +390,7 @@ _PIPE_CHUNKS = 2
 
 
 class _LogStream:
-    """The log pipe of one rank."""
+    """The log pipe of one rank, with its log file and the lines that are to be sent."""
 
     def __init__(self, rank: int, fd: int, path: Path) -> None:
         self.rank, self.fd = rank, fd
@@ -431,7 +439,10 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank. Forks of the rank write to it, too."""
+    """The message pipe of one rank, and its incomplete messages.
+
+    Forks of the rank write to the same pipe.
+    """
 
     def __init__(self, rank: int, fd: int) -> None:
         self.rank, self.fd = rank, fd
@@ -487,7 +498,7 @@ OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
 
 
 class _Sink(NamedTuple):
-    """The destination of a pump: a run's log files and events."""
+    """The run to which a pump passes what it reads: its log files, events and message handler."""
 
     folder: RunFolder
     emit: Emit
@@ -621,7 +632,10 @@ class Pump:
                 self._read(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
-        """Read the current content of pipes. Children of ranks may keep writing: do not loop."""
+        """Read the current content of pipes.
+
+        Do not read until the pipes are empty, because children of ranks may keep writing.
+        """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
                 if not self._read(stream):

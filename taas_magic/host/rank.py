@@ -93,9 +93,10 @@ MARKUP_LIMIT_BYTES = 5_000_000
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""Description of the rank's `__main__` in pickle's error about a class that it does not define.
+"""Description of the rank's `__main__` in pickle's error about a class missing in `__main__`.
 
-Such an error occurs when a file with whole objects is loaded whose class is not in this cell.
+The error occurs if the cell loads a file with pickled objects, and neither the cell nor the
+notebook's values that it uses include the class of these objects.
 """
 
 HIDDEN_DISPLAYS = (
@@ -113,8 +114,8 @@ _NO_DEBUGGER = (
 def prepare() -> None:
     """Create the shell and import modules in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises, to import everything that formats a traceback. Otherwise a
-    failing rank would import it while the other ranks are already being ended. `numpy.random` is
+    The shell runs a cell that raises, to import the modules that format a traceback. Otherwise a
+    failing rank would import them while the other ranks are already being ended. `numpy.random` is
     imported here because numpy imports it only on first use.
     """
     rendezvous.has_horovod()
@@ -129,7 +130,9 @@ def prepare() -> None:
 
 
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Run the cell. Return if it succeeded; else end the process with exit code 1.
+    """Run the cell, or the cells of a session, and clean up as at the end of a Python program.
+
+    Return if the cell succeeded; else end the process with exit code 1. A session always succeeds.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -318,10 +321,11 @@ def _use_gloo_without_cuda(link: Link) -> None:
 def _heartbeat(
     link: Link, fed: Feed | None, cut: Callable[[int], None] | None = None
 ) -> Iterator[None]:
-    """Send heartbeats in a thread until the block ends: stack, batch counts, logged metrics.
+    """Send heartbeats in a thread until the block ends.
 
-    The thread also sends all stacks when the agent asks for them. Counts and metrics are sent once
-    more at the block's end.
+    A heartbeat has the main thread's stack, the counts of received batches, and the metrics logged
+    since the last one. Counts and metrics are sent once more at the block's end. If the agent asks
+    for stacks, the thread sends those of all threads.
 
     Args:
         link: The rank's connection to its agent.
@@ -372,7 +376,9 @@ def _heartbeat(
 
 
 def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
-    """Return why all ranks wait if the cell changed the rendezvous address; "" if it did not.
+    """Return the reason for an endless wait if the cell changed the rendezvous address, else "".
+
+    No rank listens at the changed address, so every rank that connects to it waits.
 
     Args:
         meeting: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -421,7 +427,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return the first pending collectives, each with its number in its process group."""
+    """Return descriptions of the first pending collectives: name and number in the group."""
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
         f"{entry['profiling_name'].rpartition(':')[2]} "
@@ -619,12 +625,15 @@ def _prompt(spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str]
 def _end_program() -> None:
     """Do the cleanup of a normal Python exit, which a fork of the forkserver skips (`os._exit`).
 
-    The caller has waited for threads. This function runs atexit handlers and `weakref.finalize`
-    callbacks. It deletes the program's objects, so that files which were left open are written, and
-    flushes the output. It does not unload modules, which takes Python 0.4 s. multiprocessing ends
-    its own children when the process's function returns.
+    Runs atexit handlers and `weakref.finalize` callbacks, deletes the program's objects so that
+    Python writes the files that they left open, and flushes the output.
 
-    A process group that the cell left open is closed with the process.
+    Not done here, although it belongs to a normal exit:
+
+    - Waiting for threads. The caller has done so.
+    - Ending multiprocessing's children. multiprocessing does so when `rank_main` returns.
+    - Closing process groups that the cell left open. The end of the process closes them.
+    - Unloading modules. This would take 0.4 s.
     """
     atexit._run_exitfuncs()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # open files must be written completely
@@ -783,9 +792,14 @@ class _LinkDisplayPublisher(DisplayPublisher):
 
 
 class _LineShift(ast.NodeTransformer):
-    """A shift of the cell's line numbers by its head, so that they are those of the notebook.
+    """A transformer that makes the cell's line numbers count from the top of the notebook's cell.
 
-    Code that the cell passes to IPython, by `%%capture` or `run_cell`, keeps its own line numbers.
+    The rank runs only the lines below `%%taas`. Code that the cell passes to IPython, by
+    `%%capture` or `run_cell`, keeps its own line numbers.
+
+    Args:
+        shell: The shell that runs the cell.
+        lines: Number of lines of the notebook's cell above the lines that the rank runs.
     """
 
     def __init__(self, shell: "RankShell", lines: int) -> None:
@@ -876,7 +890,7 @@ class RankShell(InteractiveShell):
         return self.run_cell(cell.source, store_history=False)
 
     def users_names(self) -> dict[str, Any]:
-        """Return the namespace without the names that IPython put there."""
+        """Return the names in the namespace that `bind` did not put there, with their values."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 
@@ -889,7 +903,7 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display if this rank's displays are shown; else send one note about all."""
+        """Send a display if this rank's displays are shown; else send a note, but only once."""
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(

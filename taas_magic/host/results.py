@@ -46,7 +46,8 @@ class Received:
     Attributes:
         values: Values by name. The name of the last expression's value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user about names that the values use.
+        notes: Notes for the user. A returned function may use a variable that differs between the
+            cell and the notebook; a note then says that the function uses the notebook's value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Received:
 
 
 class Brought(Struct):
-    """The metadata of one file of results.
+    """The metadata at the start of one file of results.
 
     Attributes:
         names: Names of the values in the file.
@@ -371,10 +372,15 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """Gather a sharded value on the CPU. This is a collective.
+    """Gather the shards of a value on the CPU. This is a collective: all ranks must call it.
 
-    A model is replaced by its full state_dict, which torch returns on rank 0 only. Other ranks than
-    those that keep the value get a None for each tensor.
+    Args:
+        value: The value, or a container of sharded and other values.
+        keeps: Whether this rank needs the result. If not, each gathered tensor is None.
+
+    Returns:
+        The value with whole tensors. A model is replaced by its full state_dict, which torch
+        returns on rank 0 only.
     """
     import torch
 
@@ -396,7 +402,7 @@ def _gather(value: Any, keeps: bool) -> Any:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Return the types of sharded values whose modules are imported."""
+    """Return torch's types of sharded tensors and modules, without those not imported yet."""
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -53,10 +53,13 @@ HOST = "TAAS_HOST"
 """Environment variable with the name of a rank's host, as the user knows it."""
 
 REACH = "TAAS_REACH"
-"""Environment variable with the address of the port in `HostSpec.reach`, as a rank reaches it."""
+"""Environment variable with `HostSpec.reach`: an address on the notebook's machine.
+
+Ranks connect to it. The variable is not set if the run has no such address.
+"""
 
 VALUE = "<value>"
-"""Name of the last expression's value among a run's results. No variable can have this name."""
+"""Key of the last expression's value among a run's results. No variable can have this name."""
 
 
 def topic(owner: str) -> str:
@@ -158,8 +161,9 @@ class HostSpec(Struct, frozen=True):
         home_dir: Folder of the run on the notebook's machine, if it differs from `run_dir`.
         requires: Modules that must be installed on the hosts. None checks nothing.
         n_hosts: Number of hosts of the run.
-        reach: Port of the notebook's machine that ranks connect to, as "tls://host:port". The copy
-            for one host has the address that this host uses. "" if there is none.
+        reach: Address on the notebook's machine that ranks connect to, as "tls://host:port". "" if
+            there is none. Hosts may need different addresses for the same port; the copy for one
+            host has the one that this host can use.
         reads_only: Whether the run only reads the project store. It does not own the store, and
             writes to a host's mirror are not copied back.
         fetches: Whether the share consists of fetchers, which never write to the project store.
@@ -204,7 +208,7 @@ class HostSpec(Struct, frozen=True):
 
     @property
     def share(self) -> HostPlan:
-        """The ranks of this host."""
+        """Plan of this host's share: the numbers of its ranks, and their number of threads."""
         return next(host for host in self.plan.hosts if host.host_rank == self.host_rank)
 
     @property
@@ -247,7 +251,7 @@ class Launch(Request[Started]):
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
         spec: Share of the first host, from which the other shares are derived.
-        said: Events that the run's fetchers have sent before.
+        said: Events that the run's fetchers have sent before the run starts.
     """
 
     owner: str
@@ -291,10 +295,10 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class FetcherSpec:
-    """The task of one fetcher.
+    """The description of one fetcher, with which its process is started.
 
     Attributes:
-        plan: The fetcher's part of the run's plan.
+        plan: Number, host and loaders of the fetcher, from the run's plan.
         service: The run's data service: loaders and settings.
         run_dir: Folder of the run on this host, with the loaders and the fetchers' addresses.
         cores: Number of CPU cores that the fetcher may use.
@@ -337,9 +341,13 @@ def without_environ(spec: HostSpec) -> HostSpec:
 
 
 def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
-    """Return the share of one of the run's hosts, whose plan contains only that host.
+    """Return one host's share of a run, with a copy of the plan that contains only that host.
 
-    With the full plan, a run on 1,000 hosts would send a million host plans.
+    If each of 1,000 hosts got the whole plan, a million host plans would be sent.
+
+    Args:
+        spec: The run.
+        host_rank: Number of the host.
     """
     hosts = spec.plan.hosts
     if spec.fetches:

@@ -142,7 +142,10 @@ class Verdict:
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        cause: "rank", "left", "stopped", "timeout", "interrupt" or "host". "" on success.
+        cause: Reason for the end; "" on success. "rank": a rank raised an exception or died.
+            "left": a rank left by `sys.exit(0)`. "stopped": a rank was stopped by SIGSTOP.
+            "timeout": `--timeout` is over. "interrupt": the user interrupted the run. "host": the
+            forkserver, from which the ranks are forked, has ended.
     """
 
     state: str
