@@ -1,4 +1,4 @@
-"""Private certificates: only those processes trust them that were given them explicitly."""
+"""Make private certificates: a process trusts them only if it was given them explicitly."""
 
 import datetime
 import ipaddress
@@ -15,7 +15,8 @@ _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
 def make(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM, in under a millisecond.
 
-    The holder of the key can also sign certificates for others. `Authority` avoids that.
+    Whoever has the private key can also sign other certificates with it. `Authority` never hands
+    out its key.
     """
     return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 
@@ -35,14 +36,14 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Signs certificates of clients. No method returns its own private key."""
+    """Issuer of certificates for clients, which keeps its own private key to itself."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.certificate, self._key = make(name)
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
-        """Make a client certificate and its private key, both as PEM.
+        """Make a client's certificate, signed by this issuer, and its private key, both as PEM.
 
         Args:
             name: Common name of the holder.

@@ -1,4 +1,4 @@
-"""Read the settings in taas.toml. Without such a file, everything runs on this machine.
+"""Read the settings in taas.toml. Without such a file, all runs use this machine.
 
 The file is searched in the notebook's folder and the folders above it, up to the home folder (or
 the root), then in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys. The file may name
@@ -79,8 +79,8 @@ class PoolConfig(Struct, frozen=True):
         gpus: Number of CUDA devices of each host; None asks the host.
         cores: Number of logical processors of each host; None asks the host.
         role: "ranks", or "data" for hosts that run fetchers.
-        python: Interpreter on the hosts; None for this kernel's.
-        interface: Network interface for ranks and fetchers; None finds it.
+        python: Interpreter on the hosts; None for this kernel's, or `python3` for engine "ssh".
+        interface: Network interface for ranks and fetchers; None lets each host find it.
         network: "shared", where batches are encrypted by TLS, or "private", where they are not.
         max_hosts: Number of hosts that may be in use at the same time.
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
@@ -149,7 +149,7 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
 
 class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
-    """Settings of the capture.
+    """Settings for capturing the notebook objects that a cell uses.
 
     Attributes:
         limit_bytes: Limit on the size of a payload.
@@ -165,7 +165,8 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
         keep: Number of run folders that are kept.
         keep_bytes: Bytes that these folders may have together.
         notify: Command line to execute at the end of a detached run; None for none.
-        hang_s: Seconds without progress of any rank after which a run's head says so; 0 for never.
+        hang_s: Seconds without progress of any rank after which the run's head shows where the
+            ranks are; 0 for never.
         session_idle_s: Seconds without a cell after which a session is ended.
     """
 
@@ -219,7 +220,12 @@ class Config(Struct, frozen=True):
 
 
 def closest(word: str, possible: Iterable[str]) -> str:
-    """Return ` (did you mean "x"?)`, or "" if no possible word is similar."""
+    """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no possible word is similar.
+
+    Args:
+        word: The unknown word.
+        possible: Words that would be allowed instead.
+    """
     by_name = {name.lstrip("-"): name for name in possible}  # dashes would make all flags similar
     near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_CLOSE)
     return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
@@ -242,7 +248,7 @@ _SIZE_FACTORS = {
 
 
 def find_config(folder: Path) -> Path | None:
-    """Return the taas.toml for a notebook in `folder`, or None if there is none."""
+    """Return the path of the taas.toml for a notebook in `folder`, or None if there is none."""
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
     places = above[: above.index(home) + 1] if home in above else above
@@ -291,7 +297,7 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Return why another user than root can change `place`, or "" if nobody else can."""
+    """Return why a user other than this one and root can change `place`; "" if none can."""
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
         owner = f"uid {status.st_uid}"
@@ -395,7 +401,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
         table: The parsed table.
         kind: The settings struct.
         where: File and table, for error messages.
-        **given: Fields of the struct that are not keys of the table.
+        **given: Values of fields of the struct that may not be set in the table.
 
     Raises:
         UsageError: `table` is not a table, has an unknown key, or has a wrong value.
@@ -418,7 +424,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
 
 
 def _meta(kind: object) -> str:
-    """Return the description of the values that a key of this type may have."""
+    """Describe, for an error message, the values that a key of this type may have."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
 

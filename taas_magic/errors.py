@@ -1,7 +1,7 @@
 """Exceptions that taas-magic raises.
 
     TaasError
-    ├── UsageError            a mistake in the cell's head, a flag, a name or taas.toml; no start
+    ├── UsageError            a mistake in the %%taas line, a name or taas.toml; no start
     │   └── RegistrationError taas.register refuses a loader; also a TypeError and a ValueError
     ├── CellSyntaxError       the cell is not Python; nothing was started
     ├── CaptureError          a notebook object cannot travel; nothing was started
@@ -120,7 +120,7 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Return a description of why the system refused to write."""
+    """Describe, for an error message, why the system refused to write a file."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",
@@ -131,7 +131,7 @@ def reason_of(error: OSError) -> str:
 
 
 def signal_name(exitcode: int) -> str:
-    """Return the signal of a negative exit code (`SIGSEGV` for -11), else ""."""
+    """Return the name of the signal that ended a process (`SIGSEGV` for exit code -11), else ""."""
     if exitcode >= 0:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Run a function when a module is imported, without importing the module."""
+"""Call a function as soon as other code imports a certain module."""
 
 import sys
 from collections.abc import Callable, Sequence

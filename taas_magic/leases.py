@@ -13,9 +13,9 @@ SSH_BEATS_PER_LEASE = 8
 """Number of heartbeats per `lease_s` from the pool to a host's supervisor over SSH."""
 
 LOST_AFTER_S = 1.0
-"""Seconds after a silent host's lease until the pool counts it as lost.
+"""Seconds from the end of a silent host's lease until the pool counts the host as lost.
 
-By then the host has ended its own processes.
+By then, the host has ended its own processes.
 """
 
 RANK_BEAT_S = 1.0
@@ -30,15 +30,18 @@ This is the default of a pool's `start_timeout_s`.
 STOPPED_S = 5.0
 """Seconds that a process may be stopped (SIGSTOP).
 
-After that, the run fails because of a stopped rank. A stopped worker of a fetcher or a stopped
-forkserver is ended, and the worker or the host is replaced.
+If a rank is stopped for longer, the run fails. If a worker of a fetcher or a forkserver is stopped
+for longer, it is ended, and the worker or the host is replaced.
 """
 
 HOST_END_S = 10.0
 """Maximum seconds for a supervisor to end all processes of its host."""
 
 ALIVE_S = 1.0
-"""Seconds between two signs of life from a fetcher to a waiting rank; the rank checks as often."""
+"""Seconds between two signs of life from a fetcher to a waiting rank.
+
+The rank checks for them at the same interval.
+"""
 
 PROOF_S = 5.0
 """Maximum seconds, in total, for a peer of a fetcher to prove that it belongs to the run."""
@@ -47,7 +50,11 @@ NODE_JOIN_S = 120.0
 """Maximum seconds for a farm's node to connect to the farm, after it is ready to run jobs."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
-"""Minimum value of `fetch_s`: half of it must be longer than a sign of life may take."""
+"""Minimum value of `fetch_s`.
+
+A rank waits half of `fetch_s` for a sign of life from a fetcher, so that half must be longer than
+the interval between two of them.
+"""
 
 
 class FetchLease(NamedTuple):

@@ -60,7 +60,7 @@ class StackFrame(NamedTuple):
 
 
 class ProcessStand(Struct, kw_only=True):
-    """Stack report of one process, as text for people.
+    """Stack report of one process: its threads and what it waits for, as text for people.
 
     Attributes:
         command: Command line of the process; "" for a rank.
@@ -190,7 +190,7 @@ class LoaderPlace(Struct, kw_only=True, frozen=True):
 
 
 LoaderPlaces = dict[str, LoaderPlace]
-"""Addresses of a fetcher by the name of the loader."""
+"""Addresses at which a fetcher serves its loaders, by the name of the loader."""
 
 
 class WrittenFile(Struct):
@@ -213,7 +213,7 @@ class KeptOutFile(Struct):
 
 
 class UnsentFile(Struct):
-    """A file of rank 0 that could not be copied from another machine to the project store."""
+    """A file of rank 0 that could not be copied from its host to the project store."""
 
     path: str
     why: str
@@ -248,10 +248,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The pool's process reports that the run is RUNNING.
-
-    Readers of a journal make such an event themselves, with LOST, if the run is lost.
-    """
+    """The pool's process reports that the run's state is now RUNNING."""
 
     state: str
 
@@ -265,7 +262,7 @@ class RanksStarted(Event, tag="started", kw_only=True):
 
     Attributes:
         pids: Process id by rank.
-        gpus: Number of GPUs in use: one for each rank, as far as the host has them.
+        gpus: Number of GPUs that the ranks use: one each, but not more than the host has.
     """
 
     attempt: int = 0
@@ -333,7 +330,12 @@ class RankFailure(Event, tag="failure", kw_only=True):
 class Settled(Event, tag="settled", kw_only=True):
     """An agent reports that the ranks of its host have ended or failed.
 
-    After the reports of all hosts, the pool's process ends or restarts the run.
+    When the agents of all hosts have reported, the pool's process ends or restarts the run.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or INTERRUPTED.
+        cause: "rank", "left", "stopped", "timeout", "interrupt" or "host"; "" on success.
+        failures: Failures of the ranks of this host.
     """
 
     attempt: int = 0
@@ -346,7 +348,7 @@ class Restart(Event, tag="restart", kw_only=True):
     """The pool's process reports that all ranks start again.
 
     Attributes:
-        failure: The failure that made it necessary; None if the run grows.
+        failure: The failure that made the restart necessary; None if the run grows.
         cause: Reason for the restart if there was no failure.
         world_size: New number of ranks if the run grows.
     """
@@ -369,12 +371,12 @@ class StoreReceipt(Event, tag="receipt", kw_only=True):
 
 
 class FetcherStarted(Event, tag="fetcher", kw_only=True):
-    """A fetcher reports that it listens.
+    """A fetcher reports that it now accepts connections from ranks.
 
     Attributes:
         number: Number of the fetcher in the run.
-        cores: Processors of its host.
-        workers: Number of workers of each loader.
+        cores: Number of processors of its host.
+        workers: Number of workers by the name of the loader.
         entry: Addresses of the fetcher; not in the journal.
     """
 
@@ -397,7 +399,7 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
 
     Attributes:
         number: Number of the fetcher in the run.
-        entry: Its loaders, with the reason in `failed` if it ended unexpectedly or never listened.
+        entry: Its loaders. If it ended unexpectedly or could not start, `failed` has the reason.
     """
 
     number: int
@@ -466,7 +468,8 @@ class RunEnded(Event, tag="ended", kw_only=True):
         failures: Failures of all hosts, causes before consequences.
         first: The failure to blame; None if there is none.
         elapsed_s: Seconds that the run took.
-        why: Reason why the run could not report its own end; else "".
+        why: Reason for the end if the run itself could not report it, for example because the
+            pool's process is gone; else "".
         attempt: Number of the last attempt, whose results count.
     """
 
@@ -507,7 +510,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
 
 class RankSight(RankMessage, tag="sight"):
-    """The rank reports the stacks of its threads by name, and its unfinished collectives."""
+    """The rank sends its stack report: stacks by the thread's name, and unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
     pending: list[str] = []
@@ -606,11 +609,13 @@ class AgentSettings(Struct, kw_only=True):
         security: Keyword arguments of Dask's `Security`.
         name: Name of the host for Dask and the engine.
         host_name: Name of the host for the user; "" for the host's own name.
-        interface: Network interface of the ranks; "" finds it.
+        interface: Network interface of the ranks; "" if the agent shall find it.
         is_foreign: Whether the host is another machine than the notebook's.
         local_directory: Folder for Dask's files; None for Dask's default.
-        lease_s: Seconds without a message from the pool after which the host ends everything.
-        start_timeout_s: Seconds without any activity after which its forkserver counts as stuck.
+        lease_s: Seconds without a message from the pool after which the host ends all its
+            processes.
+        start_timeout_s: Seconds without any activity after which the host's forkserver counts as
+            stuck.
     """
 
     scheduler: str
@@ -648,7 +653,7 @@ class HostHello(Struct, kw_only=True):
 
 
 class Facts(Struct, frozen=True):
-    """Facts about a host, as `probe.main` found them in the Python that the pool uses there.
+    """Facts about a host, as `probe.main` finds them in the Python that the pool uses there.
 
     Attributes:
         python: Version of the interpreter that the pool's settings name. All other facts are
@@ -659,15 +664,15 @@ class Facts(Struct, frozen=True):
         versions: Versions of the requested packages that are installed.
         ours: Digest of taas-magic's files; "" if it is not installed.
         missing: Requested modules that are not installed.
-        cache: Folder for taas-magic's files on the host.
-        cache_error: Reason why the cache is not writable; "" if it is.
+        cache: Folder for taas-magic's files on the host (`probe.cache_folder`).
+        cache_error: Reason why the cache is not writable; "" if it is writable.
         free_bytes: Bytes that can still be written to the cache.
         sites: Names of the package folders that taas-magic has put into the cache.
         cores: Number of logical processors that a process may use.
         gpus: Number of GPUs.
         gpu_names: Names of the GPUs; empty if they were not requested or could not be found.
         clock: The host's wall clock, in seconds since 1970.
-        ahead_s: Seconds by which that clock is ahead of this machine's.
+        ahead_s: Seconds by which the host's clock is ahead of the clock of the machine that asked.
         hostname: The host's own name.
         own_addresses: Addresses that the host itself resolves that name to.
         interfaces: Addresses by network interface.
@@ -705,7 +710,9 @@ class Facts(Struct, frozen=True):
     sees_store: bool = False
 
     def of(self, host: str, began: float) -> "Facts":
-        """Return the facts with `host` and `ahead_s` set. Call it as soon as the facts arrive.
+        """Return the facts with `host` and `ahead_s` set.
+
+        Call it as soon as the facts arrive: it compares the host's clock with the current time.
 
         Args:
             host: Name of the host.
@@ -715,7 +722,7 @@ class Facts(Struct, frozen=True):
         return structs.replace(self, host=host, ahead_s=ahead_s)
 
     def interface_of(self, address: str) -> str:
-        """Return the network interface with this address, or ""."""
+        """Return the name of the network interface with this address; "" if there is none."""
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
@@ -937,7 +944,7 @@ class GetAgentKeys(Request[AgentKeys]):
 
 
 class Greet(Request[HostHello]):
-    """The pool's process asks an agent to describe its host, once it can start ranks.
+    """The pool's process asks an agent to describe its host as soon as the host can start ranks.
 
     Attributes:
         has_run: Whether a run waits for the host. If not, the agent starts to import modules that
@@ -967,7 +974,7 @@ class EndRun(Request[None]):
 
 
 class PlaceFetcher(Request[None]):
-    """The pool's process sends an agent the addresses of a fetcher, for the run's ranks there."""
+    """The pool's process sends an agent the addresses of a fetcher, for the ranks on its host."""
 
     run_id: str
     number: int
@@ -1144,12 +1151,12 @@ of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.De
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames)
 ).decode
-"""Decode a message from a rank to its agent; raise msgspec.DecodeError if it is none."""
+"""Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
 
 of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
     FetcherStarted | FetcherReport | Note | FetcherFailed
 ).decode
-"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError if it is none."""
+"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError for any other bytes."""
 
 
 def pack(value: object, indent: int | None = None) -> bytes:

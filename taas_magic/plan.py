@@ -25,7 +25,7 @@ class FetcherPlan(Struct, frozen=True):
 
     Attributes:
         number: Number of the fetcher in the run; its messages and files contain it.
-        index: Index among the M fetchers of its loaders.
+        index: Index of the fetcher among those that run the same loaders, from 0.
         loaders: Names of the loaders that it runs.
         host: Index of its host among the hosts for fetchers.
     """
@@ -151,7 +151,7 @@ class Prefill(Struct, frozen=True):
 
 
 class RunOptions(Struct, frozen=True, kw_only=True):
-    """Options of a cell's head that its plan contains unchanged.
+    """Options of the `%%taas` line that the plan of the run contains unchanged.
 
     Attributes:
         cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders inside the
@@ -187,7 +187,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
 
 
 class Flags(RunOptions, frozen=True, kw_only=True):
-    """All options of a cell's head: the magic's flags, parsed.
+    """All options of the `%%taas` line, parsed.
 
     Attributes:
         gpus: Number of ranks (world size); 0 for the session's number.
@@ -235,7 +235,7 @@ class HostCapacity:
 
 
 class HostPlan(Struct, frozen=True):
-    """Plan of one host's share: `ranks` ranks, the first with global rank `first_rank`."""
+    """Share of one host in a run: it runs `ranks` ranks, numbered from `first_rank`."""
 
     host_rank: int
     first_rank: int
@@ -263,7 +263,7 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     """Plan of a run.
 
     Attributes:
-        hosts: Shares of the hosts that run ranks.
+        hosts: Share of each host that runs ranks.
         hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
             never.
         notes: Notes for the user.
@@ -332,7 +332,7 @@ def name_of(text: str) -> str:
 
 
 def is_from(text: str, rank: int, world_size: int) -> bool:
-    """Return whether a rank sends the value of a name of `--out`."""
+    """Return whether a name of `--out` asks for the value on this rank."""
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
@@ -377,7 +377,8 @@ def make_plan(
         store: Rule for access to the project store; None for no restrictions.
 
     Raises:
-        UsageError: The pool cannot run that many ranks, or not with as many on each host.
+        UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly
+            over the hosts, and `--uneven-hosts` is not given.
     """
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
@@ -398,10 +399,10 @@ def make_plan(
 
 
 def next_size(plan: Plan) -> Plan | None:
-    """Return the plan for the next larger run, with as few additional hosts as possible.
+    """Return a run's plan for more ranks, with as few additional hosts as possible.
 
     Returns:
-        The plan, or None if the run may not grow further.
+        The new plan, or None if the run may not grow further.
     """
     room = plan.room
     if room is None or plan.world_size >= room.most:
@@ -438,7 +439,7 @@ def _most_on(room: Room, n_hosts: int) -> int:
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    """Return shares that differ by at most one rank, with the larger ones first."""
+    """Divide ranks over hosts, so that hosts differ by at most one rank, the larger ones first."""
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []
     for number in range(n_hosts):

@@ -1,4 +1,4 @@
-"""The program that runs on a host: it reports the host's facts and installs packages there.
+"""Report a host's facts and install packages there: the program that runs on the host.
 
 `main` returns the facts, `install` puts packages into the user's cache. The source is also sent as
 text to the standard input of the host's own Python, so it uses only the standard library of Python
@@ -113,7 +113,7 @@ def _cgroup_folders() -> list[str]:
 
 
 def _quota(folder: str) -> int:
-    """Return the number of cores that a cgroup may use, rounded up; 0 without a limit."""
+    """Return the number of cores that a cgroup may use, rounded up; 0 if it has no limit."""
     quota, period = (
         _read(os.path.join(folder, "cpu.max")).split()
         or _read(os.path.join(folder, "cpu.cfs_quota_us")).split()
@@ -165,7 +165,7 @@ def torch_cuda() -> str:
 
 
 def digest_of_ours() -> str:
-    """Return a digest of taas-magic's files on this host; "" if it is not installed."""
+    """Return a digest of taas-magic's files on this host; "" if taas-magic is not installed."""
     folder = folder_of("taas_magic")
     return digest(package_files(folder)) if folder else ""
 
@@ -217,7 +217,8 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Asking torch could create a CUDA context in this process, and CUDA breaks in forks of it.
+    Torch is not asked: it could create a CUDA context in this process, and then CUDA would not work
+    in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -277,12 +278,12 @@ def install(
 ) -> str:
     """Create a folder of packages, by pip or from a zip file; return an error text, or "".
 
-    The folder appears by one rename, under a name that identifies its content. So a broken transfer
-    leaves nothing behind that would be used. If several hosts that share a home folder install the
-    same packages at once, the first one wins and the others discard theirs.
+    The folder is filled under a temporary name and then renamed, so a folder with the final name is
+    always complete. If several hosts that share a home folder install the same packages at once,
+    the first one wins and the others discard theirs.
 
     Args:
-        folder: The folder to create, completely or not at all.
+        folder: The folder to create; its name identifies the content.
         pins: Requirements for pip, such as `zict==3.0.0`.
         options: Further options of `pip install`.
         limit_s: Seconds that pip may take.
@@ -349,7 +350,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the files of installations that were cut off long ago."""
+    """Remove what installations that were cut off more than a day ago have left behind."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import LoaderShape
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
-"""Types that pickle handles without calling a reducer, so that every rank would get all data."""
+"""Types that cannot be registered.
+
+pickle calls no reducer for them, so every rank would get all the data.
+"""
 
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
@@ -49,7 +52,7 @@ class Registered:
 
     Attributes:
         name: Name of the loader in runs; "" if it has none yet.
-        held: Function that returns the loader, or None if the notebook no longer refers to it.
+        held: Function that returns the loader; it returns None if the loader no longer exists.
         seed: Seed of its random numbers; None for the run's seed.
         uneven: Rule for batches that do not divide by the number of ranks: `pad`, `drop` or
             `keep`.
@@ -88,7 +91,7 @@ class PackedLoader(NamedTuple):
     """A registered loader, pickled for a run.
 
     Attributes:
-        shape: Description of the loader that ranks get instead of it; contains no data.
+        shape: Description of the loader, without its data; ranks get it instead of the loader.
         payload: Parts of the loader, pickled for the fetchers.
     """
 
@@ -163,7 +166,9 @@ def _is_short(name: str) -> bool:
 
 
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
-    """Return a function that returns the loader, weakly referenced if the user did not name it.
+    """Return a function that returns the loader, or None once the loader no longer exists.
+
+    The function holds only a weak reference to a loader that the user did not name.
 
     The loader's data may fill most of the memory, and a cell that registers a loader may run many
     times. So an earlier loader must not be kept alive.
@@ -209,11 +214,15 @@ def registered() -> dict[str, Registered]:
 
 
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
-    """Reduce a registered loader to its shape; leave any other loader to the pickler.
+    """Pickle the description of a registered loader in place of the loader; called by the pickler.
 
     Args:
         loader: Any loader.
         used: Mapping to which the packed loader is added, under its name.
+
+    Returns:
+        The reduced loader, or NotImplemented if the loader is not registered and is to be pickled
+        as usual.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -282,7 +291,10 @@ def _check_kind(loader: Any, uneven: str) -> None:
 
 
 def _iterated_by(kind: type) -> str | None:
-    """Return the module of a DataLoader's `__iter__` if it is neither torch's nor torchdata's."""
+    """Return the module that defines a DataLoader's own `__iter__`; None if the class has none.
+
+    An `__iter__` of torch or torchdata does not count.
+    """
     from torch.utils.data import DataLoader
 
     module: str = getattr(kind, "__iter__", DataLoader.__iter__).__module__
@@ -426,13 +438,13 @@ def _length(value: Any) -> int | None:
 
 
 def _may_vary(parts: "LoaderParts") -> bool:
-    """Return whether the number of batches may change from epoch to epoch."""
+    """Return whether the loader's number of batches may change from epoch to epoch."""
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
     return has_sampler and (_has_own_sampler(parts) or _has(parts.dataset, "set_epoch"))
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether a sampler, or a sampler that it wraps, is not one of torch's."""
+    """Return whether the loader uses a sampler that is not torch's, directly or inside another."""
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
         if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):
@@ -461,7 +473,7 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn if the dataset has random generators of its own."""
+    """Warn if the dataset has random generators of its own, which are not seeded for each batch."""
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, goes_on

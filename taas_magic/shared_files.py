@@ -33,7 +33,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 
 
 def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
-    """Take the lock of a file and return its descriptor; return None if a process holds it.
+    """Open a file, take its lock and return the descriptor; None if another process holds it.
 
     Args:
         path: The lock file.
@@ -59,7 +59,10 @@ def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock; yield False if another process holds it and `wait` is False."""
+    """Hold a file's lock within the block.
+
+    Yield True, or False without the lock if another process holds it and `wait` is False.
+    """
     descriptor = take_lock(path, wait=wait)
     try:
         yield descriptor is not None

@@ -1,4 +1,4 @@
-"""Preparing hosts on which taas-magic may not be installed.
+"""Prepare hosts on which taas-magic may not be installed.
 
 facts.py     asks hosts for their facts (with ../probe.py) and judges whether they can run
 install.py   finds the packages that a host lacks and installs them into its user's cache

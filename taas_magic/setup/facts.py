@@ -1,9 +1,11 @@
-"""The facts of a host before taas-magic runs there, and the problems that they show.
+"""Ask hosts for their facts before taas-magic runs there, and find the problems in the facts.
 
 The program `probe.py` is sent as text to the standard input of the host's own Python and returns
 the facts. `judge` is a pure function: it compares facts with what a run needs and returns findings,
-each with a remedy. `check` asks all hosts of pools in parallel. Kernels and pools import this
-module when they start, so most of `packaging`, which takes 30 ms to import, is left to install.py.
+each with a remedy. `check` asks all hosts of pools in parallel.
+
+Kernels and pools import this module when they start. Most of `packaging` takes 30 ms to import, so
+only install.py imports it.
 """
 
 import importlib.metadata
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
 DEFAULT_PYTHON = "python3"
 PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
-"""Prefix of the probe's answer: a login script of the host may print other lines before it."""
+"""Prefix of the line with the probe's result: a login script may print other lines before it."""
 
 FULL_BYTES = 256 * 1024**2
-"""Free bytes below which the host's cache has no room for our packages or a run."""
+"""Free bytes that the host's cache needs at least for taas-magic's packages and a run."""
 
 LOW_BYTES = 2 * 1024**3
 CLOCK_S = 60.0
@@ -58,10 +60,12 @@ class Done(NamedTuple):
 
 
 class Shell(Protocol):
-    """Runs commands on one host. Calls block, and raise a `PoolError` that names the host.
+    """Connection to a host that runs commands there.
+
+    Calls block, and raise a `PoolError` that names the host.
 
     Attributes:
-        host: The host as the user calls it.
+        host: Name of the host for the user.
     """
 
     host: str
@@ -113,7 +117,10 @@ def ask(
 
 
 def _program(function: str, asked: Mapping[str, object]) -> bytes:
-    """Return a program that every Python since 2.6 can parse, so that an old one can say so."""
+    """Return a program that calls a function of `probe` and prints its result as JSON.
+
+    Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
+    """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
         "import sys",
@@ -158,7 +165,13 @@ def this_kernel() -> Kernel:
 
 
 def of_this_machine(host: str, packages: Iterable[str] = (), mark: str = "") -> Facts:
-    """Return the facts of this machine and this Python."""
+    """Return the facts of this machine and this Python.
+
+    Args:
+        host: Name of this machine for the user.
+        packages: Distributions whose versions are reported.
+        mark: Path of a file in the project store; "" leaves it out.
+    """
     facts = msgspec.convert(probe.main(tuple(packages), (), mark), Facts)
     return structs.replace(facts, host=host)
 
@@ -177,7 +190,8 @@ def ask_host(
         python: The interpreter on the host; None means `python3`.
         packages: Distributions whose versions are reported.
         modules: Top-level modules to check; those that are missing are reported.
-        mark: Path of a file in the project store, as this machine sees it.
+        mark: Path of a file in the project store, to find out whether the host shares the store;
+            "" skips this check.
 
     Raises:
         PoolError: The interpreter does not exist or does not work. The message names the host.
@@ -230,7 +244,8 @@ class Finding:
     """One problem of a host.
 
     Attributes:
-        level: ERROR refuses the run; WARNING is shown once; REMARK is shown only by a check.
+        level: With ERROR, the host cannot be used. WARNING is shown once. REMARK is shown only by
+            a check of the hosts.
         what: The problem, with both values if two differ.
         todo: What to do; "" if nothing needs to be done.
     """
@@ -271,7 +286,7 @@ def judge(
 
 
 def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
-    """Refuse hosts that cannot execute a run.
+    """Raise an error if one of the hosts cannot execute a run.
 
     Raises:
         PoolError: At least one host has an error. The message lists hosts, errors and remedies.
@@ -370,7 +385,7 @@ class Row:
 
     Attributes:
         pool: Name of the pool.
-        host: The host as the user calls it; "" for a pool without a host that can be asked.
+        host: Name of the host for the user; "" for a pool without a host that can be asked.
         facts: The facts of the host; None if it did not answer.
         findings: Problems, errors first.
     """
@@ -400,8 +415,8 @@ def check(
 
     Args:
         pools: The pools to check.
-        ways: Returns a pool's shells by host name (`Engine.ways`). This function enters them; they
-            give up when the event is set.
+        ways: Function that returns a pool's shells by host name (`Engine.ways`). `check` enters
+            each shell. Shells give up when the event is set.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store; a host that sees it shares the store. "" skips
@@ -439,6 +454,6 @@ def check(
 
 
 def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:
-    """Return the row of a host, from its facts."""
+    """Judge a host by its facts, and return the result as a row."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
     return Row(pool.name, facts.host, facts, tuple(found))

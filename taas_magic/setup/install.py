@@ -1,9 +1,9 @@
-"""Installing the packages that an agent and its ranks need on a host.
+"""Install the packages that an agent and its ranks need on a host.
 
-The host's own pip is tried first. Otherwise the packages are sent as one file. The files of this
-environment are used if they fit the host. For a host with another processor or an older C library,
-pip on this machine downloads wheels once and keeps them in the user's cache. torch is never
-installed, because a host's torch must fit its GPUs.
+The host's own pip is tried first. If it fails, the packages are sent as one file, which is made
+from this environment if its packages fit the host. For a host with another processor or an older C
+library, pip on this machine downloads wheels once and keeps them in the user's cache. torch is
+never installed, because a host's torch must fit its GPUs.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ AS_HERE = ("distributed",)
 """Packages that need exactly this machine's version: both ends of Dask's protocol must match."""
 
 NEVER = ("torch", "ipykernel", "paramiko")
-"""Packages that no host gets: torch, and what `taas_magic.host` does not import."""
+"""Requirements not installed on hosts: torch, and packages that `taas_magic.host` never imports."""
 
 PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
@@ -58,7 +58,10 @@ _OLDEST_GLIBC = 5
 _SAID_LINES = 4
 
 _parsing = threading.Lock()
-"""Serializes parsing of markers: `ast` fails in two threads on 3.11 (python/cpython#106905)."""
+"""Lock for parsing requirements.
+
+On Python 3.11, `ast` fails if two threads use it at once (python/cpython#106905).
+"""
 
 _making = threading.Lock()
 _bundles: dict[str, bytes] = {}
@@ -67,7 +70,7 @@ Files = dict[str, bytes]
 
 
 class Installed(NamedTuple):
-    """An installed package of this environment: its version and its requirements."""
+    """The version and the requirements of a package that is installed in this environment."""
 
     version: str
     requires: tuple[str, ...]
@@ -75,7 +78,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed(name: str) -> Installed | None:
-    """Return a package of this environment; None if it is not installed."""
+    """Return version and requirements of a package here; None if it is not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -86,10 +89,11 @@ def installed(name: str) -> Installed | None:
 def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict[str, Wanted]:
     """Return the packages that a host needs, with their dependencies, by canonical name.
 
-    Requirements of extras are left out. The host's Python has the same minor version as this one.
+    Requirements of extras are left out. Markers are evaluated for this Python, as the host's has
+    the same minor version.
 
     Args:
-        find: Returns the installed package with a canonical name.
+        find: Function that returns the installed package with a canonical name.
 
     Raises:
         PoolError: taas-magic itself is not installed here, so its requirements are unknown.
@@ -150,7 +154,7 @@ class PackageFolder:
     Attributes:
         name: Name of the folder. It identifies the content; an existing folder is not checked.
         pins: Requirements for pip; empty if pip cannot provide the packages.
-        bundle: Returns a zip file with the packages.
+        bundle: Function that returns a zip file with the packages.
     """
 
     name: str
@@ -159,7 +163,7 @@ class PackageFolder:
 
 
 def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
-    """Return the package folders that a host needs, including those that it already has."""
+    """Return the package folders that a host needs, including those that are already there."""
     parcels = []
     missing = lacking(packages_needed(), facts)
     if missing:
@@ -207,7 +211,7 @@ def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, ob
 
 
 def our_bundle() -> bytes:
-    """Return a zip file with taas-magic itself: the code of this process, never an index's."""
+    """Return a zip file with taas-magic: the code that this process runs, not a release."""
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
     programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
