@@ -1,4 +1,7 @@
-"""Search for random generators in a dataset's attributes; they are not seeded for each batch."""
+"""Search for random generators in a dataset's attributes.
+
+The data service seeds the global generators for each batch, but not these. A warning names them.
+"""
 
 import random
 import sys
@@ -10,11 +13,14 @@ from typing import Any
 import torch
 
 _MOST_LOOKS = 1000
+"""Maximum number of objects to examine."""
+
 _DEEPEST = 3
+"""Maximum depth of nested attributes to examine."""
 
 
 def own_generators(value: object) -> Iterator[str]:
-    """Yield the paths of an object's random generators: `rng`, `transform.noise.rng`."""
+    """Yield the paths of the random generators in an object, such as `transform.noise.rng`."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     kinds = (torch.Generator, random.Random, *of_numpy)
@@ -30,6 +36,7 @@ def own_generators(value: object) -> Iterator[str]:
 
 
 def _parts(path: str, value: object) -> list[tuple[str, object]]:
+    """Return the attributes or elements of an object, each with its path."""
     if isinstance(value, (list, tuple)):
         return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
     if isinstance(value, (type, ModuleType, torch.Tensor)):

@@ -5,13 +5,14 @@ ranks' requests, chooses the next request for each worker (`worker`), and notifi
 whose responses are ready.
 
 The memory of prepared batches is limited. Requests of ranks come first: the connections take
-turns, and each connection's requests keep their order. If no rank waits, workers prepare the
-fetcher's own share ahead. When the memory limit is reached, workers write batches that no rank has
-requested to disk, or pause. One exception: the batch that a connection must send next is always
-prepared, so that a slow rank cannot starve another rank.
+turns, and each connection's requests keep their order. If no rank waits, workers prepare batches
+ahead: those that this fetcher prepares while all fetchers run (`FetcherShare`). When the memory
+limit is reached, workers write batches that no rank has requested to disk, or pause. There is one
+exception: the batch that a connection must send next is always prepared, so that a slow rank
+cannot starve another rank.
 
-The scheduler drops the batches of epochs that all ranks should have finished. A rank that still
-requests one gets the same batch, prepared again.
+The scheduler drops the batches of epochs that all ranks should have finished. If a rank still
+requests such a batch, a worker prepares the same batch again.
 """
 
 import itertools
@@ -39,10 +40,13 @@ from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
 _TRIES = 10
-"""Number of workers that one request may end before it gets a LOST response."""
+"""Number of times that a worker may end while it prepares the same request.
+
+After that, the request gets a LOST response, and the rank fails.
+"""
 
 _MAX_LOST = 100
-"""Number of workers of a loader that may end before the server fails."""
+"""Number of times that workers of one loader may end; at the next time, the fetcher fails."""
 
 _NEXT_EPOCH_BATCHES = 2
 """Batches of the next epoch that each worker prepares ahead.
@@ -51,13 +55,16 @@ Before ranks request batches, workers may prepare more, until the `--prefill` mi
 """
 
 _KEEP_EPOCHS = 2
-"""Number of latest epochs whose responses are kept."""
+"""Number of latest epochs whose unrequested batches are kept."""
 
 _KEEP_COUNTS = 1 << 14
-"""Number of batches whose units are remembered after the batches were removed."""
+"""Maximum number of batches whose units the buffer remembers after it has removed the batches."""
 
 _ANSWER_BYTES = 1280
-"""Memory overhead of a prepared response; for small batches, most of their memory."""
+"""Memory that a prepared response needs in addition to its body.
+
+For a small batch, this is most of the memory.
+"""
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Disk:
         folder: Folder with one file for each batch.
         limit_bytes: Limit on the size of all files.
         used_bytes: Size of all files.
-        is_full: Whether a worker failed to write a file; then the disk is not used again.
+        is_full: Whether a worker failed to write a file. If so, workers write no more batches.
     """
 
     folder: Path
@@ -83,18 +90,20 @@ class Disk:
 
 
 class Prepared:
-    """Reference-counted response that a worker prepared: a batch, a value, an error or VOID.
+    """Reference-counted response to a rank's request: a batch, a value, an error or VOID.
 
-    The creator is the first holder.
+    Its body is the encoded batch or value. The body is in the worker's shared memory (its arena),
+    in a file on disk, or in `text`. The references are called holders: the prefetch buffer is the
+    first one, and each connection that sends the response is another one.
 
     Args:
-        reply: The worker's reply.
-        worker: The worker whose arena holds the body; None if `text` is the body.
-        text: The body, if it is neither on disk nor in an arena.
-        disk: The disk that holds the body; None if the body is in memory.
+        reply: The worker's description of the response.
+        worker: The worker that prepared the response; None if `text` is the body.
+        text: The body, if no worker has prepared the response.
+        disk: The disk, if the body is in a file on it; else None.
 
     Attributes:
-        memory_bytes: Memory of the body; 0 if it is on disk.
+        memory_bytes: Size of the body in memory; 0 if the body is on disk.
     """
 
     __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
@@ -115,11 +124,14 @@ class Prepared:
 
     @property
     def arena(self) -> WorkerHandle | None:
-        """The worker whose arena holds the body, so that ranks on this host may map it; or None."""
+        """Worker in whose arena the body is; None if the body is not in an arena.
+
+        Ranks on this host can map the arena and read the body without a copy.
+        """
         return self._worker if self._disk is None else None
 
     def body(self) -> memoryview:
-        """Return the body."""
+        """Return the response's content, for example the encoded batch, as bytes to send."""
         if self._disk is not None:
             with self._file.open("rb") as file:
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -134,7 +146,10 @@ class Prepared:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it has several holders; then a rank must get a copy, as ranks may modify it."""
+        """Whether the response has several holders.
+
+        If so, each rank must get a copy of the batch, because a rank may modify its batch.
+        """
         return self._holders > 1
 
     def hold(self) -> None:
@@ -142,7 +157,7 @@ class Prepared:
         self._holders += 1
 
     def release(self) -> None:
-        """Remove a holder; after the last one, free the memory or delete the file."""
+        """Remove a holder; if it was the last one, free the body's memory or delete its file."""
         self._holders -= 1
         if self._holders:
             return
@@ -154,10 +169,14 @@ class Prepared:
 
 
 class Ahead:
-    """Order in which the workers of a fetcher prepare their slots before ranks request them.
+    """Order in which a fetcher's workers prepare batches that no rank has requested yet.
+
+    First comes the rest of the current epoch, then a few batches of the next epoch for each worker.
+    More batches and epochs follow only while no rank has requested a batch and `--prefill` is not
+    reached.
 
     Args:
-        share: The slots that this fetcher prepares.
+        share: The slots whose batches this fetcher prepares ahead.
         is_filled: Returns whether the prefetch buffer holds the minimum that must be ready before
             ranks start (`--prefill`).
     """
@@ -171,19 +190,26 @@ class Ahead:
         self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return the next request for a worker; None if there is nothing to prepare now."""
+        """Return the next batch (as a request) that a worker should prepare ahead.
+
+        Returns:
+            The request; None if the worker has nothing to prepare ahead now.
+        """
         if worker not in self._walks:
             self._walks[worker] = self._walk(worker, self._epoch, self._slot)
         return next(self._walks[worker], None)
 
     def restart(self) -> None:
-        """Start again at the current slot, because a worker has ended and its work is lost."""
+        """Go through the batches again from the current slot on.
+
+        For example, if a worker has ended, its unfinished batches must be prepared again.
+        """
         self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
-        """Record that a rank requested a batch before a worker prepared it ahead.
+        """Record that a worker starts a batch that a rank requested before it was prepared ahead.
 
-        Preparing ahead continues after this slot.
+        The ranks have caught up with this batch, so preparing ahead continues with the next slot.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -194,14 +220,18 @@ class Ahead:
             self.restart()
 
     def opened(self, epoch: int, opened: Opened | None) -> None:
-        """Record an epoch's length; None if its sampler raised an exception."""
+        """Record an epoch's description, which has its length; None if the sampler raised."""
         self._opened[epoch] = opened
 
     def ended(self, epoch: int, slot: int) -> None:
-        """Record that a slot has no batch, so that no later slot of the epoch is prepared ahead."""
+        """Record that `slot` has no batch, so that workers prepare no later slot of the epoch."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
     def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
+        """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
+
+        None is yielded for "nothing now, ask again later".
+        """
         left = self._share.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
@@ -227,10 +257,11 @@ class Ahead:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
+        """Return whether ranks have begun to request batches, or `--prefill` is reached."""
         return self._is_asked or self._is_filled()
 
     def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
-        """Yield a worker's slots of an epoch until the epoch's known end."""
+        """Yield the slots of an epoch that a worker prepares, up to the epoch's end if known."""
         for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
             if at_end is not None and slot >= at_end:
@@ -239,13 +270,13 @@ class Ahead:
 
 
 class _Entry:
-    """State of one request: queued, being prepared or prepared.
+    """State of one request in the buffer: queued for a worker, being prepared, or prepared.
 
     Attributes:
-        waiting: The connections that wait for the response, in order.
-        queued: Keys of the queue that holds the request: worker (None for any) and connection;
-            None if the request is not queued.
-        prepared: The response, once a worker has prepared it.
+        waiting: The connections that wait for the response, in order (a dict used as a set).
+        queued: Worker (None for any worker) and connection in whose queue the request is; None if
+            the request is not queued.
+        prepared: The response; None until a worker has prepared it.
     """
 
     __slots__ = ("prepared", "queued", "waiting")
@@ -263,8 +294,8 @@ class Buffer:
 
     Args:
         budget_bytes: Memory limit of all responses.
-        ahead: Requests to prepare when no connection waits.
-        home: Returns the worker that must prepare a request; None if any worker may.
+        ahead: Batches to prepare when no connection waits.
+        home: Returns the number of the worker that must prepare a request; None for any worker.
 
     Attributes:
         ready_batches: Number of prepared batches, in memory or on disk.
@@ -297,12 +328,15 @@ class Buffer:
 
     @property
     def oldest_epoch(self) -> int:
-        """First epoch that ranks are expected to request; earlier epochs are dropped."""
+        """Earliest epoch of which ranks are expected to request batches.
+
+        The buffer drops unrequested batches of earlier epochs.
+        """
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
     @property
     def has_open(self) -> bool:
-        """Whether a request of a connection is waiting for a worker."""
+        """Whether a rank's request is queued, because no worker has begun to prepare it."""
         return bool(self._queues)
 
     def want(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
@@ -311,7 +345,7 @@ class Buffer:
         Args:
             who: The connection that waits.
             request: The request.
-            only_count: Whether `who` needs only the units that the batch counts.
+            only_count: Whether `who` needs only the units that the batch counts, not the batch.
         """
         if only_count and self.units(request) is not None:
             return
@@ -331,16 +365,16 @@ class Buffer:
         entry.waiting[who] = None
 
     def forget(self, who: Hashable) -> None:
-        """Remove all of a connection's waits; prepared responses stay for later requests."""
+        """Cancel all requests of a connection; prepared responses stay for later requests."""
         self._due.pop(who, None)
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
             self._leave(who, request)
 
     def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
-        """Return the response that `who` sends next; the caller must release it.
+        """Return the response that `who` sends next, if it is ready.
 
         Returns:
-            The response; None if it is not ready.
+            The response, which the caller must release; None if the response is not ready.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -354,10 +388,10 @@ class Buffer:
         return prepared
 
     def count(self, who: Hashable, request: LoaderRequest) -> int | None:
-        """Return the units of the batch that `who` requests next.
+        """Return the units of a batch whose units are the next thing that `who` sends.
 
         Returns:
-            The units; VOID if the slot has no batch; None if that is not known yet.
+            The units; VOID if the slot has no batch; None if no worker has prepared it yet.
         """
         units = self.units(request)
         if units is None:
@@ -367,28 +401,28 @@ class Buffer:
         return units
 
     def units(self, request: LoaderRequest) -> int | None:
-        """Return the units of a batch, even if the batch was removed; None if not known."""
+        """Return the units of a batch that is or was in the buffer; None if they are not known."""
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
             return self._counts.get(request)
         return entry.prepared.reply.units
 
     def order(self, request: LoaderRequest) -> int:
-        """Return the `Response.order` of a prepared batch; 0 if the batch is not in the buffer."""
+        """Return a batch's hash (`Response.order`); 0 if the batch is not in the buffer."""
         entry = self._entries.get(request)
         return 0 if entry is None or entry.prepared is None else entry.prepared.reply.order
 
     def choose(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
     ) -> LoaderRequest | None:
-        """Return the request of a connection that a worker prepares next; None if there is none.
+        """Return the rank's request that a worker prepares next; None if there is none.
 
-        The request counts as being prepared from now on.
+        From now on, the buffer counts the request as being prepared.
 
         Args:
             worker: Number of the worker.
-            follows: Returns whether the worker can prepare a batch without restarting its stream;
-                None for a map-style loader, where it always can.
+            follows: Returns whether the worker can prepare a batch without restarting the batch's
+                stream; None for a map-style loader, which has no streams.
         """
         if not self._queues:
             return None
@@ -403,9 +437,9 @@ class Buffer:
         return request
 
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
-        """Return the request that a worker prepares ahead; None if there is none.
+        """Return the batch (as a request) that a worker prepares ahead; None if there is none.
 
-        The request counts as being prepared from now on.
+        From now on, the buffer counts the request as being prepared.
         """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
@@ -452,6 +486,7 @@ class Buffer:
                 self._remove(request)
 
     def _take_count(self, request: LoaderRequest, units: int) -> None:
+        """Remember the units of a batch, also for the time after the batch is removed."""
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
@@ -459,9 +494,10 @@ class Buffer:
             self.ahead.ended(request.epoch, request.slot)
 
     def _stand_by(self, who: Hashable, request: LoaderRequest) -> None:
-        """Record that `who` can send nothing before this response.
+        """Record that this response is the next one that `who` must send.
 
-        The request is queued again if its response was dropped.
+        Such a request is prepared even if the buffer is full. If its response was dropped, the
+        request is queued again.
         """
         self.want(who, request)
         self._due[who] = request
@@ -469,7 +505,7 @@ class Buffer:
     def _wanted_of(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return the next request for a worker; the connections take turns."""
+        """Return the next queued request that a worker may prepare; the connections take turns."""
         homes = [home for home in (worker, None) if home in self._queues]
         if not homes:
             return None
@@ -487,7 +523,7 @@ class Buffer:
         return chosen
 
     def _due_of(self, worker: int) -> LoaderRequest | None:
-        """Return a request for this worker whose response a connection must send next."""
+        """Return a queued request for this worker that is the next one of its connection."""
         for request in self._due.values():
             entry = self._entries.get(request)
             if entry is not None and entry.queued and entry.queued[0] in (worker, None):
@@ -497,7 +533,7 @@ class Buffer:
     def _queue(
         self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False
     ) -> None:
-        """Queue a request for its worker.
+        """Put a request into the queue of its worker and of the connection `who`.
 
         Args:
             who: The connection in whose queue the request waits.
@@ -528,7 +564,11 @@ class Buffer:
             del self._queues[home]
 
     def _leave(self, who: Hashable, request: LoaderRequest) -> None:
-        """Remove a connection's wait for a request; drop the request if no other waits for it."""
+        """Record that a connection no longer waits for a request.
+
+        If no other connection waits for it, a queued request is dropped, and a prepared response
+        counts as unrequested.
+        """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
             return
@@ -545,6 +585,7 @@ class Buffer:
             self._unasked[request] = None
 
     def _remove(self, request: LoaderRequest) -> None:
+        """Remove a prepared response from the buffer and release it."""
         self._unasked.pop(request, None)
         prepared = self._entries.pop(request).prepared
         assert prepared is not None
@@ -552,6 +593,7 @@ class Buffer:
         prepared.release()
 
     def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
+        """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (-1)."""
         size = prepared.memory_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
@@ -559,12 +601,12 @@ class Buffer:
 
 
 class Scheduler:
-    """Scheduler of one loader of a server: owns its prefetch buffer, workers and counts.
+    """Scheduler of one loader in a fetcher: owns its prefetch buffer, workers and counts.
 
     Args:
         served: The loader's description.
-        selector: The selector of the server's loop.
-        arenas: Numbers for the arenas of new workers.
+        selector: The selector of the server's event loop.
+        arenas: Yields a new number for each worker's arena.
         ready: Called with a connection when a response that it waits for is ready.
         note: Called with a message for the user.
 
@@ -613,7 +655,7 @@ class Scheduler:
             self._start(number)
 
     def stats(self) -> FetcherCounts:
-        """Return the current counts."""
+        """Return the loader's current counts, which the run's status display shows."""
         disk = self._disk
         return structs.replace(
             self.counts,
@@ -642,7 +684,12 @@ class Scheduler:
             one.send(self.buffer.oldest_epoch)
 
     def look(self) -> None:
-        """Kill the workers' parent if it has been stopped (SIGSTOP); then the server fails."""
+        """Check whether the workers' parent process has been stopped (SIGSTOP).
+
+        If it has been stopped for `STOPPED_S`, kill it. The fetcher then fails with an error, and
+        the ranks request their batches from other fetchers. Without this check, the fetcher could
+        not restart a worker that ends.
+        """
         self._stopped.end([self._parent.pid])
 
     def close(self) -> None:
@@ -656,7 +703,11 @@ class Scheduler:
         self._parent.join()
 
     def _choose(self, one: WorkerHandle) -> tuple[LoaderRequest | None, bool]:
-        """Return a worker's next request, or None, and whether its batch is written to disk."""
+        """Choose the next request for a worker.
+
+        Returns:
+            The request, or None; and whether the worker writes the batch to disk.
+        """
         follows = None if self._streams is None else self._follows
         request = self.buffer.choose(one.number, follows)
         if request is not None:
@@ -667,7 +718,7 @@ class Scheduler:
         return self.buffer.choose_ahead(one.number), is_full
 
     def _home(self, request: LoaderRequest) -> int | None:
-        """Return the worker that must prepare a request; None if any worker may."""
+        """Return the number of the worker that must prepare a request; None for any worker."""
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
             # A sampler may give a different order in each process, so only worker 0 is asked.
@@ -678,13 +729,16 @@ class Scheduler:
         return self._served.share.home(request.slot, self._streams)[1]
 
     def _follows(self, request: LoaderRequest) -> bool:
-        """Return whether a worker can prepare a batch without restarting its stream."""
+        """Return whether a worker can prepare a batch without restarting the batch's stream."""
         assert self._streams is not None
         item, stream = divmod(request.slot, self._streams)
         return item >= self._positions.get(stream, {}).get(request.epoch, 0)
 
     def _advance(self, stream: int, epoch: int, item: int) -> None:
-        """Record the position of a stream in an epoch; workers keep `OPEN_EPOCHS` epochs open."""
+        """Record the next item of a stream in an epoch.
+
+        Positions are kept for `OPEN_EPOCHS` epochs, because workers keep a stream open in as many.
+        """
         epochs = self._positions.setdefault(stream, {})
         epochs.pop(epoch, None)
         epochs[epoch] = item
@@ -692,12 +746,16 @@ class Scheduler:
             del epochs[next(iter(epochs))]
 
     def _is_filled(self) -> bool:
-        """Return whether the buffer holds the minimum to prepare before ranks start."""
+        """Return whether enough batches are prepared for ranks to start (`--prefill`).
+
+        Batches on disk count, too.
+        """
         served, buffer = self._served, self.buffer
         ready_bytes = buffer.ready_bytes + (self._disk.used_bytes if self._disk else 0)
         return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
+        """Ask the workers' parent process to start worker `number`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one = WorkerHandle(number, next(self._arenas), ours, number in self._suspects)
         change = msgspec.msgpack.encode(protocol.WorkerChange(number))
@@ -707,6 +765,11 @@ class Scheduler:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(one))
 
     def _hear_parent(self) -> None:
+        """Handle the parent process's message that a worker has ended.
+
+        Raises:
+            RuntimeError: The parent process itself has ended.
+        """
         said = self._control.recv(CONTROL_BYTES)
         if not said:
             raise RuntimeError(
@@ -715,6 +778,7 @@ class Scheduler:
         self._lose(msgspec.msgpack.decode(said, type=protocol.WorkerChange))
 
     def _hear(self, one: WorkerHandle) -> None:
+        """Handle the replies that a worker has sent."""
         if one.is_gone:
             return  # its parent has reported the end in the same step
         try:
@@ -725,6 +789,7 @@ class Scheduler:
             self._hang_up(one)
 
     def _take(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
+        """Store a worker's reply in the buffer as the response to `request`."""
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self.counts.fetch_cpu_s += reply.cpu_s
@@ -742,10 +807,12 @@ class Scheduler:
         self._put(request, prepared)
 
     def _put(self, request: LoaderRequest, prepared: Prepared) -> None:
+        """Store a response in the buffer, and notify the connections that wait for it."""
         for connection in self.buffer.put(request, prepared):
             self._ready(connection)
 
     def _hang_up(self, one: WorkerHandle) -> None:
+        """Close the socket to a worker, if it is still open."""
         if not one.is_gone:
             self._selector.unregister(one.socket)
             one.close()
@@ -753,8 +820,8 @@ class Scheduler:
     def _lose(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
-        The first pending request may have ended the worker. After `_TRIES` such ends, the request
-        gets a LOST response.
+        The first pending request may be the reason why the worker ended. If this happens `_TRIES`
+        times with the same request, the request gets a LOST response.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.
@@ -789,6 +856,7 @@ class Scheduler:
 
 
 def _given_up(request: LoaderRequest, said: str) -> Prepared:
+    """Return the LOST response to a request; `said` is how the last worker ended."""
     text = (
         f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
         f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "

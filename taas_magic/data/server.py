@@ -1,11 +1,11 @@
 """The server of a fetcher: one thread that serves all connections of ranks and runs no user code.
 
-Workers write batches into shared memory and report the offsets. Ranks request batches. The server
-sends them from that memory, or tells a rank on the same host where the batch is in that memory.
+Workers write batches into shared memory and report the offsets. When a rank requests a batch, the
+server sends the batch from that memory, or tells a rank on the same host where to read it there.
 
-The server never blocks. A rank that pauses for an hour, a peer that never authenticates, and a
-dataset that takes minutes for an item do not delay other ranks. In a run without fetchers, each
-rank starts its own servers (`OwnServers`).
+The server never blocks. So no rank is delayed by another rank that pauses for an hour, by a peer
+that never authenticates, or by a dataset that takes minutes for an item. In a run without fetchers,
+each rank starts its own servers (`OwnServers`).
 """
 
 import dataclasses
@@ -55,39 +55,44 @@ from taas_magic.leases import ALIVE_S, PROOF_S
 from taas_magic.messages import FetcherCounts
 
 _MOST_UNPROVED = 512
-"""Most peers that may be unauthenticated at the same time."""
+"""Maximum number of connected peers that have not authenticated yet."""
 
 _ACCEPT_AT_ONCE = 64
-"""Most connections to accept in one step."""
+"""Maximum number of connections to accept in one step of the event loop."""
 
 _SPARE_FILES = 64
 """Number of file descriptors to reserve for everything except connections to ranks.
 
-Half of them may also serve peers that the server rejects because it has no free descriptors.
+Half of these may be used by connections that the server accepts only to reject the peer with a
+message, because all other descriptors are in use.
 """
 
 _BACKLOG = 4096
 _HEAR_BYTES = 64 << 10
 _LENT_FROM_BYTES = 32 << 10
-"""Smallest body that a rank reads in shared memory."""
+"""Smallest body that a rank on this host reads in shared memory; smaller ones are sent."""
 
 _LENT_BYTES = 512 << 20
-"""Limit on the shared memory that one rank may read in place; the socket carries further batches.
-"""
+"""Maximum size of the batches that one rank may keep in shared memory; further batches are sent."""
 
 _OUT_BYTES = 1 << 20
-"""Queued output of a connection above which it queues no further responses."""
+"""Bytes in a connection's output queue above which no further response is queued."""
 
 _COPIED_BYTES = 8 << 10
-"""Largest body to copy behind its header; for small bodies, separate parts cost more than a copy.
+"""Largest body to copy, so that header and body are one part of the output.
+
+For a small body, the copy takes less time than sending separate parts.
 """
 
 _MOST_ALIKE = 64
-"""Most small bodies to send behind one header; only slot and body may differ between them."""
+"""Maximum number of small batches that share one header.
+
+Their responses differ only in the slot and in the body's content.
+"""
 
 _PARTS_AT_ONCE = 256
 _TLS_JOIN_BYTES = 16 << 10
-"""Size up to which small parts are joined before a TLS send; one TLS record holds 16 KiB."""
+"""Maximum size of several small parts that are joined into one TLS record, which holds 16 KiB."""
 
 _NAME_BYTES = 64
 _LOADER_BYTES = 1 << 16
@@ -100,20 +105,26 @@ _log = logging.getLogger(__name__)
 
 
 _Form = tuple[ResponseKind, int, int, int, int]
-"""Header fields of a response: kind, epoch, units, order and head_bytes."""
+"""Header fields that responses must have in common to share a header.
+
+These are kind, epoch, units, order and head_bytes (see `Response`).
+"""
 
 
 class RankConnection:
-    """Server's end of a connection to a peer, which may not have authenticated yet.
+    """Server's end of a connection to a rank, or to a peer that has not authenticated yet.
 
     Attributes:
-        is_greeting: Whether the TLS handshake is not finished.
-        said: Time of the last data or `Alive` sent, or of the first pending request (monotonic).
-        loader: The loader that the rank requested; None until the peer has authenticated.
+        is_greeting: Whether the TLS handshake has not finished yet.
+        said: Monotonic time of the last sign of life for a waiting rank: data, an `Alive` message,
+            or the arrival of the first pending request.
+        loader: Scheduler of the loader that the rank requested; None until the peer has
+            authenticated.
         asked: Pending requests in order, each with True if only the batch's units are requested.
-        out: Queued output: a part, the `Prepared` to release after sending, a descriptor or -1.
-        lent: Batches that the rank reads in shared memory.
-        arenas: Arenas whose descriptor this rank has.
+        out: Queued output. Each entry has bytes, a `Prepared` to release after sending (or None),
+            and a file descriptor to send with the bytes (or -1).
+        lent: Batches that the rank reads in shared memory, by their position there.
+        arenas: Numbers of the arenas whose file descriptor this rank has received.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -137,12 +148,12 @@ class RankConnection:
     def add(
         self, part: bytes | memoryview, prepared: Prepared | None = None, descriptor: int = -1
     ) -> None:
-        """Queue a part for sending.
+        """Queue bytes for sending.
 
         Args:
             part: The bytes to send.
-            prepared: Released after the part is sent.
-            descriptor: File descriptor to send with the part; -1 for none.
+            prepared: Response to release after the bytes are sent; None for nothing.
+            descriptor: File descriptor to send with the bytes; -1 for none.
         """
         self.lay()
         self.out.append((part, prepared, descriptor))
@@ -153,7 +164,7 @@ class RankConnection:
         self.add(protocol.pack(message))
 
     def send(self) -> bool:
-        """Send queued parts until the socket would block; return whether the queue is empty."""
+        """Send queued output until the socket would block; return whether everything was sent."""
         try:
             while self.out:
                 self._sent(self._send_tls() if self.tls else self._send_plain())
@@ -162,6 +173,7 @@ class RankConnection:
         return True
 
     def _send_plain(self) -> int:
+        """Send the first parts of the output, with at most one descriptor; return the bytes."""
         parts: list[bytes | memoryview] = []
         for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
             if descriptor >= 0:
@@ -173,7 +185,9 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send one large part, or several small parts joined, since each TLS send makes a record.
+        """Send the first part of the output; join it with the next ones if they are small.
+
+        Each TLS send makes a record of its own, so separate small parts would be slow.
 
         Returns:
             Number of bytes sent.
@@ -196,6 +210,7 @@ class RankConnection:
         return sent
 
     def _sent(self, size: int) -> None:
+        """Remove `size` bytes that were sent from the output queue, and release their batches."""
         self.out_bytes -= size
         out = self.out
         while out and size >= len(out[0][0]):
@@ -215,10 +230,10 @@ class RankConnection:
             prepared.release()
 
     def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
-        """Queue a response, and release `prepared` when the rank no longer needs it.
+        """Queue a response; release `prepared` when the rank no longer needs it.
 
-        A response to a request for a small batch stays in `_alike`, so that similar responses can
-        share its header; `lay` queues them.
+        The response with a small batch first waits in `_alike` for similar responses, which can
+        share its header. `lay` queues all of them.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
@@ -237,7 +252,7 @@ class RankConnection:
             self.lay()
 
     def lay(self) -> None:
-        """Queue the responses held back in `_alike` behind one shared header."""
+        """Queue the responses that wait in `_alike`, with one common header."""
         if self._form is None:
             return
         form, slot, alike = self._form, self._slot, self._alike
@@ -265,11 +280,12 @@ class RankConnection:
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
         """Let the rank read a batch in shared memory, if possible.
 
-        The rank must be on this host, below its limit (`_LENT_BYTES`), and the only receiver of
-        the batch, because it may modify the memory.
+        It is possible if the rank is on this host, below its limit (`_LENT_BYTES`), and the only
+        receiver of the batch. A second receiver is excluded because the rank may modify the memory.
 
         Returns:
-            The shared body, or None; and the descriptor to send if the arena is new, or -1.
+            The position of the batch in shared memory, or None if the batch must be sent; and the
+            descriptor of the arena's file if the rank does not have it yet, else -1.
         """
         arena, size = prepared.arena, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
@@ -284,7 +300,10 @@ class RankConnection:
 
 
 def _files_left(connection: RankConnection) -> int:
-    """Return how many descriptors above the connection's own this process may still open."""
+    """Return how many file descriptors this process may still open.
+
+    Linux gives out the lowest free number, so numbers above that of the newest connection are free.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - 1 - connection.socket.fileno()
 
@@ -297,14 +316,14 @@ def _packed(
     shared: SharedBody | None = None,
     more: int = 0,
 ) -> bytes:
-    """Return the packed header of a response."""
+    """Return the header of a response as bytes; see `Response` for the arguments."""
     kind, epoch, units, order, head_bytes = form
     about = kind, epoch, slot, units, order, head_bytes
     return protocol.pack(Response(*about, body_sum, shared, more), body_bytes)
 
 
 class Server:
-    """Server for one or more loaders; the owner calls `step` in a loop.
+    """Server that sends the batches of one or more loaders; its owner calls `step` in a loop.
 
     Args:
         key: The run's key; a peer must prove that it knows the key.
@@ -312,7 +331,8 @@ class Server:
         tls: Certificate for TCP. With None, TCP is not encrypted and batches have checksums.
 
     Attributes:
-        addresses: Host and port for TCP ("" and 0 without TCP), and the Unix socket's name.
+        addresses: Host and port of the TCP listener ("" and 0 without TCP), and the name of the
+            Unix socket.
     """
 
     def __init__(
@@ -346,18 +366,18 @@ class Server:
             self.watch(listener, partial(self._accept, listener))
 
     def watch(self, readable: Any, called: Callable[[], object]) -> None:
-        """Register `called` as the callback for when `readable` can be read."""
+        """Call `called` in `step` whenever `readable` (a socket or pipe) has data."""
         self._selector.register(readable, selectors.EVENT_READ, called)
 
     def stats(self) -> dict[str, FetcherCounts]:
-        """Return the counts of each loader, by its name."""
+        """Return the counts of each loader (batches prepared, sent, …), by the loader's name."""
         found = {name: loader.stats() for name, loader in self._loaders.items()}
         for counts in found.values():
             counts.refused, counts.up_s = self._refused, time.monotonic() - self._began
         return found
 
     def warnings(self) -> list[str]:
-        """Return the messages for the user that were not returned before."""
+        """Return the warnings for the user that no earlier call has returned."""
         said, self._notes[:] = list(self._notes), []
         return said
 
@@ -402,10 +422,12 @@ class Server:
         self._selector.close()
 
     def _has_answer(self, connection: Hashable) -> None:
+        """Mark a connection for sending, because a response that it waits for is ready."""
         assert isinstance(connection, RankConnection)
         self._dirty[connection] = None
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accept the connections that wait at a listener."""
         for _ in range(_ACCEPT_AT_ONCE):
             try:
                 sock, _ = listener.accept()
@@ -425,13 +447,14 @@ class Server:
                 sock.close()
 
     def _make_room_for_one(self) -> bool:
-        """Refuse the oldest unauthenticated peer; return False if there is none."""
+        """Close the oldest unauthenticated connection; return False if there is none."""
         if not self._unproved:
             return False
         self._refuse(next(iter(self._unproved)), "too many at once")
         return True
 
     def _greet(self, sock: socket.socket) -> None:
+        """Begin the handshake with a new peer; close the socket if the peer is another user's."""
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
         if is_unix and peer_uid(sock) != os.geteuid():
@@ -449,20 +472,22 @@ class Server:
         is_tight = (
             len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
         )
-        # A single unauthenticated peer stays: after its proof, `_welcome` tells it the reason.
+        # A single unauthenticated peer stays connected. When it has authenticated, `_welcome`
+        # tells it why it cannot be served.
         if is_tight and len(self._unproved) > 1:
             self._make_room_for_one()
         if not connection.is_greeting:
             self._challenge(connection)
 
     def _challenge(self, connection: RankConnection) -> None:
+        """Send the first message of the handshake, which the peer must answer with a `Proof`."""
         connection.say(protocol.Challenge(connection.nonce))
         self._dirty[connection] = None
 
     def _guarded(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
-        """Call `work` for a connection that is still open; close the connection if that fails."""
+        """Call `work` with a connection if it is still open; close the connection on an error."""
         if connection not in self._connections:
             return
         try:
@@ -473,11 +498,12 @@ class Server:
             if connection.is_greeting and isinstance(error, ssl.SSLError):
                 self._refuse(connection, f"it does not have the run's certificate ({error.reason})")
                 return
-            # Safe: if the rank still runs, it reconnects and repeats its requests.
+            # Nothing is lost: if the rank still runs, it reconnects and repeats its requests.
             _log.info("a peer is gone: %s", error)
             self._drop(connection, is_gone=True)
 
     def _hear(self, connection: RankConnection) -> None:
+        """Receive and handle all messages that a peer has sent."""
         if connection.is_greeting and not self._has_shaken_hands(connection):
             return
         while True:
@@ -511,6 +537,13 @@ class Server:
     def _take(
         self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
     ) -> None:
+        """Handle one message of a peer.
+
+        Args:
+            connection: The connection to the peer.
+            message: The message.
+            detail: The message's body.
+        """
         if isinstance(message, Proof):
             self._welcome(connection, message)
             return
@@ -537,10 +570,10 @@ class Server:
             want(connection, request, only_count)
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
-        """Accept a peer that proves that it knows the run's key and names a served loader.
+        """Accept a peer that knows the run's key and requests a loader of this server.
 
         Raises:
-            ProtocolError: The peer is rejected.
+            ProtocolError: The peer is rejected; a message has told it the reason.
         """
         key, place = self._key, self.addresses[2]
         why = ""
@@ -560,7 +593,10 @@ class Server:
         connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
 
     def _say_full(self) -> str:
-        """Return the message that rejects a rank for lack of descriptors; warn the user once."""
+        """Return the reason for rejecting a rank when the process has too many open files.
+
+        The user is warned the first time.
+        """
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
             f"{self._where} has as many connections as it may have open files ({most}, ulimit -n): "
@@ -572,7 +608,7 @@ class Server:
         return why
 
     def _pump(self, connection: RankConnection) -> None:
-        """Send the responses that are ready."""
+        """Send the responses that are ready, until the socket would block."""
         if connection.is_greeting:
             self._hear(connection)
             return
@@ -599,13 +635,14 @@ class Server:
         return has_gone
 
     def _wait_to_send(self, connection: RankConnection, waits: bool) -> None:
+        """Choose whether the event loop reports when the connection's socket can send again."""
         if waits is not connection.waits_to_send:
             connection.waits_to_send = waits
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Queue the response to the oldest request; return False if it is not ready."""
+        """Queue the response to the oldest pending request; return False if it is not ready."""
         request, only_count = connection.asked[0]
         loader = connection.loader
         assert loader is not None
@@ -627,7 +664,11 @@ class Server:
         return True
 
     def _look(self, now: float) -> None:
-        """Send `Alive` messages, refuse peers without a proof in time, and end stopped workers."""
+        """Do the periodic checks.
+
+        Kill stopped (SIGSTOP) parent processes of workers, close peers that have not authenticated
+        in time, and send `Alive` messages to ranks that wait for a response.
+        """
         for loader in self._loaders.values():
             loader.look()
         for connection in list(self._unproved):
@@ -642,6 +683,7 @@ class Server:
                 connection.said = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
+        """Close the connection of a peer that may not be served, and count it as refused."""
         self._refused += 1
         _log.warning("a peer was refused: %s", why)
         self._drop(connection, is_gone=False)
@@ -668,17 +710,17 @@ class Server:
 class OwnServers:
     """Manager of a rank's own servers, one process for each loader, in a run without fetchers.
 
-    The constructor forks a child, the starter, which later forks the servers. Call it while the
-    rank has one thread and has not run user code. If the rank forked when the cell iterates a
-    loader, the fork would copy a lock that another thread holds at that moment (for example that of
-    torch's random generator) and would wait for it forever.
+    The constructor forks a child, the starter process, which later forks the servers. Call the
+    constructor while the rank has one thread and has not run user code. A fork at a later time,
+    when the cell iterates a loader, could deadlock: it would copy a lock that another thread holds
+    at that moment (for example that of torch's random generator) and would wait for it forever.
 
-    No process is left after `close` has returned or this process has ended.
+    All these processes have ended when `close` returns, and end when the rank's process ends.
 
     Args:
         key: The run's key, which every connection must prove.
-        payload: Returns the pickled loader for a name; called in a server's process.
-        prepare: Called first in a server's process.
+        payload: Returns the pickled loader for a loader's name; called in a server's process.
+        prepare: Called in a server's process before the loader is unpickled.
     """
 
     def __init__(
@@ -690,7 +732,7 @@ class OwnServers:
         self._life, life = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        # os.fork, because a cell may end, or wait for, all children of multiprocessing.
+        # Not a multiprocessing.Process: a cell may end, or wait for, all of those.
         self._starter_pid = os.fork()
         if not self._starter_pid:
             try:
@@ -742,7 +784,12 @@ class OwnServers:
         self._control.close()
 
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
-        """Run the starter process: start the servers that the rank requests until `life` closes."""
+        """Run the starter process, which starts the servers that the rank requests.
+
+        Args:
+            control: Receives a `ServedLoader` for each server to start.
+            life: Socket that the rank closes to end all servers.
+        """
         begin_process()
         context: Any = multiprocessing.get_context("fork")
         servers = []
@@ -761,7 +808,13 @@ class OwnServers:
             server.join()
 
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
-        """Serve one loader until the rank has ended."""
+        """Run a server's process for one loader until the rank closes `life` or ends.
+
+        Args:
+            served: The settings for the loader.
+            answer: Socket to the rank, to send the name of the server's Unix socket.
+            life: Socket that the rank closes to end all servers.
+        """
         self._prepare()
         payload = self._payload(served.name)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
@@ -780,6 +833,7 @@ class OwnServers:
 
 
 def _listen(host: str) -> list[socket.socket]:
+    """Return a listening Unix socket and, unless `host` is "", a listening TCP socket."""
     unix = socket.socket(socket.AF_UNIX)
     unix.bind("\0taas-" + secrets.token_hex(12))
     listeners = [unix]

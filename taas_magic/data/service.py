@@ -1,7 +1,7 @@
-"""Files of a run's data service: its key and certificate, its loaders and the fetchers' addresses.
+"""Files of a run's data service: key, certificate, pickled loaders, and addresses of fetchers.
 
 <run folder>/data/            0700
-    service.json              0600: key, certificate, loaders, and the flags for them
+    service.json              0600: the `Service` object with key, certificate and settings
     <name>.loader             a pickled registered loader
     fetchers/                 address of each fetcher (`FolderDirectory`)
     ledger/                   number of batches that each rank received (`BatchLedger`)
@@ -27,7 +27,10 @@ from taas_magic.messages import LoaderPlace, LoaderPlaces
 from taas_magic.shared_files import boot_id, replacing
 
 _LINE_BYTES = 1024
-"""Size of a ledger line; it fits a name of 100 bytes, each of which JSON may escape to six."""
+"""Size of a ledger line.
+
+A loader's name may have 100 bytes, and JSON may need six bytes for each of them.
+"""
 
 _COUNT = struct.Struct("<QI")
 _GROW_LINES = 64
@@ -44,17 +47,17 @@ class Tls:
     key: str = field(repr=False)
 
     def server(self) -> ssl.SSLContext:
-        """Return a server's context."""
+        """Return the TLS context for a fetcher's server."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """Return a rank's context."""
+        """Return the TLS context for a rank's connections."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # No other run has this certificate, so that a host name would add no security.
+        # No other run has this certificate, so a check of the host name would add no security.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate)
@@ -67,7 +70,7 @@ class Tls:
 
 
 class Served(Struct, frozen=True):
-    """Settings of a registered loader that a run's cell uses.
+    """Settings of one registered loader that a run's cell uses (the loader itself is a file).
 
     Attributes:
         num_workers: Workers of each fetcher; 0 for one worker for each core.
@@ -103,7 +106,7 @@ class Service(Struct, frozen=True):
 
 
 def new_certificate() -> Tls:
-    """Return a certificate for one run."""
+    """Return a new self-signed certificate for one run, with its private key."""
     # Import late: cryptography is slow to import, and most runs use only one host.
     from taas_magic import certificate
 
@@ -116,7 +119,12 @@ def folder_of(run_dir: Path) -> Path:
 
 
 def payload_file(run_dir: Path, name: str) -> Path:
-    """Return the file with a pickled loader; `name` may contain any characters."""
+    """Return the path of the file with a pickled loader.
+
+    Args:
+        run_dir: The run folder.
+        name: The loader's name, which may contain any characters.
+    """
     return folder_of(run_dir) / f"{name.encode().hex()}.loader"
 
 
@@ -138,7 +146,7 @@ def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> Non
 
 
 def read(run_dir: Path) -> Service | None:
-    """Return a run's data service; None if its cell uses no registered loader."""
+    """Return the settings of a run's data service; None if its cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
         return None
@@ -146,16 +154,18 @@ def read(run_dir: Path) -> Service | None:
 
 
 Directory = Callable[[str], LoaderPlace]
-"""Function that returns the current addresses of a loader's fetchers, or the reason for none.
+"""Function that returns the current addresses of the fetchers of a loader, given by its name.
 
-Ranks call it again whenever a fetcher does not respond.
+If there is none because all have failed, the result has the reason. Ranks call the function again
+whenever a fetcher does not respond.
 """
 
 
 def machine() -> str:
     """Return an identifier of this host and network namespace.
 
-    Processes with the same identifier can share memory and abstract Unix sockets.
+    Two processes with the same identifier can share memory, and can connect by abstract Unix
+    sockets.
     """
     return f"{boot_id() or socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -168,7 +178,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
-    """Write the address of a fetcher atomically; return the file.
+    """Write the file with a fetcher's addresses atomically; return its path.
 
     Args:
         folder: Folder with the addresses of all fetchers.
@@ -178,14 +188,17 @@ def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
     if _content(file) == text:
-        return file  # the folder is shared between hosts, and the fetcher has written the file
+        return file  # hosts share the folder, and another process has written the same content
     with replacing(file) as draft:
         draft.write(text)
     return file
 
 
 def _content(file: Path) -> bytes | None:
-    """Return a fetcher's file; None if there is none, for example because the fetcher has ended."""
+    """Return the content of a fetcher's file; None if there is no file.
+
+    A fetcher removes its file when it ends, which may happen at any time.
+    """
     try:
         return file.read_bytes()
     except FileNotFoundError:
@@ -196,7 +209,7 @@ _entry = msgspec.json.Decoder(dict[str, LoaderPlace])
 
 
 class FolderDirectory:
-    """`Directory` that reads the addresses from a folder with one file for each fetcher."""
+    """A `Directory` that reads the addresses from a folder with one file for each fetcher."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -221,9 +234,9 @@ class FolderDirectory:
 class BatchLedger:
     """On-disk count of the batches that one rank received in one attempt of a run.
 
-    The file is mapped into memory. Each line of the file is one pass over a loader; several passes
-    may be active at once. The rank increments a line's counter before the cell receives a batch.
-    That needs no system call, and the counts survive any end of the process.
+    Each line of the file is one pass over a loader; several passes may be active at once. The rank
+    increments a line's counter before the cell receives a batch. The file is mapped into memory,
+    so counting needs no system call, and the counts survive even if the rank is killed.
 
     Args:
         folder: Folder of the ledgers of all ranks.
@@ -260,17 +273,18 @@ class BatchLedger:
         return self._lines - 1
 
     def hand(self, line: int) -> None:
-        """Count one more batch for the pass with this line."""
+        """Add one batch to the count of a pass; `line` is the result of `begin`."""
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + 1, size)
 
     def close(self) -> None:
-        """Close the file."""
+        """Unmap and close the file."""
         self._map.close()
         self._file.close()
 
     def _grow(self) -> None:
+        """Make room for more lines; if the disk is full, count only in memory from now on."""
         size = (self._lines + _GROW_LINES) * _LINE_BYTES
         try:  # allocate now: a write to a page without disk space would end the process (SIGBUS)
             os.posix_fallocate(self._file.fileno(), 0, size)

@@ -1,9 +1,10 @@
 """Assignment of batches to ranks, fetchers and workers: pure arithmetic, without torch or sockets.
 
-A *slot* is a batch's place in the order of its epoch. For a map-style loader the slots are the
-batches of its batch sampler. An iterable-style loader is cut into *streams*, one for each value of
-`get_worker_info().id`. Slot s is item s // streams of stream s % streams, which is the order of a
-local DataLoader with the same number of workers. Slots of streams that have ended are *void*.
+A *slot* is the number of a batch in the order of its epoch: 0, 1, 2, … over all ranks. For a
+map-style loader, slot s is the s-th batch of its batch sampler. An iterable-style loader is cut
+into *streams*, one for each value of `get_worker_info().id`. Slot s is item s // streams of stream
+s % streams, which is the order of a local DataLoader with the same number of workers. If that
+stream has ended earlier, the slot has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
 position p in step p // world_size. A *course* (`Course`, `ScoutedCourse`) is one rank's schedule
@@ -26,20 +27,24 @@ UNEVEN: tuple[str, ...] = get_args(Uneven)
 _64_BITS = (1 << 64) - 1
 
 _FORGET_SLOTS = 1024
+"""Number of finished slots from which on `ScoutedCourse` drops them."""
 
 VOID = -1
-"""Value in place of a batch's units for a slot without a batch."""
+"""Number in place of a batch's units that means: this slot has no batch."""
 
 UNHINTED = -2
-"""Value in place of a batch's units for a batch without `hints["units"]`; it counts one unit."""
+"""Number in place of a batch's units that means: the batch has no `hints["units"]`.
+
+Such a batch counts one unit.
+"""
 
 
 def seed_of(seed: int, *place: int) -> int:
-    """Return a 63-bit seed derived from a seed and a place.
+    """Return the 63-bit seed of a loader, of one of its epochs, or of one of its batches.
 
     Args:
-        seed: The loader's seed.
-        place: Nothing, the epoch, or the epoch and the slot.
+        seed: The loader's seed, from which the result is derived.
+        place: Nothing for the loader; the epoch; or the epoch and the batch's slot.
     """
     numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1
@@ -48,18 +53,21 @@ def seed_of(seed: int, *place: int) -> int:
 def home(
     slot: int, streams: int | None, fetchers: int, workers: int, stride: int = 1
 ) -> tuple[int, int]:
-    """Return the index of the fetcher, and of its worker, that prepare a slot if all of them run.
+    """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
 
     For a map-style loader, the worker has the same number as in a local DataLoader with `workers`
     workers, whatever the number of fetchers.
 
     Args:
-        slot: The batch's place in the epoch's order.
+        slot: Number of the batch in the epoch's order.
         streams: Number of streams; None for a map-style loader.
         fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
         stride: Distance between the slots that these fetchers prepare: 1, or world_size if each
             rank prepares its own batches.
+
+    Returns:
+        The index of the fetcher, and the number of its worker.
     """
     if streams is not None:
         stream = slot % streams
@@ -69,13 +77,17 @@ def home(
 
 @dataclass(frozen=True)
 class FetcherShare:
-    """Slots of a loader that one fetcher prepares if all fetchers run (see `home`).
+    """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
+
+    Batches are identified by their slot: the number of the batch in the epoch's order. `home` is
+    the formula. In a run without fetchers, each rank is the only fetcher of its own batches: then
+    `first` is the rank and `stride` is the world size.
 
     Attributes:
-        index: Index of the fetcher.
+        index: Index of this fetcher.
         fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
-        stride: Distance between the slots that the fetchers prepare.
+        stride: Distance between the slots that the fetchers prepare; 1 for every slot.
         first: First slot that the fetchers prepare.
         units: Value of `--units`; None for no limit.
     """
@@ -88,11 +100,11 @@ class FetcherShare:
     units: int | None = None
 
     def home(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the index of the fetcher, and of its worker, that prepare a slot."""
+        """Return the index of the fetcher, and the number of its worker, that prepare a batch."""
         return home(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
-        """Yield the slots from `first_slot` on that a worker of this fetcher prepares, endlessly.
+        """Yield the slots whose batches a worker of this fetcher prepares; never ends.
 
         Args:
             worker: Number of the worker.
@@ -119,7 +131,7 @@ def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a loader.
+    """Rule for which of a loader's batches one rank gets.
 
     Attributes:
         uneven: Rule for batches that do not divide evenly among the ranks. `pad` repeats the
@@ -135,9 +147,9 @@ class Part:
 
 
 class NoSlot(Enum):
-    """Result of a course for a step without a slot.
+    """Reason why a course has no slot for a step (the result of `at`).
 
-    WAIT: the step's slots are not known yet. END: the epoch has ended for this rank.
+    WAIT: the units of more slots must be recorded first. END: the epoch has ended for this rank.
     """
 
     WAIT = "wait"
@@ -148,8 +160,8 @@ class SlotRequest(NamedTuple):
     """Slot to request from a fetcher.
 
     Attributes:
-        slot: The batch's place in the epoch's order.
-        mine: Whether this rank needs the batch; False to request only the batch's units.
+        slot: Number of the batch in the epoch's order.
+        mine: Whether this rank needs the batch. False requests only the batch's units.
     """
 
     slot: int
@@ -157,12 +169,12 @@ class SlotRequest(NamedTuple):
 
 
 class EpochPlace(NamedTuple):
-    """Position in an epoch from which it can continue.
+    """Position between two steps of an epoch, from which a pass can begin or resume.
 
     Attributes:
-        position: Number of positions that the ranks have received.
-        slot: Next slot.
-        first_slots: Slots of the epoch's first step, which `uneven="pad"` repeats.
+        position: Number of batches that all ranks together have received in the epoch.
+        slot: First slot whose batch no rank has received.
+        first_slots: Slots of the epoch's first step, which `uneven="pad"` repeats at the end.
     """
 
     position: int = 0
@@ -171,7 +183,7 @@ class EpochPlace(NamedTuple):
 
 
 class Course:
-    """Course for an epoch of known length, whose batches count one unit each."""
+    """One rank's schedule for an epoch of known length whose batches count one unit each."""
 
     def __init__(self, part: Part, batches: int, place: EpochPlace = EpochPlace()) -> None:  # noqa: B008
         self._part, self._batches = part, batches
@@ -185,13 +197,13 @@ class Course:
             self._steps = min(self._steps, self._first + left)
 
     def asks(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the new requests that are necessary for the steps before `until_step`."""
+        """Yield the requests for the steps before `until_step` that were not yielded before."""
         while self._asked < min(until_step, self._steps):
             yield SlotRequest((self._asked * self._world_size + self._rank) % self._batches, True)
             self._asked += 1
 
     def learn(self, slot: int, units: int) -> None:
-        """Check the units of a slot.
+        """Check the units of a slot's batch.
 
         Raises:
             ValueError: The batch has hints, and the epoch's first batch has none.
@@ -200,7 +212,7 @@ class Course:
             raise _mixed_hints(slot, has_hints=True)
 
     def at(self, step: int) -> int | NoSlot:
-        """Return this rank's slot of a step; `NoSlot.END` at the end of the epoch."""
+        """Return the slot of this rank's batch in a step; `NoSlot.END` at the epoch's end."""
         if step >= self._steps:
             return NoSlot.END
         return (step * self._world_size + self._rank) % self._batches
@@ -223,15 +235,15 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
 
 
 class ScoutedCourse:
-    """Course for an epoch whose slots every rank must know ahead.
+    """One rank's schedule for an epoch in which batches must be looked up before they are assigned.
 
-    It is used for streams, whose ends are known only when they are reached, and for batches with
-    `hints["units"]`. For each slot, the rank that will probably get the batch requests the batch,
-    and the other ranks request only its units. So every rank knows all units of a step (its *row*)
-    before it yields its own batch.
+    It is used for streams, because the end of a stream is known only when it is reached, and for
+    batches with `hints["units"]`. For each slot, the rank that will probably get the batch requests
+    the batch, and the other ranks request only the batch's units. So every rank knows all slots of
+    a step (the step's *row*) and their units before it yields its own batch.
 
     Args:
-        part: The rank's part of the loader.
+        part: The rule for which batches the rank gets.
         batches: Number of batches; None if not known.
         streams: Number of streams; 1 for a map-style loader.
         place: Position in the epoch to begin at.
@@ -258,7 +270,7 @@ class ScoutedCourse:
         self._summed_steps = self._summed_units = 0
 
     def asks(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the new requests that are necessary for the steps before `until_step`."""
+        """Yield the requests for the steps before `until_step` that were not yielded before."""
         world_size = self._part.world_size
         for slot in self._place.first_slots if self._asked == self._place.slot else ():
             if slot < self._place.slot:
@@ -271,7 +283,7 @@ class ScoutedCourse:
             yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
 
     def learn(self, slot: int, units: int) -> None:
-        """Record the units of a slot, or VOID.
+        """Record the units of a slot's batch, or VOID if the slot has no batch.
 
         Raises:
             ValueError: The batch has hints and the first batch has none, or the reverse.
@@ -289,7 +301,12 @@ class ScoutedCourse:
             self._walked += 1
 
     def at(self, step: int) -> int | NoSlot:
-        """Return this rank's slot of a step; WAIT if its row is not known yet, END at the end."""
+        """Return the slot of this rank's batch in a step.
+
+        Returns:
+            The slot; `NoSlot.WAIT` if the step's slots are not known yet; `NoSlot.END` at the end
+            of the epoch.
+        """
         self._forget(step - 1)
         row = self._row(step)
         if row is None:
@@ -311,19 +328,21 @@ class ScoutedCourse:
 
     @property
     def _ended(self) -> bool:
+        """Whether the epoch's last batch is known: each stream has ended, or all are recorded."""
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Return the position of a slot, assuming that no further slot is void."""
+        """Return how many batches come before a slot, assuming that no further slot is void."""
         return self._base + len(self._order) + max(0, slot - self._walked)
 
     def _first_slots(self) -> tuple[int, ...]:
+        """Return the slots of the epoch's first step, which `uneven="pad"` repeats at the end."""
         if self._base == 0:
             return tuple(self._order[: self._part.world_size])
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Drop the slots of the rows before `step`, at least `_FORGET_SLOTS` at a time."""
+        """Free the memory for the slots of steps before `step`, `_FORGET_SLOTS` or more at once."""
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
@@ -356,7 +375,7 @@ class ScoutedCourse:
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
     def _is_too_much(self, step: int) -> bool:
-        """Return whether the units up to the end of a step exceed the limit."""
+        """Return whether the units of this step and all earlier ones exceed the `--units` limit."""
         if self._part.units is None:
             return False
         if step >= self._summed_steps:

@@ -1,12 +1,12 @@
-"""A worker, the process of a fetcher that runs the user's dataset, and the server's handle of it.
+"""A fetcher's worker: the process that runs the user's dataset. Also the server's handle of it.
 
-A worker receives commands from its server, prepares one batch at a time, writes it into the
-worker's arena and reports the offset. It has no connection to a rank and only one thread, so that
-the dataset runs under the same conditions as in a worker of a local DataLoader.
+A worker receives commands from its server, prepares one batch at a time, writes it into its shared
+memory (the arena) and reports the offset. It has no connection to a rank and only one thread, so
+that the dataset runs under the same conditions as in a worker of a local DataLoader.
 
 The workers of one loader are children of a process that only manages them (`parent_main`). That
-process can unpickle a large dataset once and then fork. It can also restart a worker that does
-not inherit the server's sockets. The server has a `WorkerHandle` for each worker.
+process can unpickle a large dataset once and then fork. Also, it has none of the server's sockets,
+so that a restarted worker does not inherit them. The server has a `WorkerHandle` for each worker.
 """
 
 import gc
@@ -40,34 +40,38 @@ MESSAGE_BYTES = 128 << 10
 """Size limit of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
-"""Size of a pickled loader from which on the workers' parent unpickles it once for all workers."""
+"""Size of a pickled loader above which it is unpickled only once, in the workers' parent process.
+
+The workers are forks of that process and share the loader's memory.
+"""
 
 _HOLD_BACK_S = 0.0005
-"""Minimum interval between messages with replies, because a message costs more than a small batch.
+"""Seconds after a worker's message during which its next replies wait to be sent together.
 
-A reply that is held back is sent with the next reply, however long that takes. Replies of streams
-are never held back, because a stream may be a live source.
+For small batches, sending a message costs more time than preparing the batch. Waiting replies are
+sent with the next reply, however long its batch takes. Replies of streams never wait, because a
+stream may be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
-"""Size of batches that the commands queued at a worker may have together."""
+"""Maximum total size of the batches that a worker's queued commands request."""
 
 _DEPTH_S = 0.01
-"""Seconds of work that the commands queued at a worker may have together."""
+"""Maximum seconds of work in a worker's queued commands."""
 
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
-"""Bounds on the number of commands that are queued at a worker.
+"""Minimum and maximum number of commands in a worker's queue.
 
-If batches are fast, the queue covers one round trip. If batches are large, it is short to save
-memory. If batches are slow, it is short so that the workers share the next batches, which a rank
-needs in order.
+If batches are prepared fast, the queue is long enough for the time of one round trip. If batches
+are large, the queue is short to save memory. If batches are slow, the queue is short so that
+several workers prepare the next batches, which a rank needs in order.
 """
 
 _MOST_FREES = 64
-"""Most freed offsets to send in one message, so that the message fits into the socket's buffer."""
+"""Maximum number of freed offsets in one message, so that it fits into the socket's buffer."""
 
 CONTROL_BYTES = 64
-"""Size limit of messages between a server and its workers' parent, and of a worker's first one."""
+"""Size limit of a message to or from the workers' parent, and of the first message to a worker."""
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LOOK_S = 1.0
@@ -81,12 +85,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedLoader:
-    """Description of a loader for its server and the server's workers.
+    """A fetcher's settings for one loader, used by its server and its workers.
 
     Attributes:
         payload: The pickled loader.
         where: The fetcher and its host, for messages.
-        share: The slots that this fetcher prepares.
+        share: Rule for which batches this fetcher prepares.
         budget_bytes: Limit on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
@@ -94,8 +98,8 @@ class ServedLoader:
         spill_bytes: Limit on the size of the files in `spill`.
         fill_batches: Minimum number of batches to prepare before ranks request any, including
             batches of later epochs.
-        fill_bytes: The same minimum in bytes. If both are 0, workers prepare as much of the first
-            epoch as fits into memory.
+        fill_bytes: Minimum size of those batches. If both minimums are 0, workers prepare as much
+            of the first epoch as fits into memory.
     """
 
     payload: bytes = field(repr=False)
@@ -129,8 +133,9 @@ class WorkerHandle:
 
     Attributes:
         memory: The worker's arena.
-        frees: Offsets in the arena to report to the worker as free.
-        told: Requests that were sent and not answered, by their command's number.
+        frees: Offsets of batches in the arena that are no longer in use; the next message tells
+            the worker, which can reuse the memory.
+        told: Requests that the worker has not answered yet, by their command's number.
     """
 
     def __init__(self, number: int, arena: int, sock: socket.socket, is_suspect: bool) -> None:
@@ -147,15 +152,18 @@ class WorkerHandle:
 
     @property
     def room(self) -> int:
-        """Number of further commands that the worker may receive; 0 while it is busy or gone."""
+        """Number of commands that may be queued now.
+
+        It is 0 until the worker has answered half of its queue, and after the worker has ended.
+        """
         told = len(self.told)
         return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
 
     def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
-        """Queue a command for `send`.
+        """Queue a command that `send` will send to the worker.
 
-        The queued commands always fit into the socket's buffer, so that the server never blocks.
-        Therefore a request's `detail`, which is rare and may be large, is sent as a file.
+        The queued commands must fit into the socket's buffer, so that the server never blocks. So
+        the request's `detail`, if it has one, is sent as a file, because it may be large.
 
         Args:
             number: Number of the command; the worker's reply has the same number.
@@ -172,7 +180,13 @@ class WorkerHandle:
         self._commands.append(Command(number, request, to_disk, has_file))
 
     def send(self, oldest_epoch: int) -> None:
-        """Send the queued commands; ignore a closed socket, since `hear` reports ended workers."""
+        """Send the queued commands, with the freed offsets.
+
+        If the worker has ended, do nothing: `hear` reports that.
+
+        Args:
+            oldest_epoch: First epoch that ranks may still request.
+        """
         if not self._commands:
             return
         commands, self._commands = self._commands, []
@@ -190,7 +204,7 @@ class WorkerHandle:
             os.close(file)
 
     def hear(self) -> Iterator[Reply]:
-        """Yield the replies that have arrived; do not wait.
+        """Yield the worker's replies that have arrived, without waiting for more.
 
         Raises:
             EOFError: The worker has ended.
@@ -214,16 +228,16 @@ class WorkerHandle:
             self._depth = min(self._most, max(_LEAST_DEPTH, worth))
 
     def close(self) -> None:
-        """Close the socket; the arena's memory remains while it is being read."""
+        """Close the socket; ranks can still read the batches in the arena."""
         self.is_gone = True
         self.socket.close()
 
 
 class Worker:
-    """Main object of a worker process; executes the server's commands.
+    """Main object of a worker process: executes the server's commands, one after the other.
 
     Args:
-        served: The loader's description.
+        served: The fetcher's settings for the loader.
         number: The worker's number in its fetcher.
         sock: Socket to the server.
         arena: Descriptor of the arena's file.
@@ -263,6 +277,12 @@ class Worker:
             self._say()
 
     def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
+        """Execute one message of the server.
+
+        Args:
+            orders: The message.
+            files: Descriptors of the files with the requests' details.
+        """
         for offset in orders.frees:
             self._arena.free(offset)
         if isinstance(self._source, Source):
@@ -276,7 +296,13 @@ class Worker:
             self._reply(command.number, request, command.to_disk)
 
     def _reply(self, number: int, request: LoaderRequest, to_disk: bool) -> None:
-        """Prepare the response to a request, write it to the arena or to disk, and report it."""
+        """Prepare the response to a request, write it to the arena or to disk, and queue the reply.
+
+        Args:
+            number: Number of the command.
+            request: The request.
+            to_disk: Whether to write the batch to disk.
+        """
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
         offset = body_sum = 0
@@ -305,12 +331,13 @@ class Worker:
         return f'batch {request.slot} of loader "{self._served.name}"'
 
     def _say(self) -> None:
+        """Send the queued replies to the server."""
         if self._replies:
             replies, self._replies = self._replies, []
             self._socket.send(_pack(replies))
 
     def _spill(self, number: int, body: encode.Encoded) -> bool:
-        """Write a batch to disk; return False if that fails."""
+        """Write a batch to the file of command `number`; return whether that succeeded."""
         assert self._served.spill is not None
         path = spilled_file(self._served.spill, number)
         try:
@@ -325,6 +352,7 @@ class Worker:
         return True
 
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
+        """Return the response to a request; an ERROR or VOID response instead of an exception."""
         try:
             if isinstance(self._source, Failed):
                 raise self._source
@@ -347,6 +375,12 @@ class Worker:
             return _failed(Failed(error, where))
 
     def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":
+        """Return the response to a request.
+
+        Raises:
+            Ended: The requested slot has no batch.
+            Failed: The user's code raised an exception.
+        """
         kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
         if kind is RequestKind.GET:
             batch = source.prepare(epoch, slot, encode.from_bytes(detail) if detail else None)
@@ -378,16 +412,19 @@ class Worker:
 
 
 _Prepared = tuple[ResponseKind, encode.Encoded, int, int]
-"""A prepared response: kind, body, units and order hash."""
+"""Prepared response: kind, body, units, and order hash (`Response.order`)."""
 
 
 def _is_compared(item: int) -> bool:
-    """Return whether ranks compare a stream's item; only 0 and powers of two, to keep it cheap."""
+    """Return whether the ranks compare the hash of this item of a stream.
+
+    These are only item 0 and powers of two, because hashing each batch would be slow.
+    """
     return item & (item - 1) == 0
 
 
 def _failed(failure: Failed) -> _Prepared:
-    """Return an ERROR response that re-raises the user's exception in the rank."""
+    """Return an ERROR response, from which the rank raises the user's exception again."""
     try:
         body = encode.as_bytes(failure.raised)
     except Exception:  # pickling a user's exception may raise anything
@@ -396,10 +433,10 @@ def _failed(failure: Failed) -> _Prepared:
 
 
 class StoppedChildren:
-    """Watchdog that ends child processes which have been stopped (SIGSTOP) for `STOPPED_S`.
+    """Watchdog that kills child processes which have been stopped (SIGSTOP) for `STOPPED_S`.
 
     Attributes:
-        ended: Process ids of the children that were ended.
+        ended: Process ids of the children that the watchdog has killed.
     """
 
     def __init__(self) -> None:
@@ -410,7 +447,8 @@ class StoppedChildren:
         """Kill the children that have been stopped for too long; call about once a second.
 
         Args:
-            children: Process ids that this process has not waited for yet.
+            children: Process ids of the children to check. The caller must not have waited for
+                them (`waitpid`), because another process could have the id then.
         """
         now = time.monotonic()
         stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]
@@ -424,14 +462,14 @@ class StoppedChildren:
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process that is the parent of one loader's workers.
 
-    The parent starts a worker when the server requests it, reports workers that have ended, and
-    kills workers that are stopped. When the server has ended, the parent kills all workers and
-    ends.
+    The parent process starts a worker when the server requests it, reports workers that have
+    ended, and kills workers that have been stopped (SIGSTOP). When the server has ended, the parent
+    process kills all workers and ends.
 
     Args:
-        served: The loader's description.
-        control: The parent's end of the socket to the server.
-        servers: The server's end, which this fork inherited and closes.
+        served: The fetcher's settings for the loader.
+        control: This process's end of the socket to the server.
+        servers: The server's end of that socket. This process, a fork of the server, closes it.
     """
     servers.close()
     begin_process()
@@ -473,7 +511,11 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
 
 
 def _preload(served: ServedLoader) -> Any:
-    """Unpickle a large loader once, so that all workers share its memory; else return None."""
+    """Unpickle a large loader once, so that all workers share its memory.
+
+    Returns:
+        The loader; None if the loader is small, the workers are not forks, or unpickling fails.
+    """
     if served.context != "fork" or len(served.payload) < _PRELOAD_FROM_BYTES:
         return None
     torch.set_num_threads(1)
@@ -490,6 +532,15 @@ def _worker_main(
     loader: Any,
     inherited: socket.socket | None,
 ) -> None:
+    """Run a worker process.
+
+    Args:
+        served: The fetcher's settings for the loader.
+        number: The worker's number in its fetcher.
+        sock: Socket to the server.
+        loader: The loader, if the parent process has unpickled it; else None.
+        inherited: The parent process's socket, which a fork must close; None if not forked.
+    """
     begin_process()
     if inherited is not None:
         inherited.close()
@@ -500,7 +551,10 @@ def _worker_main(
 
 
 def begin_process() -> None:
-    """Set up a data process: `import taas` works, SIGINT is ignored, SIGTERM ends the process."""
+    """Set up a new worker or other process of the data service.
+
+    Afterwards `import taas` works, SIGINT is ignored, and SIGTERM ends the process.
+    """
     claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
