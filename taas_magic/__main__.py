@@ -14,11 +14,15 @@ from taas_magic.errors import TaasError
 from taas_magic.notebook.magic import run_command
 
 INTERRUPTED = 130
-"""Exit code of a program that SIGINT ended, as shells have it."""
+"""Exit code after an interrupt by SIGINT, as shells define it (128 + 2)."""
 
 
 def main(words: list[str]) -> int:
-    """Carry out one command and print what it says; return the process's exit code."""
+    """Run one `%taas` command, print its result or error, and return the exit code.
+
+    Args:
+        words: Name and arguments of the command.
+    """
     try:
         shown = run_command(shlex.join(words), load_config(Path.cwd()))
     except KeyboardInterrupt as error:

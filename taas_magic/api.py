@@ -1,4 +1,4 @@
-"""The public names: what `import taas` gives, in any process, without torch or Dask."""
+"""The public names of `import taas`, which works in any process without torch and Dask."""
 
 import os
 import sys
@@ -37,23 +37,27 @@ __all__ = [
 ]
 
 unregistered = unregister
-"""The old client's name of `unregister`."""
+"""Alias of `unregister`, for code written for DataSphere's old package `taas`."""
 
 
 def get_registered_data_loaders_names() -> list[str]:
-    """Return names of the registered loaders; the old client's form of `registered`."""
+    """Return the sorted names of the registered loaders.
+
+    For code written for DataSphere's old package `taas`. New code uses `registered`.
+    """
     return sorted(registered())
 
 
 def get_worker_info() -> Any:
-    """Return torch's `get_worker_info()`, and where that is None, what stands for one worker.
+    """Return torch's `get_worker_info()`, or a replacement if that returns None.
 
-    The old client had one of its own, which always said which share of the data is this process's.
+    For code written for DataSphere's old package `taas`, whose function of this name never returned
+    None. A dataset uses the result to select the data that this process loads.
 
     Returns:
-        An object with `id`, `num_workers` and `seed`. In a registered loader with `num_workers=0`,
-        whose batches are dealt to the ranks, it is worker 0 of 1; elsewhere in a rank, worker
-        `RANK` of `WORLD_SIZE`.
+        An object with `id`, `num_workers` and `seed`. The replacement is worker `RANK` of
+        `WORLD_SIZE` in a rank. In a registered loader with `num_workers=0`, it is worker 0 of 1,
+        because the loader loads all data and its batches are divided among the ranks.
     """
     import torch
     from torch.utils.data import get_worker_info
@@ -68,9 +72,10 @@ def get_worker_info() -> Any:
 
 
 def _device_type() -> str:
-    """Return what torch finds in a rank; elsewhere, whether this machine has CUDA devices.
+    """Return "cuda" if this process can use a GPU, else "cpu".
 
-    To ask torch would load it, and CUDA with it, into the notebook's kernel.
+    In a rank, torch decides. In other processes, this counts the machine's GPUs without torch,
+    because asking torch would load it, and CUDA, into the notebook's kernel.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -82,12 +87,14 @@ def _device_type() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of a module that is imported when it is asked for.
+    """Return a public name of `taas`, and import its module only now.
 
-    `last_run` is the newest run that this kernel started or attached (None before the first),
-    `device_type` is "cuda" or "cpu". The imports are late because the kernel imports this module
-    while the notebook's folder, which may hold a `random.py`, still comes before the standard
-    library.
+    `last_run` is the run that this kernel started or attached last, or None before the first one.
+    `device_type` is "cuda" or "cpu".
+
+    The imports are late, because when the kernel imports this module, the notebook's folder still
+    comes before the standard library on the import path. A `random.py` in that folder would break
+    the imports.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)

@@ -1,8 +1,15 @@
-"""What a person types in a notebook, and a run as the kernel holds it.
+"""The notebook's side of taas-magic: it runs in the kernel.
 
-magic.py      `%%taas`; `%taas` status, logs, stacks, stop, pools, warm, down; what Tab offers
-flags.py      the words of the head
-launch.py     captures the cell, plans, writes the run folder, asks the pool; `--dry-run` only says
-run.py        follows the run, interrupts and concludes it; its fetchers
+magic.py      the magics `%%taas` and `%taas`, and Tab completion
+flags.py      parser of the flags after `%%taas`
+launch.py     runs a cell on ranks from start to end; with `--dry-run`, describes what would run
+run.py        follows a run, handles the user's interrupts, and starts its fetchers
+runs.py       finds runs and reads their folders (`taas.runs()`)
+attach.py     shows a run's view again
+heads.py      updates the heads of runs whose views were closed
+sessions.py   the sessions of this kernel
 pools.py      the pools of this kernel
+logs.py       reads the log files of ranks
+report.py     writes the file of `%taas report`
+between_cells.py  functions to call before each cell
 """

@@ -1,6 +1,7 @@
-"""Show the view of a run again: its past, then live, until it ends or the user interrupts.
+"""Show the view of a run again, for `%taas attach`.
 
-The view needs no connection to the pool, because it reads the run's folder.
+The view shows all earlier output, then new output, until the run ends or the user interrupts the
+view. It needs no connection to the pool, because it reads the run's folder.
 """
 
 import time
@@ -23,10 +24,10 @@ POLL_S = 0.1
 """Seconds between reads of the journal."""
 
 CHECK_S = 1.0
-"""Seconds between checks that the run's owner is alive, while the journal does not grow."""
+"""Seconds between checks that the process that owns the run is alive, if the journal is silent."""
 
 NOT_ATTACHED = "NOT ATTACHED"
-"""Title of the head of a run that may be active but whose view is not updated any more."""
+"""Title of a run's head after the user stopped watching the run, which may still be active."""
 
 
 def attach(run: Run) -> None:

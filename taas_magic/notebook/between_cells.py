@@ -1,7 +1,7 @@
-"""What modules of this kernel leave for the moments before and after each cell.
+"""Lists that other modules fill, and that the magics read before and after each cell.
 
-The magics' module imports this one at once. The modules that fill it are imported by a thread, so
-the first cells may run while they are only half imported.
+`notebook.magic` must not read these from the modules that fill them: a thread imports those
+modules, so the first cells may run while they are only half imported.
 """
 
 from collections.abc import Callable
@@ -10,4 +10,7 @@ before_cell: list[Callable[[], None]] = []
 """Functions to call before each cell, in the thread that runs it."""
 
 set_in_ranks: set[str] = set()
-"""Names that earlier `%%taas` cells have assigned in their ranks."""
+"""Names that earlier `%%taas` cells without a session assigned on their ranks.
+
+If a later cell of the notebook uses such a name, the user gets a hint to return it by `--out`.
+"""

@@ -59,7 +59,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def nothing_below(raw_cell: str) -> str:
-    """Return the error message for a cell that has no lines below its head."""
+    """Return the error message for a cell with nothing below its `%%taas` or taas comments."""
     found = head(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -89,7 +89,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 MAX_RANKS = 1_000_000
-"""Upper bound on ranks in flags, larger than any pool. The plan checks the pool's own limit."""
+"""Upper bound on numbers of ranks in flags. Planning the run checks the pool's own limit."""
 
 MAX_COUNT = 1 << 60
 
@@ -153,7 +153,10 @@ def hang_s(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse `a,b@last,c@all`, with parts as in `split_name`. Each variable may occur once."""
+    """Parse the value of `--out`, such as `a,b@last,c@all`. Each variable may occur only once.
+
+    `plan.split_name` describes the form of one entry.
+    """
     listed = tuple(name.strip() for name in text.split(","))
     if len({name_of(name) for name in listed}) < len(listed):
         raise ValueError(text)

@@ -1,4 +1,7 @@
-"""Update heads in this kernel's notebook that have no view any more, when their runs end."""
+"""Update the heads of runs that ended after their views were closed.
+
+A view is closed before its run ends if the run is detached or the user stops watching it.
+"""
 
 import time
 
@@ -11,7 +14,7 @@ from taas_magic.notebook import between_cells
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
-"""Runs by id whose views were closed before the runs ended."""
+"""Active runs whose views were closed and whose heads can still be updated, by id."""
 
 
 def leave(run: Run, view: View, state: RunState, title: str) -> None:
@@ -30,12 +33,15 @@ def leave(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Stop tracking a run's head, because it shows the run's end."""
+    """Do not update a run's head any more, because it already shows the run's end."""
     _left.pop(run.run_id, None)
 
 
 def correct() -> None:
-    """Update the tracked heads of runs that have ended since their views were closed."""
+    """Update the heads of runs that have ended since their views were closed.
+
+    Called before each cell.
+    """
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
         name = {"display_id": f"{run.run_id}:head"}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 last_run: Run | None = None
-"""The run that this kernel started or attached last."""
+"""The run that this kernel started or attached last; None before the first one."""
 
 NO_LOADER = (
     "without effect, as the cell uses no registered loader; write taas.register(loader) in an "
@@ -179,10 +179,14 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes for the head of a run, without lasting notes that were shown already.
+    """Return the notes for the head of a run, without those that need no repetition.
 
-    Lasting notes are about a missing GPU and about constants that differ. Each is shown once in a
-    kernel, and again if the values of the constants change.
+    A note on a missing GPU or on differing constants holds for many runs. Such a note is shown only
+    once in a kernel, and again if the values of the constants change.
+
+    Args:
+        notes: Notes of the plan.
+        differences: Notes on constants that differ between the notebook and a module.
     """
     lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
     lasting |= zip(differences, differences, strict=True)
@@ -213,6 +217,10 @@ def _carry_out(
     """Get fetchers and hosts, start the ranks, and show the run until it has ended.
 
     Args:
+        driver: The kernel's side of the run.
+        spec: The run, for the pools.
+        pool: Pool that runs the ranks.
+        config: Settings of taas.toml.
         detaches: Whether to detach the run as soon as all ranks have started.
         session: The session whose ranks run the cell. None starts new ranks.
         is_shown: Whether the notebook shows the run.
@@ -263,7 +271,10 @@ def start_session(
     config: Config,
     interrupts: Interrupts,
 ) -> None:
-    """Start a session's ranks unless they were started already; raise as `Session.start`."""
+    """Start a session's ranks unless they were started already.
+
+    The arguments and the raised errors are those of `Session.start`.
+    """
     if session.is_started:
         return
     assert session.plan is not None
@@ -439,7 +450,10 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
 
 
 def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
-    """Describe what `execute` would do: the plan, the payload with reasons, and the problems."""
+    """Return the text of `--dry-run`: what `execute` would do, and why it would fail.
+
+    The text lists the plan, the values that would be sent, each with the reason, and the problems.
+    """
     session = sessions.for_cell(flags, registers=False)
     if session is not None:
         flags = session.complete(flags)

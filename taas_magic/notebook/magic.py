@@ -69,7 +69,10 @@ class TaasMagics(Magics):
         return load_config(self._folder)
 
     def remember(self, info: Any) -> None:
-        """Store the cell's text and update old heads. Handles IPython's event `pre_run_cell`."""
+        """Store the cell's text, and call the functions in `between_cells.before_cell`.
+
+        Also print a warning for each misplaced pragma. Handles IPython's event `pre_run_cell`.
+        """
         self._raw_cell = info.raw_cell
         for call in between_cells.before_cell:
             call()
@@ -157,7 +160,11 @@ class TaasMagics(Magics):
         )
 
     def _compile_name(self, raw: str) -> str:
-        """Return the file name under which the kernel compiled the cell that called the magic."""
+        """Return the file name under which the kernel compiled the cell that called the magic.
+
+        Args:
+            raw: Text of the cell, as `locate` returned it.
+        """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
@@ -191,8 +198,8 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
 
     Returns:
         The whole cell, and the number of its lines before the body. If code called the magic
-        (`get_ipython().run_cell_magic`), there is no such cell: the result then consists of the
-        magic's own head and body.
+        (`get_ipython().run_cell_magic`), there is no such cell: the result is then a cell made of
+        the magic's line and body.
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
@@ -276,7 +283,10 @@ class _WarmUp:
         ).start()
 
     def cancel(self) -> None:
-        """Cancel the warm-up if it has not begun. One that has begun ends with the pool."""
+        """Cancel the warm-up if it has not begun.
+
+        A warm-up that has begun continues. `%taas down` then ends the pool that it opened.
+        """
         with self._lock:
             self._is_cancelled = True
 
@@ -290,6 +300,7 @@ class _WarmUp:
 
 
 _warm_ups: list[_WarmUp] = []
+"""Warm-ups that loading the extension started, so that `%taas down` can cancel them."""
 
 
 def _warm_local(magics: TaasMagics) -> None:

@@ -152,7 +152,7 @@ def _ask(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
 
 
 def _joined(name: str, config: Config) -> PoolConnection:
-    """Return a connection to the pool's running process; never start a process.
+    """Return a connection to the process of a pool, if it is running; never start it.
 
     Raises:
         PoolError: The pool has no running process.
@@ -274,7 +274,14 @@ def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], st
 
 
 def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
-    """Return the table cells of a host."""
+    """Return the cells of a host's row in the table, in the order of `_HEAD`.
+
+    Args:
+        row: The checked host.
+        here: The kernel that checked the host.
+        means: Mechanism that keeps the host's ranks from writing to the project store; "" if the
+            host is not up.
+    """
     seen = row.facts
     if seen is None or not seen.system:
         python = seen.python if seen else "?"

@@ -1,4 +1,4 @@
-"""Write the file of `%taas report`, with which a developer can understand a problem.
+"""Write the file of `%taas report`, which a user sends to a developer with a bug report.
 
 The file holds versions, settings without secrets, the first events of a run, and the end of each
 pool's log. It holds neither the cell nor values of variables, but error messages may quote both.
@@ -39,7 +39,7 @@ def write_report(config: Config, run: Path | None, target: Path) -> Path:
 
     Args:
         config: Settings of taas.toml.
-        run: Folder of the run to report. None leaves that part out.
+        run: Folder of the run to report. None for a report without a run.
         target: File to write. Only the user can read it.
 
     Raises:

@@ -70,7 +70,7 @@ DETACHED = "DETACHED"
 """Title of the head of a detached run. The head is not updated any more."""
 
 _ENDS = ("signal", "exit", "end", "stopped", "host")
-"""Values of `Failure.how` for a rank whose process has ended or is about to end."""
+"""Values of `Failure.how` that mean that a process of the run has ended or is about to end."""
 
 T = TypeVar("T")
 Tell = Callable[[list[str]], None]
@@ -142,7 +142,7 @@ class Background(Generic[T]):
             waiting user.
 
     Attributes:
-        outcome: Future with the result or exception of the work.
+        outcome: Future of the work's result or exception.
         thread: The thread that runs the work.
     """
 
@@ -164,7 +164,7 @@ class Background(Generic[T]):
         patience: int = 1,
         leave_s: float = 0.0,
     ) -> T:
-        """Wait for the work and return its result. Raises as `Interrupts.attend`.
+        """Wait for the work and return its result.
 
         Args:
             interrupts: The user's interrupts.
@@ -172,6 +172,10 @@ class Background(Generic[T]):
             meanwhile: Function called every MEANWHILE_S during the wait.
             patience: Number of interrupts that end the wait.
             leave_s: Seconds that the work may still take after these interrupts.
+
+        Raises:
+            Exception: The exception that the work raised.
+            KeyboardInterrupt: The user ended the wait.
         """
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
@@ -211,7 +215,8 @@ class Fetching:
     Args:
         pool: Pool that runs the fetchers.
         spec: `HostSpec` of the run for that pool.
-        listen: Function called with each event before `pass_on` is called. Any thread calls it.
+        listen: Function that receives each event until `pass_on` is called. Later, the kernel
+            receives these events from the pool of the ranks. Any thread calls the function.
         waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool: then
             the wait for the ranks' hosts suffices.
     """
@@ -246,7 +251,7 @@ class Fetching:
             self._connection.check()
 
     def say(self, event: Event) -> None:
-        """Record and pass on an event from or about a fetcher."""
+        """Record an event from or about a fetcher, and queue it for the pool of the ranks."""
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)
         elif isinstance(event, FetcherEnded) and event.entry:
@@ -282,11 +287,15 @@ class Fetching:
                 self.say(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
     def said(self) -> list[Event]:
-        """Return the events since the last call."""
+        """Return the queued events, and remove them from the queue."""
         return taken(self._events)
 
     def pass_on(self, connection: PoolConnection) -> None:
-        """Send all further events to the pool's process that runs the ranks."""
+        """Send all further events to the process of the ranks' pool, in a thread.
+
+        Args:
+            connection: Connection to that process.
+        """
         self._listen = lambda event: None
         self._relay = threading.Thread(
             target=self._pass_on, args=(connection,), name="taas-relay", daemon=True
@@ -392,7 +401,11 @@ class Filling:
         return len(said) >= self._fetchers and self._sum("idle") >= self._sum("workers")
 
     def event(self, host: str) -> Prefilling:
-        """Return a progress event for a report of a fetcher on `host`."""
+        """Return an event with the current progress.
+
+        Args:
+            host: Name of the host whose fetcher caused the event; "" if none did.
+        """
         unit = "bytes" if self._unit == "bytes" else "batches"
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
@@ -413,7 +426,7 @@ class RunDriver:
     """The kernel's side of a run: starts it, shows it until it ends, and fetches its results.
 
     Attributes:
-        run: The run, as users see it.
+        run: The `Run` object that users get as `taas.last_run`.
         plan: Plan of the run.
         head: State of the run, computed from its events. The head above its log shows it.
         hosts: Names of the hosts of the first attempt, in the order of their ranks.
@@ -466,7 +479,10 @@ class RunDriver:
 
     @contextmanager
     def giving_up(self, view: View | NoView) -> Iterator[None]:
-        """Record the end of the run if the block fails. The block runs before the ranks start."""
+        """If the block raises, record the end of the run, show it, and raise the error again.
+
+        The block is the part of the run before the ranks start.
+        """
         try:
             yield
         except (PoolError, StoreError, KeyboardInterrupt) as error:
@@ -562,9 +578,10 @@ class RunDriver:
         view.close()
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Store the results in the notebook; then raise the run's error as `Run.wait` does.
+        """Store the results in the notebook; then raise the run's error, if any.
 
-        A failed run's results are stored, too. Does nothing for a detached run.
+        A failed run's results are stored, too. Does nothing for a detached run. Raises the errors
+        of `Run.raise_failure`.
 
         Args:
             namespace: The notebook's variables, which receive the results.
@@ -663,7 +680,7 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Return the end of a run that cannot report its end itself.
+        """Return a `RunEnded` event for a run whose pool does not report its end.
 
         Args:
             state: State in which the run ended.

@@ -99,7 +99,7 @@ class Run:
 
     @cached_property
     def context(self) -> RunContext:
-        """Facts that the run's notebook recorded for other processes."""
+        """Facts that the notebook recorded for other processes: its project, pools and labels."""
         return self._folder.context()
 
     @property
@@ -183,7 +183,10 @@ class Run:
 
     @property
     def result_notes(self) -> list[str]:
-        """Notes for the user about how results were loaded."""
+        """Notes for the user about variables that returned functions use.
+
+        Each note names one variable whose value in the notebook differs from that in the cell.
+        """
         return list(self._results().notes)
 
     @property
@@ -306,7 +309,7 @@ class Run:
         return RunEnded(state="LOST", elapsed_s=found.elapsed_s, why=found.why, time=at)
 
     def new_state(self) -> RunState:
-        """Return a state of the run as it was before its first event."""
+        """Return a `RunState` to which no event of the run has been applied yet."""
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
 
@@ -417,7 +420,7 @@ def runs() -> RunList:
 
 
 def newest() -> Iterator[Run]:
-    """Yield the runs of `runs()` one by one. A run's folder is read only when it is its turn."""
+    """Yield the runs of `runs()` one by one. A folder is read only when its run is requested."""
     return journal.readable(_run_of)
 
 
