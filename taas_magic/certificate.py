@@ -17,6 +17,9 @@ def make(name: str) -> tuple[str, str]:
 
     Whoever has the private key can also sign other certificates with it. `Authority` never hands
     out its key.
+
+    Args:
+        name: Common name of the holder.
     """
     return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 

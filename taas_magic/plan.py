@@ -1,4 +1,4 @@
-"""Make the plan of a run from a cell's flags and the capacity of hosts. Pure.
+"""Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
 A plan decides everything about a run before any host is allocated, so that `--dry-run` can print it
 and a test can compare it. `--cpus M` requests M hosts for each registered loader. If the pool has

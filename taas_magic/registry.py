@@ -244,7 +244,7 @@ def serve(
         run_dir: Folder of the run.
         plan: Plan of the run.
         settings: Settings of the data service.
-        tls: Whether to encrypt batches, as they travel over a network with other users.
+        tls: Whether to encrypt batches, which is needed on a network that other people use too.
     """
     if not loaders:
         return

@@ -51,7 +51,12 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file; see `take_lock`."""
+    """Return whether no process holds the lock of a file; the lock is left free.
+
+    Args:
+        path: The lock file.
+        flags: Additional flags for `os.open`.
+    """
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None

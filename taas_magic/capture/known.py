@@ -94,7 +94,7 @@ class RankNames:
             state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
             to: Destination of the values.
-            travels: Function that returns whether a name is a variable of the user.
+            travels: Function that returns whether a name may be sent: it is a variable of the user.
             refuse: Function that is called with the error of each value that cannot travel.
         """
         choice = Choice(reads=used.definitions)

@@ -1,4 +1,6 @@
-"""Find the names and modules that a cell uses, in the order in which its statements run. Pure.
+"""Find the names and modules that a cell uses, without running it.
+
+The order of its statements counts: a name that the cell sets before it reads it is not needed.
 
 `code_use` analyses compiled code; `used_names` analyses the source.
 """

@@ -325,7 +325,7 @@ class ValuePickler(cloudpickle.Pickler):
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of pickled objects that other values may also hold."""
+        """Return the ids of the pickled objects and storages that other values may also hold."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 

@@ -1,8 +1,9 @@
-"""Reduce objects that pickle would save by name, not at all, or with too much content.
+"""Reducers for objects that pickle would save by name, not at all, or with too much content.
 
-These are the notebook's classes, objects that functools and typing made from its functions, its
-streams and its namespace. Torch's storages become buffers outside of the pickle. A path in the
-project becomes the path of the host's copy.
+A reducer returns what the pickle has in place of an object: a function that makes the object again,
+its arguments, and the object's state. The objects are the notebook's classes, objects that
+functools and typing made from its functions, its streams and its namespace. Torch's storages become
+buffers outside of the pickle. A path in the project becomes the path of the host's copy.
 """
 
 import builtins
@@ -62,8 +63,8 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the class with this id if this process has it, else make it.
 
-    So a result that the notebook loads gets the notebook's own class. Making the class again would
-    run `__init_subclass__` of its bases again.
+    So the notebook loads a result with its own class. A class that is made a second time would be a
+    different class, and would run `__init_subclass__` of its bases again.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known

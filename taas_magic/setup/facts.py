@@ -402,6 +402,7 @@ class Row:
 
 
 Ways = Mapping[str, AbstractContextManager[Shell]]
+"""Shells of a pool's hosts, by host name; a shell is connected when it is entered."""
 
 
 def check(

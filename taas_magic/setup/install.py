@@ -179,7 +179,7 @@ def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
 
 
 def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
-    """Install a package folder on a host: by the host's own pip, else as files from here.
+    """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
     Raises:
         PoolError: The folder could not be installed; the message says why.
