@@ -4,7 +4,7 @@ client.py      the kernel's side: connect to the process, launch runs, receive e
 process.py     the pool's process and its folder: how a kernel finds, starts and ends the process
 gate.py        the scheduler and its port: authentication of peers, checks of their messages
 controller.py  starts, follows and ends runs; writes their journals; counts the hosts' GPU hours
-runs.py        a run's ranks in all its attempts, and its fetchers, on their hosts
+runs.py        the ranks of a run in all its attempts, and its fetchers, on all their hosts
 hosts.py       the pool's hosts: membership, leases, requests to their agents
 detached.py    work for a detached run that its kernel would otherwise do
 """

@@ -13,10 +13,10 @@ class PoolAddress(Struct):
     """The contents of `pool.json`: what a kernel needs to connect to the pool's process.
 
     Attributes:
-        address: The Dask scheduler's, as "tls://host:port".
+        address: Address of the process's Dask scheduler, as "tls://host:port".
         security: Keyword arguments for Dask's `Security`; they hold a private key.
         project: Path of the notebook's project.
-        made_of: Versions of Python, torch and taas-magic in the process.
+        made_of: Versions of Python, torch and taas-magic that the process has imported.
         pid: Id of the process that wrote the file.
     """
 

@@ -53,13 +53,14 @@ SILENT_S = 15.0
 """Seconds without a beat after which a pool's process counts as stopped or hanging."""
 
 ANSWER_S = 20.0
-"""Seconds for a running pool process to accept a kernel. After that, it is replaced."""
+"""Seconds for a running pool process to accept a kernel. After that, the kernel kills the process
+and starts another."""
 
 END_S = 30.0
 """Seconds for a pool's process to end by itself. After that, it is killed."""
 
 NAMED_S = 5.0
-"""Seconds of waiting for a pool's process after which the user is told which process it is."""
+"""Seconds of waiting for a pool's process, after which a message names the process to the user."""
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
@@ -68,17 +69,20 @@ _MAX_PROCESSES = 3  # one that is just ending, one that does not respond, and a 
 
 
 class ConnectionEnded(RunLost):
-    """The pool's process has ended, or this kernel has left it. Runs on the connection are lost."""
+    """Error of a connection that has ended: all runs that were started on it are lost.
+
+    Either the pool's process has ended, or this kernel has closed the connection.
+    """
 
 
 class Wait:
     """One wait of this kernel for a pool's process and its hosts.
 
-    A wait ends for good when it is cancelled (`give_up`) or when this kernel ends the pool
-    (`Pool.down`). No process is started for a wait that has ended.
+    A wait is over when it is cancelled (`give_up`) or when this kernel ends the pool
+    (`Pool.down`). After that, no process is started for it.
 
     Attributes:
-        id: Id of the wait in the pool's process.
+        id: Id by which the pool's process identifies the wait.
         is_given_up: Whether the wait was cancelled.
     """
 
@@ -89,7 +93,7 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether the wait has ended for good."""
+        """Whether the wait was cancelled, or this kernel has ended the pool since it began."""
         return self.is_given_up or self._pool.downs != self._downs
 
     def give_up(self) -> None:
@@ -97,7 +101,7 @@ class Wait:
         self.is_given_up = True
 
     def check(self) -> None:
-        """Raise PoolError if the wait has ended."""
+        """Raise PoolError if the wait is over."""
         if self.is_given_up:
             raise PoolError(f'pool "{self._pool.name}": the wait for its hosts was cancelled')
         if self.is_over:
@@ -195,7 +199,7 @@ class PoolConnection:
         id: The Dask client's id, by which the process identifies this kernel.
         config: The pool's settings.
         process: The process at the other end.
-        why: The reason for which the connection has ended; "" before.
+        why: The reason for the end of the connection; "" while it is open.
     """
 
     def __init__(
@@ -249,10 +253,9 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def is_let_in(self) -> bool:
-        """Ask the process to accept this kernel. It refuses if it has begun to end.
+        """Ask the process to accept this kernel; return whether it does.
 
-        Returns:
-            Whether the process has accepted this kernel.
+        A process that has begun to end refuses.
 
         Raises:
             ConnectionEnded: The process has ended.
@@ -263,10 +266,10 @@ class PoolConnection:
     def wait_for_hosts(
         self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
     ) -> Started:
-        """Wait until `hosts` hosts can start ranks. See `Pool.open`.
+        """Wait until `hosts` hosts can start ranks. For the arguments, see `Pool.open`.
 
         Returns:
-            The process's response, which holds the error if the hosts cannot come.
+            The response of the pool's process. If the hosts are not available, it holds the error.
 
         Raises:
             ConnectionEnded: The process has ended.
@@ -290,10 +293,10 @@ class PoolConnection:
 
         Args:
             on_event: Called with every event of the run, in the thread of the Dask client.
-            said: Events that the run's fetchers have sent before.
+            said: Events that the run's fetchers have already sent to this kernel.
 
         Returns:
-            The names of the run's hosts.
+            The names of the hosts on which the ranks or fetchers start.
 
         Raises:
             ConnectionEnded: The process has ended.
@@ -320,7 +323,7 @@ class PoolConnection:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
     def forget(self, run_id: str) -> None:
-        """Stop listening to a run."""
+        """Stop passing events of a run to its `on_event`."""
         self._listeners.pop(run_id, None)
         if self._closes_when_unused:
             self.close_when_unused()
@@ -357,10 +360,10 @@ class PoolConnection:
     def close(self, why: str = "") -> None:
         """Close the connection. Runs and waits that were started on it end.
 
-        The process itself decides whether it ends.
+        The process at the other end may continue, for example for other kernels.
 
         Args:
-            why: The reason, for callers that still use the connection.
+            why: The reason, which `ConnectionEnded` tells callers that still use the connection.
         """
         self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
@@ -442,7 +445,7 @@ class PoolConnection:
         disconnect(self._client)
 
     def _end(self, why: str) -> None:
-        """Mark the connection as ended. Only the first call sets the reason."""
+        """Mark the connection as ended for the reason `why`, unless it already has a reason."""
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -504,7 +507,7 @@ class Pool:
         return (found := self.connection) is not None and found.is_silent
 
     def connection_with(self, hosts: int) -> PoolConnection | None:
-        """Return the connection if a launch on `hosts` hosts would start at once, else None."""
+        """Return the connection if the pool has `hosts` hosts that can start ranks, else None."""
         found = self.connection
         with suppress(PoolError):  # the process has just ended or been stopped
             if found is not None and found.is_ready and len(found.status().hosts) >= hosts:
@@ -524,10 +527,11 @@ class Pool:
             on_wait: Called with one line for each host that is not ready, at each beat of the
                 pool's process, in the thread of the Dask client.
             wait: Cancels this call (`Wait.give_up`).
-            has_run: Whether a run waits for the hosts.
+            has_run: Whether a run is to start on the hosts. It is False if the pool is only being
+                started in advance.
 
         Returns:
-            The connection to the process that has the hosts.
+            The connection to the pool's process, which has the hosts.
 
         Raises:
             ConnectionEnded: The process that requested the hosts has ended.
@@ -594,11 +598,14 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to the pool's process. The caller holds `_joining`.
 
-        Until a process accepts this kernel, nothing in the kernel depends on the process. So it is
-        no failure if the process ends before, unless this kernel started it.
+        If a process ends before it has accepted this kernel, nothing is lost, and the next process
+        is tried. Only if this kernel had started that process, its failure is an error.
 
         Args:
-            starts: Whether to start a process if none is running. If False, return None then.
+            starts: Whether to start a process if none is running.
+
+        Returns:
+            The connection; None if no process is running and `starts` is False.
 
         Raises:
             PoolError: The process did not start, or the wait was cancelled.
@@ -624,11 +631,12 @@ class Pool:
         """Connect to a process and ask it to accept this kernel.
 
         Returns:
-            The connection; None if the process ended before it accepted, without a failure.
+            The connection; None if the process ended without a failure before it had accepted.
 
         Raises:
             OSError: The process runs, but does not respond.
-            PoolError: The process was started by this kernel and failed, or the wait was cancelled.
+            PoolError: This kernel had started the process and the process failed, or the wait was
+                cancelled.
         """
         began, is_told = time.monotonic(), False
 
@@ -662,7 +670,15 @@ class Pool:
         return None
 
     def _find(self, wait: Wait, starts: bool) -> PoolProcess | None:
-        """Return the pool's process. If there is none, start one if `starts`, else return None."""
+        """Return the pool's running process, or start one.
+
+        Returns:
+            The process; None if none is running and `starts` is False.
+
+        Raises:
+            PoolError: The wait is over, or another kernel locked the pool's folder but does not
+                start a process.
+        """
         deadline = time.monotonic() + END_S
         while True:
             wait.check()
@@ -674,11 +690,14 @@ class Pool:
             time.sleep(_POLL_S)
 
     def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
-        """Wait until a process listens; return its connection data.
+        """Wait until a process accepts connections; return its address and keys.
+
+        Args:
+            check: Called repeatedly during the wait; raises PoolError to stop it.
 
         Raises:
-            PoolError: The process did not listen within `start_timeout_s` and was killed, or
-                `check` raised it.
+            PoolError: The process was not ready within `start_timeout_s` and was killed, or `check`
+                raised it.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
@@ -718,7 +737,7 @@ class Pool:
     def retire(self) -> None:
         """Close the connection as soon as this kernel has no run on it.
 
-        Called when the pool's settings have changed.
+        Called when the pool's settings in taas.toml have changed: another `Pool` replaces this one.
         """
         self._is_retired = True
         if (found := self.connection) is not None:
@@ -729,7 +748,7 @@ class Pool:
         return self.connection is None and not self.folder.has_children()
 
     def close(self) -> None:
-        """Close the connection. The pool's process itself decides whether it ends."""
+        """Close the connection. The pool's process may continue, for example for other kernels."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

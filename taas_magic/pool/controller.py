@@ -1,8 +1,8 @@
 """The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
 The controller is a Dask scheduler plugin in the pool's own process and runs on its event loop.
-Kernels send it requests (`Launch`, `Halt`, … are calls of the scheduler). Agents send it events.
-Dask tells it which clients and hosts are gone.
+Kernels send requests to it (`Launch`, `Halt`, … are calls of the scheduler). Agents send events to
+it. Dask calls it when a client or a host is gone.
 """
 
 import asyncio
@@ -71,11 +71,11 @@ FIRST_S = 20.0
 
 
 _ANSWERED_S = 2.0
-"""Seconds, at the end of a pool, for responses to all pending waits for hosts."""
+"""Seconds that an ending pool gives its pending waits for hosts to send their responses."""
 
 
 class Kernels:
-    """The kernels of a pool and their waits for hosts.
+    """The kernels that are connected to a pool, and their waits for hosts.
 
     Args:
         linger_s: Seconds for which the pool stays after its last kernel and run are gone.
@@ -111,7 +111,7 @@ class Kernels:
                 self.give_up(wait)
 
     async def enter(self, asked: Enter) -> bool:
-        """Return whether a kernel is accepted. The process then stays as long as the kernel."""
+        """Return whether the pool accepts a kernel. A connected kernel keeps the pool running."""
         return not self.is_ending and asked.owner in self.connected
 
     async def ready(self, asked: WaitForHosts) -> Started:
@@ -119,6 +119,9 @@ class Kernels:
 
         A kernel may have several waits at the same time, for example a cell's wait while the pool
         is being started in advance.
+
+        Returns:
+            The response for the kernel, with the error if the wait failed or was cancelled.
         """
         if self.is_ending:
             return Started(error="its process is ending", is_ending=True)
@@ -138,23 +141,24 @@ class Kernels:
             self._waiting.pop(asked.wait, None)
 
     async def give_up_all(self) -> None:
-        """Cancel all waits, and let them respond to their kernels."""
+        """Cancel all waits for hosts, and wait until their kernels have got responses."""
         if given_up := [waiting for _, waiting in self._waiting.values()]:
             for waiting in given_up:
                 waiting.cancel()
             await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
-        """Cancel the wait with the id `wait`. Unused hosts are returned to the engine."""
+        """Cancel the wait with the id `wait`. `Members` then returns unused hosts to the engine."""
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
 
 class Upkeep:
-    """Meter of a pool's host and GPU hours, which also finds idle hosts.
+    """Meter of a pool's host hours and GPU hours, which also finds idle hosts.
 
     Args:
-        idle_timeout_s: Seconds after which an idle host is returned to the engine; None keeps it.
+        idle_timeout_s: Seconds without a run after which a host is to be returned to the engine;
+            None keeps idle hosts.
         clock: Monotonic clock, in seconds.
     """
 
@@ -170,10 +174,10 @@ class Upkeep:
         self._gpu_s = self._used_gpu_s = 0.0
 
     def look(self) -> bool:
-        """Count the time since the last call.
+        """Add the time since the last call to the hours of all hosts, and update idle times.
 
         Returns:
-            Whether a host has been idle long enough to be returned to the engine.
+            Whether a host has been idle for `idle_timeout_s`, so that it is to be returned.
         """
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
@@ -207,7 +211,10 @@ class Upkeep:
         )
 
     def is_in_use(self, member: Member) -> bool:
-        """Return whether a host stays: it has a run, or has not been idle for `idle_timeout_s`."""
+        """Return whether the pool is to keep a host.
+
+        It keeps each host that has a run or has been idle for less than `idle_timeout_s`.
+        """
         if member.runs or member.idle_since is None or self._idle_timeout_s is None:
             return True
         return self._clock() - member.idle_since < self._idle_timeout_s
@@ -224,7 +231,7 @@ END_S = 10.0
 
 
 class Controller(SchedulerPlugin):
-    """The pool's controller.
+    """The controller of a pool, which starts, follows and ends runs on requests of kernels.
 
     Args:
         source: The engine that gets hosts.
@@ -239,7 +246,7 @@ class Controller(SchedulerPlugin):
         self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
         self._runs: dict[str, Share] = {}
         self._fetchers_of: dict[str, EndFetchers] = {}
-        """Function that ends the fetchers, for each detached run, by run id."""
+        """For each detached run, by run id: the function that ends its fetchers."""
 
         self._tasks = Tasks()
         self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
@@ -273,7 +280,11 @@ class Controller(SchedulerPlugin):
         return self._kernels.over
 
     async def launch(self, asked: Launch) -> Started:
-        """Start a run, or its fetchers, on the hosts of its plan."""
+        """Start a run's ranks, or its fetchers, on hosts of this pool.
+
+        Returns:
+            The response for the kernel: the names of the hosts, or the error.
+        """
         # Another machine gets only the changed variables of the environment.
         first = asked.spec if self._is_local else without_environ(asked.spec)
         owner = asked.owner
@@ -332,7 +343,7 @@ class Controller(SchedulerPlugin):
         """Detach a run and its fetchers from the kernel, so that they continue without it.
 
         Returns:
-            The reason for a failure; "" on success.
+            The reason why the run cannot be detached; "" if it is detached.
         """
         run = self._runs.get(asked.run_id)
         if not isinstance(run, PoolRun):
@@ -348,10 +359,10 @@ class Controller(SchedulerPlugin):
         return ""
 
     async def _take_over(self, run: PoolRun) -> "EndFetchers":
-        """Take over a run's fetchers from its kernel, if it has any.
+        """Take over a run's fetchers from its kernel, if the run has fetchers.
 
         Returns:
-            A function that ends the fetchers.
+            A function that ends the fetchers; without fetchers, it does nothing.
 
         Raises:
             PoolError: The fetchers' pool does not respond, or the fetchers have ended.
@@ -374,8 +385,8 @@ class Controller(SchedulerPlugin):
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
-            The start and end events of the fetchers so far; None if this pool has no such fetchers
-            or the other process is not connected.
+            The start and end events of the fetchers so far; None if these fetchers are not on this
+            pool (any more) or the other process is not connected.
         """
         fetchers = self._runs.get(asked.run_id)
         if not isinstance(fetchers, PoolFetchers) or asked.owner not in self._kernels.connected:
@@ -386,10 +397,14 @@ class Controller(SchedulerPlugin):
     async def _carry_out(
         self, run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
     ) -> None:
-        """Run a started run to its end; then journal, publish and clean up.
+        """Wait for the end of a started run; then write its end to the journal and clean up.
 
-        The kernel gets the end event after it is in the journal and the project store is free for
-        the next run.
+        The kernel gets the end event last. By then, the event is in the journal and the project
+        store is free for the next run.
+
+        Args:
+            tell: Sends an event to the run's kernel.
+            until_end: Closed when the run has ended: releases the store and closes the journal.
         """
         try:
             ended = await _end_of(run)
@@ -408,8 +423,11 @@ class Controller(SchedulerPlugin):
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
         """Wait until all interrupted runs of this kernel, or of kernels that are gone, have ended.
 
-        They may still own the project store. The wait is bounded: a host that does not end its part
-        within `HALT_S`, or whose lease runs out, is itself ended.
+        These runs may still own the project store. The wait is bounded: the pool ends a host itself
+        if the host's lease runs out or the host does not end its ranks within `HALT_S`.
+
+        Args:
+            tell: Sends a note about the wait to the kernel.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
@@ -437,16 +455,16 @@ class Controller(SchedulerPlugin):
         return Started(hosts=hosts)
 
     async def _start(self, share: Share, said: Sequence[Event] = ()) -> list[str]:
-        """Register and start a share of a run.
+        """Register and start a run's ranks or fetchers.
 
         Args:
-            said: Events that the run's fetchers have sent before.
+            said: Events that the run's fetchers have already sent to the kernel.
 
         Returns:
-            The names of the share's hosts.
+            The names of the hosts.
 
         Raises:
-            PoolError: The kernel is gone, or the share could not be started.
+            PoolError: The kernel is gone, or the ranks or fetchers could not be started.
         """
         self._runs[share.run_id] = share
         if share.owner not in self._kernels.connected:
@@ -462,7 +480,7 @@ class Controller(SchedulerPlugin):
             await run.relay(asked.said)
 
     async def halt(self, asked: Halt) -> None:
-        """Interrupt or kill a run on all its hosts, or cancel a wait."""
+        """Interrupt or kill a run or its fetchers on all hosts, or cancel a wait for hosts."""
         self._kernels.give_up(asked.run_id)
         if run := self._runs.get(asked.run_id):
             await run.halt(asked.how)
@@ -480,10 +498,10 @@ class Controller(SchedulerPlugin):
         return status
 
     def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
-        """Return a handler for file requests from hosts.
+        """Return a handler for file requests of one class from hosts.
 
-        Such hosts do not share the run folder or the project store. The sending host is identified
-        by its authenticated connection.
+        Hosts that do not share the notebook's run folder or project store send such requests. The
+        handler identifies the sending host by its authenticated connection.
 
         Args:
             kind: Class of the requests.
@@ -505,7 +523,7 @@ class Controller(SchedulerPlugin):
         return await run.answer(host.address, asked)
 
     async def facts(self, asked: GetFacts) -> list[Facts]:
-        """Return the facts of all hosts."""
+        """Ask all hosts for facts such as versions and installed modules, and return them."""
         return await ask_all(self.members, self.members.all(), asked)
 
     async def down(self, asked: EndPool) -> None:
@@ -538,14 +556,14 @@ class Controller(SchedulerPlugin):
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:
-        """Return a function that sends events of a run to its kernel."""
+        """Return a function that sends events of the run `run_id` to the kernel `owner`."""
         # Subscribe here: the kernel's own subscription takes another path than its request, and may
         # arrive later.
         self._scheduler.subscribe_topic(topic(owner), owner)
         return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
 
     def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
-        """Pass a host's event to its run. Count invalid events and those of unknown hosts."""
+        """Pass a host's event to its run. Ignore and count invalid or forbidden events."""
         run = self._runs.get(run_id)
         try:
             is_taken = run is not None and run.take(worker, event_of(event))
@@ -560,7 +578,7 @@ class Controller(SchedulerPlugin):
 
 
 def _journal(folder: RunFolder, tell: Tell) -> Writer:
-    """Open a run's journal. If the journal becomes incomplete, the kernel is told once."""
+    """Open a run's journal. If writing to it fails later, the kernel gets one note about that."""
     loop = asyncio.get_running_loop()
 
     def say(why: str) -> None:
@@ -572,13 +590,13 @@ def _journal(folder: RunFolder, tell: Tell) -> Writer:
 
 
 async def _no_fetchers() -> None:
-    """Do nothing; used for a run without fetchers."""
+    """Do nothing. This is the `EndFetchers` function of a run without fetchers."""
 
 
 async def _end_of(run: PoolRun) -> RunEnded:
-    """Run a run to its end; return its last event, even after an unexpected error.
+    """Wait for the end of a started run; return its last event.
 
-    Its kernel waits for this event.
+    Also returns an event after an unexpected error, because the kernel waits for the last event.
     """
     try:
         return await run.carry_out()

@@ -1,7 +1,7 @@
-"""Work of a pool's process for a detached run that the kernel would otherwise do.
+"""Tasks that a pool's process does for a detached run, because the kernel may be gone.
 
-The process relays events of the run's fetchers on another pool, ends those fetchers, and runs the
-command of the `notify` setting.
+If the run's fetchers are on another pool, the process relays their events and ends them with the
+run. At the end of the run, it runs the command of the `notify` setting.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ NOTIFY_S = 60.0
 """Maximum seconds for which the command of `notify` may run."""
 
 EndFetchers = Callable[[], Awaitable[None]]
-"""Function that ends the fetchers of a run on any pool."""
+"""Function that ends the fetchers of a detached run, on this pool or another one."""
 
 
 async def take_fetchers(
@@ -42,7 +42,7 @@ async def take_fetchers(
 
     Args:
         folder: The other pool's folder.
-        share_id: Id of the fetchers' share of the run.
+        share_id: Id by which the other pool identifies the run's fetchers.
         relay: Called with the fetchers' events.
         tasks: Runs the calls of `relay` in the background.
 
@@ -88,8 +88,8 @@ async def take_fetchers(
 def notify(folder: RunFolder, ended: RunEnded) -> None:
     """Run the user's `notify` command at the end of a detached run, if there is one.
 
-    Its output goes to `notify.log` in the run folder. Blocks until the command has ended; after
-    `NOTIFY_S`, the command is killed.
+    The command's output goes to `notify.log` in the run folder. Blocks until the command has ended.
+    After `NOTIFY_S`, the command is killed.
     """
     context = folder.context()
     if not context.notify:

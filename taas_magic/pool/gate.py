@@ -6,10 +6,10 @@ that listener through Dask's own extension points, `Server.listen` and `Server.l
 enforces three rules:
 
 - A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. Only the
-  newest `MOST_UNPROVED` connections that have not done so are kept. So a flood of silent
-  connections keeps nobody out.
-- A message is plain data: one frame of msgpack. Pickles, and data that Dask would forward to be
-  unpickled elsewhere, are refused from every peer.
+  newest `MOST_UNPROVED` connections that have not done so yet are kept. So a flood of silent
+  connections does not prevent others from connecting.
+- A message must be plain data: one frame of msgpack. The gate refuses pickles from every peer, and
+  also data that Dask would only forward, to be unpickled elsewhere.
 - A host may send only the operations in `MAY`, and only for itself.
 """
 
@@ -42,7 +42,7 @@ PROVE_S = 10.0
 """Total seconds for a new connection to prove its certificate and complete the handshake."""
 
 MOST_UNPROVED = 128
-"""Maximum number of unauthenticated connections. One more closes the oldest."""
+"""Maximum number of unauthenticated connections. A further connection closes the oldest one."""
 
 MOST_BYTES = 1 << 30
 """Maximum size of one message in bytes."""
@@ -70,7 +70,10 @@ logger = logging.getLogger("taas.gate")
 
 
 class GateComm(TLS):
-    """A connection whose peer is authenticated. A message that breaks a rule closes it."""
+    """A connection whose peer is authenticated.
+
+    If the peer sends a message that breaks a rule of the gate, the connection is closed.
+    """
 
     peer: Peer
     gate: "Gate"
@@ -141,7 +144,7 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check(peer: Peer, message: Any) -> None:
-    """Check that `peer` may send `message`.
+    """Check that `peer` may send `message`: the operation, and for a host also the host's name.
 
     Raises:
         ProtocolError: `peer` may not send it.
@@ -187,13 +190,13 @@ class Gate(Listener):
         """Number of connections that failed to authenticate, or whose messages broke a rule."""
 
     async def start(self) -> None:
-        """Start to listen. If the address has port 0, the system chooses one. Called by Dask."""
+        """Open the port. If the address has port 0, the system chooses one. Called by Dask."""
         sockets = bind_sockets(self._port, address=self._host, backlog=BACKLOG)
         self._host, self._port = sockets[0].getsockname()[:2]
         self._server.add_sockets(sockets)
 
     def stop(self) -> None:
-        """Stop listening, and close the connections that are not authenticated yet."""
+        """Close the port, and all connections that are not authenticated yet. Called by Dask."""
         self._server.stop()
         for stream in list(self._unproved):
             stream.close()
@@ -286,7 +289,8 @@ METRICS: Mapping[str, Any] = {
     "spilled_bytes": {"memory": 0, "disk": 0},
     "digests_total_since_heartbeat": {},
 }
-"""Constant load metrics passed to Dask for every worker, because Dask schedules nothing here."""
+"""Constant load metrics that Dask gets for every worker. They have no effect, because Dask
+schedules no tasks here."""
 
 _versions = functools.cache(get_versions)
 
@@ -308,11 +312,11 @@ class HeadScheduler(Scheduler):
         self.stream_handlers["log-event"] = lambda **said: None
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the web pages' port stays closed."""
+        """Do nothing instead of opening the port of Dask's web pages. Called by Dask."""
 
     @property
     def refused(self) -> int:
-        """Number of connections that the pool's port has refused."""
+        """Number of connections that the pool's port has refused or closed for a broken rule."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Member:
-    """A host that has joined.
+    """A host that has joined the pool, as the pool's process sees it.
 
     Attributes:
         address: Dask's address of the host's agent.
@@ -47,17 +47,18 @@ class Member:
         excused_s: Seconds since `heard_at` in which this process was stalled and could not receive
             a beat.
         name: The host's name in the notebook; "" until the host can start ranks.
-        starting: The host's last progress report before it can start ranks.
+        starting: The host's last progress report about its start; None if there is none, or once
+            the host can start ranks.
         means: The mechanism that keeps the host's ranks from writing to the project store.
         place: The address at which other hosts reach this host's ranks and fetchers.
         runs: Ids of the runs that use the host.
         leaves: Whether the host is being returned to the engine.
         had_s: Seconds for which the pool has held the host.
-        idle_since: Time, on this process's monotonic clock, since which the host has had no run
-            and was assigned to nothing; None until this has been noticed.
+        idle_since: Time, on this process's monotonic clock, at which `Upkeep` first saw the host
+            without a run; None while the host has a run or has just been chosen for one.
         has: Modules that are known to be installed on the host; None if nothing is known yet.
-        pending: Requests without a response, by their numbers.
-        why_lost: The reason for which this process drops the host; "" before.
+        pending: Futures of requests that the host has not answered yet, by request number.
+        why_lost: The reason for which this process dropped the host; "" before.
     """
 
     address: str
@@ -82,16 +83,19 @@ ASK_AGAIN_S = 0.5
 """Seconds between requests to the engine for hosts that have not joined."""
 
 CALL_S = 150.0
-"""Seconds for a host to respond to a request. Files may have to be transferred first (OBEY_S)."""
+"""Seconds for a host to respond to a request. The host may first have to transfer files, for which
+the agent allows `OBEY_S`."""
 
 NAMED_AFTER_S = 1.5
-"""Seconds without a response to `Greet` after which the waiting user is told the host's name."""
+"""Seconds without a response to `Greet`, after which a message names the host to the user."""
 
 FAILED_STARTS = 3
-"""Number of hosts that are lost before they can start ranks, after which a wait for hosts fails."""
+"""Number of hosts after which a wait for hosts fails, if all were lost before they could start
+ranks."""
 
 SLOW_S = 5.0
-"""Seconds after which a waiting user is told of a slow import; again after 2, 4, … times this."""
+"""Seconds of an import after which a message names the module to the user who waits. The message
+is updated after 2, 4, 8, … times this."""
 
 _CHECKS_PER_LEASE = 32
 
@@ -112,7 +116,9 @@ class Tasks:
 
 
 class Members(SchedulerPlugin):
-    """The hosts of a pool.
+    """The hosts of a pool that have joined.
+
+    Requests hosts from the engine, sends requests to their agents, and drops those that are lost.
 
     Args:
         source: The engine that gets the hosts.
@@ -140,7 +146,7 @@ class Members(SchedulerPlugin):
         self._takes = self._runs_waiting = 0
         self._lost_early: list[str] = []
         self.awaited: list[str] = []
-        """One line about each host that has been requested and is not ready."""
+        """One line for the user about each requested host that cannot start ranks yet."""
         self.refused = 0
         """Number of ignored messages: from unknown hosts, late responses, invalid reports."""
         scheduler.stream_handlers[ANSWER] = self._on_answer
@@ -152,7 +158,7 @@ class Members(SchedulerPlugin):
         return [m for m in self._members.values() if m.name and not m.leaves]
 
     def starting(self) -> list[StartingHost]:
-        """Return the progress reports of hosts that have joined and cannot start ranks yet."""
+        """Return the progress reports of hosts that have joined but cannot start ranks yet."""
         coming = [m.starting for m in self._members.values() if not m.name and not m.leaves]
         return [host for host in coming if host is not None]
 
@@ -167,20 +173,21 @@ class Members(SchedulerPlugin):
         say: Callable[[str], None] | None = None,
         has_run: bool = True,
     ) -> list[Member]:
-        """Wait until `count` hosts can start ranks; return those in `keep`, then the least used.
+        """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
 
-        Each returned host has just responded to a request. A host that died a moment ago would
-        still be listed.
+        If more hosts are there, returns those in `keep` and then those with the fewest runs. Each
+        returned host has just responded to a request, because the list may still contain a host
+        that died a moment ago.
 
         Args:
-            keep: Addresses of hosts that must be among them.
+            keep: Addresses of hosts that are chosen first.
             say: Called with a line for each host that does not respond soon. If None, all kernels
                 that wait for hosts receive the line.
-            has_run: Whether a run waits for the hosts.
+            has_run: Whether a run is to start on the hosts.
 
         Raises:
-            PoolError: The hosts did not join in time, or one cannot come. All hosts without a run
-                are returned to the engine.
+            PoolError: The hosts did not join in time, or a requested host will not come. All hosts
+                without a run are then returned to the engine.
         """
         while True:
             self._runs_waiting += has_run
@@ -194,9 +201,9 @@ class Members(SchedulerPlugin):
                 return taken
 
     async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
-        """Wait until a host responds or is gone. Report through `say` if this takes long.
+        """Wait until a host responds to `Greet` or is gone. Send a line to `say` if it is slow.
 
-        If the host responds that it cannot start a run, it is dropped.
+        Drops the host if it responds that no run can start there.
         """
 
         def tell() -> None:
@@ -244,7 +251,10 @@ class Members(SchedulerPlugin):
         return taken
 
     def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
-        """Return `count` of the present hosts: those in `keep`, then those with the fewest runs."""
+        """Return `count` hosts that can start ranks: those in `keep`, then the least used.
+
+        The least used are those with the fewest runs.
+        """
 
         def order(member: Member) -> int:
             return -1 if member.address in keep else len(member.runs)
@@ -254,10 +264,12 @@ class Members(SchedulerPlugin):
     async def release(
         self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
     ) -> None:
-        """Return hosts, also requested ones, to the engine. Do nothing while a caller waits.
+        """Return hosts to the engine, including requested hosts that have not joined yet.
+
+        Does nothing while `take` waits for hosts.
 
         Args:
-            stays: Returns whether a host is kept. The default keeps hosts that have a run.
+            stays: Returns whether the pool keeps a host. The default keeps hosts that have a run.
         """
         if not self._takes:
             for member in self._members.values():
@@ -267,8 +279,8 @@ class Members(SchedulerPlugin):
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
 
-        The wait ends after `CALL_S`. If the host cannot start ranks yet, the wait has no limit, and
-        ends when the host is gone.
+        The host has `CALL_S` for its response. A host that cannot start ranks yet has no limit:
+        the wait ends when it responds or is gone.
 
         Raises:
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
@@ -309,7 +321,10 @@ class Members(SchedulerPlugin):
                     await self.drop(member.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Remove a host as lost for the reason `why`; its engine ends what is left of it."""
+        """Remove a host because it is lost or useless, for the reason `why`.
+
+        The engine then ends what is left of the host.
+        """
         if member := self._members.get(address):
             member.why_lost = why
             if not member.name:
@@ -317,7 +332,7 @@ class Members(SchedulerPlugin):
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Send `Greet` to a host that has joined. Called by Dask, which then opens the stream."""
+        """Record a host that joins, and start to greet it. Ignores vehicles. Called by Dask."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             member = self._members[worker] = Member(worker, str(joined.name))
@@ -348,7 +363,7 @@ class Members(SchedulerPlugin):
         """Send `Greet` to a new host, which responds once it can start ranks.
 
         The wait has no time limit, since imports may be slow: a host that is alive sends beats, and
-        ends itself if its imports are stuck. A host whose response is an error is dropped.
+        ends itself if its imports are stuck. Drops a host that responds with an error.
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
@@ -364,13 +379,13 @@ class Members(SchedulerPlugin):
             self._changed.notify_all()
 
     async def _have_joined(self, count: int) -> None:
-        """Wait until `count` hosts can start ranks.
+        """Request missing hosts until `count` hosts can start ranks.
 
-        The engine is asked again every `ASK_AGAIN_S`, since a requested host may die.
+        Calls the engine every `ASK_AGAIN_S`, so that it replaces a requested host that has died.
 
         Raises:
             asyncio.TimeoutError: For `start_timeout_s`, no host was known to be starting.
-            PoolError: A requested host cannot come, or `FAILED_STARTS` hosts failed to start.
+            PoolError: A requested host will not come, or `FAILED_STARTS` hosts failed to start.
         """
 
         async def change(known: int) -> None:
@@ -393,7 +408,7 @@ class Members(SchedulerPlugin):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _say(self, lines: list[str]) -> None:
-        """Send kernels the lines about requested hosts, if they have changed."""
+        """Send `lines` about requested hosts to all kernels, if they differ from the last lines."""
         if lines != self.awaited:
             self.awaited = lines
             self._scheduler.log_event(POOL_BEAT, lines)
@@ -442,9 +457,9 @@ def slow_import(host: StartingHost) -> str:
 
 
 async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:
-    """Check that all hosts have this kernel's versions of Python and torch, and the modules.
+    """Check that all hosts have the notebook's versions of Python and torch, and some modules.
 
-    A host that has passed a check is not asked again for the same modules.
+    Hosts that have passed an earlier check of the same modules are not asked again.
 
     Args:
         modules: Top-level modules that the run's cell imports.
@@ -463,7 +478,7 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
 
 
 async def ask_all(members: Members, hosts: Iterable[Member], asked: GetFacts) -> list[Facts]:
-    """Return the facts of each host; all hosts are asked at the same time.
+    """Send `asked` to all hosts at the same time; return the facts of each host.
 
     Raises:
         PoolError: A host is gone or did not respond.

@@ -1,12 +1,13 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-A kernel starts the process (`PoolFolder.start`) in a session of its own. So neither an interrupt
-nor the end of the kernel reaches the process, which decides itself what to do when a kernel is
-gone. Kernels find it through `pool.json` in the pool's folder, as Jupyter finds a kernel through
-its connection file. `pool.json` holds the address and the keys; only the user can read it.
+A kernel starts the process (`PoolFolder.start`) in a separate session of the operating system. So
+neither an interrupt of the kernel nor its end reaches the process. The process itself decides what
+to do when a kernel is gone. Kernels find the process through `pool.json` in the pool's folder, as
+Jupyter finds a kernel through its connection file. `pool.json` holds the address and the keys; only
+the user can read it.
 
-A `PoolProcess` is one operating-system process, identified by its pid and start time. A process
-that replaces it in the folder is another `PoolProcess`.
+A `PoolProcess` is one operating-system process. If another process replaces it in the pool's
+folder, that process is another `PoolProcess`.
 """
 
 import asyncio
@@ -45,12 +46,12 @@ DASK_SETTINGS = {
 
 
 class PoolWords(Struct):
-    """Settings that a kernel writes to standard input of the pool's process that it starts.
+    """Settings that a kernel passes on standard input to a pool's process that it starts.
 
     Attributes:
         folder: Path of the pool's folder.
         project: Path of the notebook's project.
-        linger_s: Seconds that the process waits for a kernel after the last one has left.
+        linger_s: Seconds for which the process stays after its last kernel and run are gone.
         lock: File descriptor of the folder's lock, which the process inherits.
     """
 
@@ -62,7 +63,7 @@ class PoolWords(Struct):
 
 
 LINGER_S = 5.0
-"""Seconds that a pool's process waits for a kernel after the last one has left."""
+"""Seconds for which a pool's process stays after its last kernel and run are gone."""
 
 _DIGEST = 8
 _KILL_S = 20.0
@@ -70,9 +71,7 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """One process of a pool, from its start to its end, whichever kernel started it.
-
-    Another process in the same folder is another `PoolProcess`.
+    """One process of a pool, started by this kernel or another one.
 
     Args:
         process: The process; a `Popen` if it is a child of this kernel.
@@ -93,14 +92,14 @@ class PoolProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, negative for a signal.
+        """The exit code, which is negative if a signal ended the process.
 
-        None while the process runs, and if it is not a child of this kernel.
+        It is None while the process runs. It is always None if another kernel started the process.
         """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 
     def state(self) -> str:
-        """Return a one-line description of the process state, or of how the process ended."""
+        """Return the state in words, such as "is alive" or "was killed by SIGTERM"."""
         if self.is_alive():
             return "is alive"
         code = self.exit_code or 0
@@ -109,10 +108,10 @@ class PoolProcess:
         return f"ended with exit code {code}" if code else "has ended"
 
     def kill(self) -> None:
-        """Kill the process and wait until it has ended.
+        """Kill the process, and wait until it has ended.
 
         Raises:
-            PoolError: The process does not end.
+            PoolError: The process has not ended within `_KILL_S`.
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.kill()
@@ -145,7 +144,7 @@ class PoolFolder:
 
     @property
     def path(self) -> Path:
-        """Path of the folder, which is created on first use."""
+        """Path of the folder. The first call creates the folder."""
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
@@ -163,7 +162,7 @@ class PoolFolder:
         return not is_free(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the process that holds the lock; None if there is none or it is just starting."""
+        """Return the running process; None if none runs or it has not written its pid yet."""
         self.has_children()
         path = self.path / "lock"
         written = path.read_text() if self.is_locked else ""
@@ -216,10 +215,11 @@ class PoolFolder:
         return PoolProcess(child)
 
     def place(self, process: PoolProcess) -> PoolAddress | None:
-        """Return the connection data of a process.
+        """Return the address and keys of a process, from `pool.json`.
 
         Returns:
-            None before the process listens, and after it has begun to end.
+            The contents of `pool.json`; None before the process accepts connections and after it
+            has begun to end.
 
         Raises:
             PoolError: The process has other versions of Python, torch or taas-magic than this
@@ -236,10 +236,10 @@ class PoolFolder:
         return place
 
     def of_other_versions(self) -> list[str]:
-        """Return the versions of running processes of this pool that differ from this kernel's.
+        """Find running processes of this pool that use other versions than this kernel.
 
         Returns:
-            One text for each process, such as "Python 3.11.9, torch 2.4.0".
+            The versions of each such process, such as "Python 3.11.9, torch 2.4.0".
         """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
@@ -260,7 +260,7 @@ class PoolFolder:
 
 
 def main() -> int:
-    """Run one pool until a kernel ends it or nobody uses it any more."""
+    """Run the pool's process until a kernel ends it or no kernel and no run needs it any more."""
     gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
     words = unpack(sys.stdin.buffer.readline(), PoolWords)
     folder = Path(words.folder)

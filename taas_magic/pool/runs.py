@@ -1,14 +1,15 @@
-"""The shares of a run in the pool's process: its ranks and its fetchers, on hosts of a pool.
+"""The pool's process's side of a run: its ranks on all hosts, and its fetchers on all hosts.
 
-Both have the same lifecycle (`Share`). A share takes hosts and starts on them. It accepts events
-and requests only from these hosts. A lost host leaves the share. If a share is halted and a host
-does not end its part in time, the host itself is ended.
+Ranks and fetchers have the same lifecycle (`Share`). A `Share` takes hosts of the pool and starts
+its ranks or fetchers on them. It accepts events and requests only from these hosts. It continues
+without a host that is lost. If the user halts the run and a host does not end its ranks or fetchers
+in time, the pool ends the host itself.
 
-`PoolRun` is the share of the ranks. Each host reports how its ranks ended. `decide`, a pure
+`PoolRun` is the `Share` of the ranks. Each host reports how its ranks ended. `decide`, a pure
 function, derives the outcome of the attempt from the reports. Then the pool tells all hosts whether
 the ranks start again or the run ends.
 
-`PoolFetchers` is the share of the fetchers, which start before the ranks and may be on another
+`PoolFetchers` is the `Share` of the fetchers, which start before the ranks and may be on another
 pool. Their events go to the kernel, which relays them to the pool that writes the run's journal.
 
 All times are on this process's monotonic clock, because the clocks of hosts may differ by days.
@@ -61,12 +62,13 @@ from taas_magic.pool.hosts import Member, Members, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
-"""Seconds for other hosts to report failures after one that is no consequence of another."""
+"""Seconds to wait for other hosts' reports after the first failure that no other failure caused."""
 
 LATE_S = 2.0
-"""Seconds from a rank's failure to the host's report, in which the host still sends beats.
+"""Maximum seconds from a rank's failure to its host's report.
 
-The host first waits for its other ranks to settle, and may be busy.
+The host does not report at once: it waits for the end of its other ranks, and may be busy. It sends
+beats meanwhile.
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
@@ -74,17 +76,17 @@ FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
 the run to end."""
 
 END_S = 600.0
-"""Seconds without a message after which a host that has not ended a finished run is ended itself.
-Until then, it may be busy with the run's files."""
+"""Seconds for a host to clean up after a run has finished; each message from the host starts them
+anew. After that, the pool ends the host itself. The host may be busy sending the run's files."""
 
 FETCHERS_END_S = 10.0
-"""Seconds that a kernel waits for fetchers to end."""
+"""Maximum seconds that a request to end fetchers waits for their end."""
 
 STACKS_S = 15.0
 """Seconds for a host to return the stacks of its ranks or fetchers."""
 
 AGAIN_S = 5.0
-"""Seconds between requests for hosts that are not available."""
+"""Seconds between attempts to get hosts that were not available."""
 
 POOLS_OWN = (StateChanged, Detached, Restart, RunEnded)
 """Events that only the pool's process creates. They are refused from hosts."""
@@ -102,10 +104,11 @@ class Report:
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
-        cause: The cause of `host.watch.Verdict`; "lost" for a host that is gone.
+        cause: The reason for the end, as in `host.watch.Verdict.cause`; "lost" for a host that is
+            gone.
         at: Time at which the report arrived.
-        failures: Failures of the host's ranks. With SUCCEEDED, they are ranks that left by
-            `sys.exit(0)`.
+        failures: Failures of the host's ranks. If the state is SUCCEEDED, they describe ranks that
+            ended early by `sys.exit(0)`.
     """
 
     state: str
@@ -116,13 +119,14 @@ class Report:
 
 @dataclass
 class HostPart:
-    """One host's part in a share.
+    """The state of a run's ranks, or of its fetchers, on one host.
 
     Attributes:
-        host_rank: Number of the host in the share.
-        report: How the host's ranks of the current attempt ended; None before.
-        ended: Whether no process of the share is on the host (any more).
-        heard_at: Time of the host's last event or request for the share.
+        host_rank: Number of the host among the hosts of these ranks or fetchers.
+        report: The host's report of how its ranks of the current attempt ended; None before the
+            report.
+        ended: Whether none of these ranks or fetchers is on the host (any more).
+        heard_at: Time of the host's last event or request about these ranks or fetchers.
     """
 
     member: Member
@@ -138,7 +142,8 @@ class Outcome:
 
     Attributes:
         state: The worst state of the attempt's hosts.
-        failures: Failures in the order of their reports; causes before consequences.
+        failures: Failures in the order of their reports, except that failures caused by other
+            failures come last.
         curable: Whether another attempt may succeed.
     """
 
@@ -151,13 +156,14 @@ def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
     """Return the outcome of an attempt; None if the attempt continues.
 
     The first failure that is reported may not be the first that happened: if a rank dies, ranks of
-    other hosts fail as a consequence, and their hosts may report earlier. So if all reports are
-    consequences, the decision waits until each other host has sent a beat at least `LATE_S` after
-    the first report. A host's messages arrive in order, so its report would be here by then. A host
-    that sends no beats is soon dropped as lost, which is a report too.
+    other hosts fail as a consequence, and their hosts may report earlier. So if all reported
+    failures are consequences, the attempt continues until each host without a report has sent a
+    beat at least `LATE_S` after the first report. A host's messages arrive in order, so its report
+    would have arrived before that beat. If a host sends no beats, the pool soon drops it as lost
+    and records this as the host's report.
 
     Args:
-        hosts: The hosts' parts in the attempt.
+        hosts: All hosts of the attempt, with their reports.
         now: The current time on the monotonic clock.
     """
     reports = [host.report for host in hosts if host.report is not None]
@@ -202,17 +208,17 @@ def _is_own(report: Report) -> bool:
 
 
 def worst(states: Iterable[str]) -> str:
-    """Return the worst of the states of a run's hosts, which is the state of the run."""
+    """Return the worst of the hosts' states. It is the state of the whole run."""
     return max(states, key=_WORST_LAST.index)
 
 
 class Share(ABC):
-    """The ranks or the fetchers of a run that has not ended.
+    """The ranks of a run on all their hosts, or the run's fetchers on all their hosts.
 
     Args:
-        spec: Settings of the share's first host.
+        spec: The first host's share of the run. `of_host` derives the other hosts' shares from it.
         owner: Dask client id of the run's kernel; "" for a detached run.
-        publish: Called with each event of the share.
+        publish: Called with each event of these ranks or fetchers.
     """
 
     def __init__(
@@ -230,14 +236,14 @@ class Share(ABC):
 
     @abstractmethod
     async def start(self) -> list[str]:
-        """Take hosts and start the share on them.
+        """Take hosts, and start the ranks or fetchers on them.
 
         Returns:
             The names of the hosts.
 
         Raises:
-            PoolError: Too few hosts are available, a host lacks what the share needs, or the share
-                was halted.
+            PoolError: Too few hosts are available, a host lacks a module or version that the run
+                needs, or the run was halted.
         """
 
     @abstractmethod
@@ -250,7 +256,7 @@ class Share(ABC):
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send an event: only about its own ranks or fetchers."""
+        """Return whether a host may send `event`: it must concern the host's own processes only."""
 
     @abstractmethod
     def _heard(self, part: HostPart, event: Event) -> None:
@@ -258,7 +264,7 @@ class Share(ABC):
 
     @abstractmethod
     def _lost(self, part: HostPart, why: str) -> None:
-        """Publish that a host is gone, for the reason `why`."""
+        """Publish the loss of a host and of its ranks or fetchers, with the reason `why`."""
 
     @property
     def folder(self) -> RunFolder:
@@ -267,19 +273,20 @@ class Share(ABC):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the run; after the run has grown, the larger plan."""
+        """The current plan of the run. A larger plan replaces it when the run grows."""
         return self._spec.plan
 
     @property
     def is_halted(self) -> bool:
-        """Whether the share was interrupted or killed."""
+        """Whether `halt` was called to interrupt or kill the ranks or fetchers."""
         return self._halted.is_set()
 
     def take(self, address: str, event: Event) -> bool:
         """Handle an event from a host.
 
         Returns:
-            False if the share is not on the host, or the host may not send the event.
+            Whether the event was accepted. It is ignored if none of these ranks or fetchers is on
+            the host, or if the host may not send the event.
         """
         part = self._part(address)
         if part is None or not self._may_say(part, event):
@@ -294,8 +301,8 @@ class Share(ABC):
         """Handle a host's request for files of the run folder or the project store.
 
         Raises:
-            ProtocolError: The share is not on that host (any more), or the host may not send the
-                request.
+            ProtocolError: None of these ranks or fetchers is on the host (any more), or the host
+                may not send the request.
         """
         part = self._part(address)
         if part is None:
@@ -304,14 +311,17 @@ class Share(ABC):
         return await self._files.answer(part.host_rank, self._owned(part), asked)
 
     def lose(self, member: Member, why: str) -> None:
-        """Record that a host is gone. Does nothing if the share is not on the host."""
+        """Record that a host is gone. Does nothing if it had none of these ranks or fetchers."""
         part = self._part(member.address)
         if part is not None:
             self._lost(part, why)
             self._leave(part)
 
     async def halt(self, how: str) -> None:
-        """Interrupt or kill the share on all its hosts. Ranks are not started again.
+        """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
+
+        Returns before the ranks or fetchers have ended. A host that has not ended them within
+        `HALT_S` is ended itself.
 
         Args:
             how: "interrupt" or "kill".
@@ -322,7 +332,7 @@ class Share(ABC):
         await self._tell_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
-        """Return the stacks of the share's ranks or fetchers."""
+        """Ask all hosts for the stacks of their ranks or fetchers, and return them together."""
         there = [part.member for part in self._parts.values() if not part.ended]
         said = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
@@ -345,26 +355,28 @@ class Share(ABC):
         return said
 
     def _part(self, address: str) -> HostPart | None:
-        """Return a host's part; None if the share is not on the host (any more)."""
+        """Return the state on one host; None if no rank or fetcher is there (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
     def _running(self) -> list[str]:
-        """Return the addresses of the hosts on which the share (still) runs."""
+        """Return the addresses of the hosts that have not ended their ranks or fetchers."""
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _take(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
     ) -> list[Member]:
-        """Wait for `count` hosts that meet the share's requirements. Publish notes about the wait.
+        """Wait for `count` hosts with the modules and versions that the run needs.
+
+        Publishes notes about the wait.
 
         Args:
             keep: Addresses of hosts that must be among them.
             patience_s: Seconds for which to try again if hosts are not available.
 
         Raises:
-            PoolError: Too few hosts are available, a host lacks what the share needs, or the share
-                was halted meanwhile.
+            PoolError: Too few hosts are available, a host lacks a module or version, or the run was
+                halted meanwhile.
         """
         until, said = time.monotonic() + patience_s, ""
         while True:
@@ -384,7 +396,11 @@ class Share(ABC):
         return members
 
     async def _take_once(self, count: int, keep: Collection[str]) -> list[Member]:
-        """Wait for `count` hosts, until the share is halted; raises as `_take`."""
+        """Wait for `count` hosts.
+
+        Raises:
+            PoolError: Too few hosts are available, or the run was halted meanwhile.
+        """
         take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
         taking = asyncio.ensure_future(take)
         halted = asyncio.ensure_future(self._halted.wait())
@@ -396,7 +412,7 @@ class Share(ABC):
         return taking.result()
 
     async def _require_fit(self, members: Collection[Member]) -> None:
-        """Check that hosts have the modules and versions that the share needs.
+        """Check that hosts have the modules and versions that the run needs.
 
         Raises:
             PoolError: A host lacks something, or is gone.
@@ -405,22 +421,22 @@ class Share(ABC):
             await require_fit(self._members, members, self._spec.requires)
 
     async def _start_one(self, part: HostPart, spec: HostSpec, again: bool = False) -> int:
-        """Start the share on a host.
+        """Start the ranks or fetchers of one host.
 
         Args:
-            again: Whether the host already runs the share and is to start the next attempt.
+            again: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
             The port of the ranks' rendezvous if it is on this host, else 0.
 
         Raises:
-            PoolError: The share could not be started.
+            PoolError: The host could not start them.
         """
         part.member.runs.add(self.run_id)
         address, told = part.member.address, of_host(spec, part.host_rank)
         try:
             port = await self._members.call(address, StartShare(told, again))
-            if self.is_halted:  # the earlier `Halt` had no effect while the share was starting
+            if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._members.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
             self._leave(part)
@@ -428,30 +444,32 @@ class Share(ABC):
         return port
 
     async def _tell_all(self, request: Request[None]) -> None:
-        """Send a request to all hosts of the share. Ignore errors: `Members` reports lost hosts."""
+        """Send a request to all hosts of the ranks or fetchers.
+
+        Ignores errors, because `Members` notices lost hosts and calls `lose`.
+        """
         calls = (self._members.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _leave(self, part: HostPart) -> None:
-        """Record that the share is not on the host any more."""
+        """Record that a host has ended its ranks or fetchers, or is gone."""
         part.ended = True
         part.member.runs.discard(self.run_id)
         self._changed.set()
 
     async def gone(self) -> None:
-        """Wait until the share is on no host any more."""
+        """Wait until all hosts have ended their ranks or fetchers, or are gone."""
         while self._running():
             self._changed.clear()
             await self._changed.wait()
 
     async def _end_late(self, limit_s: float) -> None:
-        """Wait until all hosts have ended the share. Drop each host that does not in time.
-
-        A host that sends files back sends requests meanwhile. Each of its requests and events
-        starts its time anew.
+        """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
-            limit_s: Seconds for each host, from this call or the host's last message.
+            limit_s: Seconds for each host, counted from this call or from the host's last event or
+                request, whichever is later. A host that still sends files back sends requests, so
+                it is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -470,7 +488,8 @@ class PoolFetchers(Share):
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.said: list[Event] = []
-        """Start and end events of fetchers, for a later owner."""
+        """Start and end events of the fetchers so far. If a run is detached, the new owner of its
+        fetchers needs them."""
 
     async def start(self) -> list[str]:
         """See `Share.start`. If one host fails, the caller must end the others."""
@@ -484,14 +503,17 @@ class PoolFetchers(Share):
         return [member.name for member in chosen]
 
     async def carry_out(self) -> None:
-        """Wait until the fetchers have ended on all hosts, then close the share's files."""
+        """Wait until the fetchers have ended on all hosts; then refuse requests for files."""
         await self.gone()
         await self._files.close()
 
     async def halt(self, how: str) -> None:
-        """End the fetchers, whatever `how` is, and wait up to `FETCHERS_END_S` for their end.
+        """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
 
-        A host that takes longer than `HALT_S` is itself ended.
+        A host that has not ended them within `HALT_S` is ended itself.
+
+        Args:
+            how: Ignored: "interrupt" kills the fetchers too.
         """
         await super().halt("kill")
         with contextlib.suppress(asyncio.TimeoutError):
@@ -517,7 +539,7 @@ class PoolFetchers(Share):
         self._say(event)
 
     def _say(self, event: Event) -> None:
-        """Publish an event. Keep it if a later owner needs it."""
+        """Publish an event. Add start and end events to `said`."""
         if isinstance(event, FetcherStarted | FetcherEnded):
             self.said.append(event)
         self.publish(event)
@@ -535,7 +557,9 @@ class PoolFetchers(Share):
 
 
 class PoolRun(Share):
-    """The ranks of a run in all its attempts, or a session, or a cell on a session's ranks.
+    """The ranks of a run on all hosts, in all its attempts.
+
+    A session is such a run too. A cell in a session is a run that uses the session's ranks.
 
     Args:
         over: Set by the caller when the run has ended on all hosts and in the pool's process.
@@ -563,8 +587,8 @@ class PoolRun(Share):
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._ran_since: float | None = None
-        """Start time of the first attempt. `--timeout` counts from here, not from the wait for
-        hosts."""
+        """Start time of the first attempt; None before. `--timeout` counts from this time, so it
+        does not include the wait for hosts."""
 
     async def start(self) -> list[str]:
         """See `Share.start`. Starts the first attempt."""
@@ -575,7 +599,7 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this is a session that has had no cell for its idle limit (`session_idle_s`)."""
+        """Whether this is a session that has run no cell for `session_idle_s`."""
         limit_s = self._spec.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -586,7 +610,7 @@ class PoolRun(Share):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a cell of this session until the block ends."""
+        """Count one cell as running in this session until the block ends."""
         self._cells += 1
         try:
             yield
@@ -616,10 +640,10 @@ class PoolRun(Share):
         return members
 
     async def carry_out(self) -> RunEnded:
-        """Run to the end on all hosts; return the run's last event.
+        """Wait for the end of the started run on all hosts; return the run's last event.
 
-        Ranks that failed are started again up to `max_restarts` times, if another attempt may
-        succeed.
+        If an attempt fails and another may succeed, starts all ranks again, up to `max_restarts`
+        times.
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
@@ -643,7 +667,7 @@ class PoolRun(Share):
         )
 
     async def relay(self, events: Sequence[Event]) -> None:
-        """Publish events of the run's fetchers, and tell the hosts the fetchers' addresses."""
+        """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts."""
         for said in events:
             if isinstance(said, FetcherStarted | FetcherEnded):
                 if (about := (type(said), said.number, said.time)) in self._relayed:
@@ -686,10 +710,10 @@ class PoolRun(Share):
         self._report(part, "LOST", "lost", [failure])
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
-        """Record how a host's ranks ended. Only a host's first report counts.
+        """Record how a host's ranks ended. Ignore it if the host has a report for this attempt.
 
-        In a federation, a failed or lost host other than the first does not fail the run: its
-        failure is published as a note.
+        In a federation, only the first host's failure or loss fails the run. For any other host,
+        the failure is published as a note and the host counts as succeeded.
         """
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
@@ -701,7 +725,10 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> Outcome:
-        """Wait for the end of the attempt; return its outcome. Meanwhile, the run may grow."""
+        """Wait for the end of the attempt; return its outcome.
+
+        If the hosts for a larger attempt are found meanwhile, starts it and waits for its end.
+        """
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
@@ -735,7 +762,11 @@ class PoolRun(Share):
         return True
 
     def _seek(self, larger: Plan | None) -> None:
-        """Stop the search for hosts of a larger attempt; start one for `larger` unless None."""
+        """Stop the current search for hosts of a larger attempt, and start a new one.
+
+        Args:
+            larger: Plan of the larger attempt; None starts no search.
+        """
         if self._growth is not None:
             self._growth.cancel()
             self._growth = None
@@ -778,7 +809,7 @@ class PoolRun(Share):
         await self._start_attempt(self._seated(members))
 
     def _seated(self, members: list[Member]) -> list[Member]:
-        """Return hosts in the order of the next attempt.
+        """Return `members` in the order of their host numbers in the next attempt.
 
         Each host of the last attempt keeps its number. New hosts get the free numbers.
         """
@@ -814,7 +845,7 @@ class PoolRun(Share):
         self._seek(next_size(self.plan))
 
     async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
-        """Start an attempt on a host. Report a failure as the host's.
+        """Start an attempt's ranks on one host. Record a failed start as the host's report.
 
         Returns:
             The port of the ranks' rendezvous if it is on this host; 0 if not, or after a failure.
@@ -831,10 +862,10 @@ class PoolRun(Share):
             return 0
 
     async def _end(self) -> list[Failure]:
-        """Tell all hosts to end their ranks and clean up, and wait until they have.
+        """Tell all hosts to end their ranks and clean up, and wait until all have done so.
 
         Returns:
-            The failures of hosts that were lost meanwhile.
+            One failure for each host that was lost during this call.
         """
         there = [part for part in self._parts.values() if not part.ended]
         for part in there:
@@ -848,7 +879,7 @@ class PoolRun(Share):
 
 
 def _ranks_of(event: Event) -> set[int]:
-    """Return the ranks that an event is about."""
+    """Return the numbers of the ranks that an event concerns; empty if it concerns no rank."""
     match event:
         case RankEvent():
             return {event.rank}
