@@ -1,7 +1,8 @@
-"""Where a pool's hosts come from. base.py is the contract.
+"""Engines, which get hosts for a pool.
 
-local.py       this machine
-ssh.py         hosts that let the user in
-dask_class.py  whatever a Dask cluster class gets: Slurm, PBS, clouds
+base.py        the base classes, which define what an engine must do
+local.py       this machine as a host
+ssh.py         hosts that the user can log in to
+dask_class.py  hosts that a Dask cluster class allocates: Slurm, PBS, clouds
 keys.py        certificates of a pool, its kernels and its hosts
 """

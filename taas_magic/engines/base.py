@@ -1,11 +1,12 @@
 """The base classes of engines. An engine gets hosts for a pool.
 
-An engine opens the pool's Dask scheduler, and the agents of its hosts connect to it. Everything
-else (which run gets which hosts, events, the journal, returning hosts) is done by the controller in
-the same way for every engine. A new engine is a subclass of `Engine`, or of `HostsEngine` if it
-starts each host itself, and an entry in `_ENGINES`. An engine's module must not import Dask at
-module level: a kernel calls `capacity`, and the pool's process calls `prepare`, before Dask is
-imported.
+An engine opens the pool's Dask scheduler, and the agents of its hosts connect to that scheduler.
+The controller does everything else in the same way for every engine: it assigns hosts to runs,
+follows the runs, and decides when hosts are returned.
+
+A new engine is a subclass of `Engine`, or of `HostsEngine` if it starts each host itself, and an
+entry in `_ENGINES`. An engine's module must not import Dask at module level: a kernel calls
+`capacity`, and the pool's process calls `prepare`, before Dask is imported.
 """
 
 import asyncio
@@ -42,10 +43,12 @@ LOG_LINES = 15
 
 
 class Engine(ABC):
-    """The engine of one pool. The kernel calls `capacity` and `ways`; the pool calls the rest.
+    """The engine of one pool, which gets the pool's hosts.
+
+    A kernel calls `capacity` and `ways`. The pool's process calls the other methods.
 
     Attributes:
-        ready: Names of the agents whose hosts can start ranks; the pool adds them.
+        ready: Names of the agents whose hosts can start ranks. The pool's process adds them.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -61,26 +64,36 @@ class Engine(ABC):
     def open(
         self, scheduler: type, keys: "Keys", folder: str
     ) -> AbstractAsyncContextManager["Scheduler"]:
-        """Run the pool's scheduler until the block ends, first without hosts; then end all hosts.
+        """Run the pool's scheduler until the block ends; then end all hosts.
+
+        Starts no host: `bring` does.
 
         Args:
+            scheduler: Class of the scheduler.
             folder: The pool's private folder on this machine.
         """
 
     def prepare(self) -> None:
-        """Start what does not need Dask, before Dask is imported. Does not block."""
+        """Start processes that do not need Dask, while Dask is imported. Does not block."""
         return
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return a shell for each host that can be reached before it is allocated, by host name.
+        """Return ways to run commands on hosts that no run has requested yet.
 
-        Each context manager connects when it is entered, and gives up when `stop` is set.
+        Args:
+            stop: Set to end attempts to connect.
+
+        Returns:
+            For each host name, a context manager that connects to the host when it is entered. It
+            is empty if the hosts of this engine do not exist before they are requested.
         """
         return {}
 
     @abstractmethod
     async def bring(self, count: int) -> list[str]:
-        """Request hosts until `count` have been requested. Called repeatedly until all have joined.
+        """Request further hosts if fewer than `count` have been requested. Does not wait for them.
+
+        The pool calls this repeatedly until `count` hosts can start ranks.
 
         Returns:
             One line for the user for each host that has not joined yet.
@@ -91,12 +104,16 @@ class Engine(ABC):
 
     @abstractmethod
     async def give_back(self, keep: Collection[str]) -> None:
-        """Return all hosts, also those that have not joined yet, except the agents in `keep`."""
+        """End or return all hosts, including those that have not joined yet, except some.
+
+        Args:
+            keep: Names of the agents whose hosts the pool keeps.
+        """
 
     def is_starting(self) -> bool:
-        """Return whether a host is starting that this engine can see, and sees work.
+        """Return whether this engine can observe that a starting host makes progress.
 
-        As long as one is, `start_timeout_s` does not count.
+        While it returns True, a wait for hosts does not reach `start_timeout_s`.
         """
         return False
 
@@ -106,8 +123,8 @@ class Engine(ABC):
 
         Args:
             agent: Name of the host's agent.
-            address: Address of the port on this machine, as "tls://host:port". The server behind
-                it authenticates its clients itself.
+            address: Address of the port on this machine, as "tls://host:port". The server on this
+                port must authenticate its clients itself.
 
         Raises:
             PoolError: The host cannot reach the port.
@@ -124,7 +141,7 @@ class Engine(ABC):
 
 
 class Host(ABC):
-    """A host that a `HostsEngine` starts.
+    """One host of a `HostsEngine`, with the methods that start and end it.
 
     Attributes:
         name: Dask's name for the host's agent.
@@ -138,7 +155,7 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the host; return when it can start ranks (`Engine.ready`).
+        """Start the host; return when the host can start ranks (see `Engine.ready`).
 
         Raises:
             PoolError: The host could not be started.
@@ -146,7 +163,7 @@ class Host(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """End the host, also if `start` has not finished."""
+        """End the host. If `start` is still running, cancel it."""
 
     @abstractmethod
     async def why_lost(self) -> str:
@@ -158,11 +175,11 @@ class Host(ABC):
 
 
 class HostsEngine(Engine):
-    """An engine that starts each of its hosts itself.
+    """Base class of engines that start each of their hosts themselves.
 
     Attributes:
         hosts: Hosts that have joined or are starting, by name.
-        ending: Tasks that end hosts which were returned or lost.
+        ending: Tasks that are ending returned or lost hosts.
     """
 
     keys: "Keys"
@@ -195,7 +212,7 @@ class HostsEngine(Engine):
                 await asyncio.gather(*self.ending)
 
     async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`. The failure of a host is raised once; then the host is forgotten."""
+        """See `Engine.bring`. After raising the failure of a host, the next call starts another."""
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
             self.hosts[host.name] = host

@@ -1,9 +1,10 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
-taas.toml names the class by its import path. Its workers are plain Dask workers; each only starts
-our agent on its host (`host/vehicle.py`). The scheduler is ours and runs in the pool's process,
-whatever the class would use by default. For Slurm and PBS, the engine asks the batch system about
-jobs whose hosts have not joined or are lost. Other systems' jobs are waited for without details.
+taas.toml names the class by its import path. The class starts plain Dask workers, each of which
+only starts an agent of this package on its host (`host/vehicle.py`). The scheduler is always that
+of this package and runs in the pool's process, even if the class would use another one. For Slurm
+and PBS, the engine asks the batch system about jobs whose hosts have not joined or are lost. For
+other systems, it waits without knowing the state of a job.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
 
 
 class DaskClassEngine(Engine):
-    """Gets hosts from the Dask cluster class that the pool's `engine` names.
+    """Engine that gets hosts from the Dask cluster class that the pool's `engine` setting names.
 
     The pool's `options` are the keyword arguments of the class.
     """
@@ -47,7 +48,7 @@ class DaskClassEngine(Engine):
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Serializes `bring` and `give_back`: both change Dask's table of workers."""
+        """Held by `bring` and `give_back`, because both change Dask's table of workers."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -64,9 +65,10 @@ class DaskClassEngine(Engine):
             )
 
     def capacity(self) -> HostCapacity:
-        """Return the values of taas.toml; without them, no GPU and this machine's cores.
+        """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        A host that is still queued cannot be asked.
+        Without values in taas.toml, a host has no GPU and as many cores as this machine. The hosts
+        cannot be asked, because the batch system has not allocated them yet.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -113,8 +115,8 @@ class DaskClassEngine(Engine):
     async def bring(self, count: int) -> list[str]:
         """See `Engine.bring`. Also asks the batch system about jobs whose hosts have not joined.
 
-        The shield keeps a cancelled caller from stopping halfway: a host requested at that moment
-        would be recorded nowhere.
+        If the caller is cancelled, the request continues (`asyncio.shield`): otherwise a host that
+        is requested at that moment would be recorded nowhere.
         """
         return await asyncio.shield(self._bring(count))
 
@@ -234,7 +236,10 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return the listening options of our scheduler: one address that the hosts can reach."""
+    """Return options that make this package's scheduler listen on one address that hosts can reach.
+
+    They are the cluster class's own options if it has any, else this machine's IP address.
+    """
     from distributed import Scheduler
     from distributed.utils import get_ip
 
@@ -247,7 +252,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 
 
 def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
-    """Make every worker that joins the scheduler start an agent on its host."""
+    """Make every plain worker that joins `scheduler` start an agent; return the scheduler."""
     from distributed.protocol.pickle import dumps
 
     from taas_magic.host.vehicle import Vehicle
@@ -293,7 +298,7 @@ class BatchJob:
 
     Attributes:
         job_id: The batch system's id.
-        state: The state in the system's own word.
+        state: The state as the batch system names it.
         reason: Why the job is in this state; "" if the system does not say.
         ended: Whether the job has ended for good.
     """
@@ -337,7 +342,7 @@ def parse_qstat(text: str) -> dict[str, BatchJob]:
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """How to query one kind of batch system.
+    """Commands and parser for querying one kind of batch system.
 
     Attributes:
         title: Name of the system in messages.
@@ -352,7 +357,9 @@ class BatchSystem:
     history: Callable[[Collection[str]], list[str]] | None = None
 
     async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
-        """Return the jobs that the system knows, by id. A job that it does not know has ended.
+        """Return the jobs that the batch system knows, by id.
+
+        A job that is not among them has ended.
 
         Raises:
             OSError: The command cannot be run, fails, or does not answer in time.
@@ -398,13 +405,20 @@ SYSTEMS: Mapping[str, BatchSystem] = {
 
 
 def find_system(name: str) -> BatchSystem | None:
-    """Return the batch system of that name; None if unknown or its command is not installed."""
+    """Return the batch system that dask-jobqueue calls `name`.
+
+    Returns None if it is not in `SYSTEMS` or its command is not installed.
+    """
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the last lines of a job's output, from the newest file whose name has its number."""
+    """Return the last lines of a job's output: of the newest file whose name contains its number.
+
+    Args:
+        folder: Folder with the output files of jobs.
+    """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
@@ -412,10 +426,10 @@ def output_tail(folder: Path, job_id: str) -> str:
 
 
 LOOK_S = 2.0
-"""Seconds between two queries of a batch system, at least."""
+"""Minimum seconds between two queries of a batch system."""
 
 SETTLE_S = 2.0
-"""Seconds that a batch system may take to update the state of a job whose host is lost."""
+"""Seconds to wait until a batch system shows the end of a job whose host is lost."""
 
 
 class Vehicles:
@@ -430,12 +444,12 @@ class Vehicles:
         self._system, self._output = system, output
         self._jobs: dict[str, str] = {}
         self._served: set[str] = set()
-        """Workers whose jobs need no watching: their agent has joined, or they were returned."""
+        """Workers whose jobs are not queried: their agents have joined, or they were returned."""
         self._looked = float("-inf")
         self._said: list[str] = []
 
     def note(self, workers: Iterable[tuple[object, Any]]) -> None:
-        """Record the job ids of a cluster's workers.
+        """Record the id of the batch job behind each of a cluster's workers.
 
         Args:
             workers: Pairs of a worker's name and dask-jobqueue's worker object.
@@ -450,7 +464,9 @@ class Vehicles:
     async def look(
         self, asked: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
-        """Return one line for each host that has not joined yet.
+        """Return one line for the user about each host that has not joined yet.
+
+        Queries the batch system at most every `LOOK_S`.
 
         Args:
             asked: Names of all requested workers.
@@ -470,7 +486,7 @@ class Vehicles:
         return self._said
 
     def forget(self, kept: Collection[str]) -> None:
-        """Stop watching the jobs of all workers except those in `kept`."""
+        """Stop querying the jobs of all workers except those in `kept`."""
         self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
@@ -490,13 +506,13 @@ class Vehicles:
         return f"{self._system.title} job {job_id} is {job or 'known no more'}"
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
-        """Return the jobs of workers that have not joined yet, by worker name.
+        """Query the jobs of workers whose agents have not joined yet; return them by worker name.
 
         Args:
-            awaited: Job id of each worker.
+            awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended.
+            PoolError: A job has ended. The message contains the end of its output.
         """
         if self._system is None or not awaited:
             return {}

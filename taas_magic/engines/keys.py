@@ -15,14 +15,14 @@ from taas_magic import certificate
 _SCHEME = "taas"
 
 SecurityOptions = dict[str, str | bool]
-"""Keyword arguments of dask's `Security`."""
+"""Type of the keyword arguments of dask's `Security`, which hold certificates and keys."""
 
 
 class PeerRole(str, Enum):
-    """The role of a certificate's holder.
+    """The role of the process that holds a certificate.
 
     Attributes:
-        KERNEL: A kernel of the user. It may do everything.
+        KERNEL: A kernel of the user. The pool's process allows it everything.
         HOST: The agent of one host.
         VEHICLE: A plain Dask worker that starts an agent on its host. All vehicles of a pool share
             one certificate, because the batch system starts them with one command.
@@ -34,7 +34,7 @@ class PeerRole(str, Enum):
 
 
 class Peer(NamedTuple):
-    """The other end of a connection, as its verified certificate names it.
+    """The process at the other end of a connection, as its verified certificate describes it.
 
     Attributes:
         name: For a host, Dask's name of its agent; otherwise "".
@@ -48,18 +48,18 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The peer as a URI, the form that a certificate holds."""
+        """The role and name as a URI, which is the form in the certificate."""
         return f"{_SCHEME}:{self.role.value}:{quote(self.name, safe='')}"
 
     @classmethod
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
-        """Return the holder of a certificate.
+        """Return the peer that a certificate describes.
 
         Args:
             peercert: The result of `ssl.SSLSocket.getpeercert`.
 
         Raises:
-            ValueError: The certificate does not name its holder.
+            ValueError: The certificate contains no role and name of this form.
         """
         for kind, value in peercert.get("subjectAltName", ()):
             scheme, _, rest = value.partition(":")
@@ -70,9 +70,9 @@ class Peer(NamedTuple):
 
 
 class Keys:
-    """The keys of one pool. The pool's process makes them when it starts and keeps them to itself.
+    """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`. They contain private keys. They
+    Every method returns keyword arguments for dask's `Security`. They contain private keys. So they
     are stored only in files that the user alone can read (0600), and are sent only over standard
     input or TLS.
     """
@@ -86,7 +86,7 @@ class Keys:
         self._kernel = self._members.issue("kernel", Peer(PeerRole.KERNEL).identity)
 
     def scheduler(self) -> SecurityOptions:
-        """Return the options of the pool's own port."""
+        """Return the options with which the pool's scheduler opens its port."""
         trusted = self._members.certificate + self._carriers.certificate
         return security(trusted, scheduler=self._pool)
 
@@ -95,7 +95,7 @@ class Keys:
         return security(self._pool[0], client=self._kernel)
 
     def host(self, name: str) -> SecurityOptions:
-        """Return the options with which one host's agent connects. Each call makes a new key."""
+        """Create a key for one host; return the options with which the host's agent connects."""
         issued = self._members.issue("host", Peer(PeerRole.HOST, name).identity)
         return security(self._pool[0], worker=issued)
 
@@ -103,15 +103,20 @@ class Keys:
         """Return the options for a Dask cluster class and its workers.
 
         Args:
-            talks: Whether the parts of a worker connect to each other, as with Dask's nannies. All
-                workers can then connect to each other, because they share one certificate.
+            talks: Whether a worker consists of processes that connect to each other, as with Dask's
+                nannies. Then any two workers can connect, because all share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)
 
 
 def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
-    """Return arguments for `Security`: trusted certificates, and a key pair for each Dask role."""
+    """Return arguments for dask's `Security`.
+
+    Args:
+        trusted: The certificates that this side trusts.
+        pairs: Certificate and private key for each Dask role, such as `client`.
+    """
     values: SecurityOptions = {"require_encryption": True, "tls_ca_file": trusted}
     for role, (shown, key) in pairs.items():
         values |= {f"tls_{role}_cert": shown, f"tls_{role}_key": key}

@@ -1,4 +1,4 @@
-"""The engine `local`: this machine as one host, or as several hosts for trying things out."""
+"""The engine `local`: this machine as one host, or as several hosts to try a run on many hosts."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,23 @@ from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
 TROUBLE_S = 1.5
-"""Seconds for which a starting host may look ended or stopped before its start fails."""
+"""Seconds for which a starting host must look ended, stopped or stuck before its start fails."""
 
 _LOOK_S = 0.5
 
 
 class LocalEngine(HostsEngine):
-    """Starts hosts on this machine: a supervisor, which starts the agent."""
+    """Engine whose hosts are on this machine. It starts a supervisor for each host.
+
+    The supervisor then starts the host's agent.
+    """
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._started: list[subprocess.Popen[bytes]] = []
 
     def capacity(self) -> HostCapacity:
-        """Return the values of taas.toml; where it has none, what this machine has."""
+        """Return the GPUs and cores that taas.toml specifies, else those of this machine."""
         gpus = self.pool.gpus if self.pool.gpus is not None else probe.count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
@@ -43,7 +46,10 @@ class LocalEngine(HostsEngine):
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
-        """Return a supervisor process that waits for its agent's settings on standard input."""
+        """Return a supervisor that waits for its agent's settings on standard input.
+
+        It is the one that `prepare` started, or a new one.
+        """
         if self._started:
             return self._started.pop()
         command = spawn_command("taas_magic.host.supervisor")
@@ -55,7 +61,10 @@ class LocalEngine(HostsEngine):
         return _LocalHost(self, name)
 
     def is_starting(self) -> bool:
-        """See `Engine.is_starting`: a host that does nothing is given up (`_LocalHost.start`)."""
+        """Return whether any host is starting; see `Engine.is_starting`.
+
+        Such a host makes progress, because `_LocalHost.start` fails for a host that does nothing.
+        """
         return any(not host.coming.done() for host in self.hosts.values())
 
 
@@ -94,7 +103,7 @@ class _LocalHost(Host):
             trouble = _trouble(supervisor)
             if not trouble and has_joined and not is_here:
                 trouble = "left its pool"
-            # once it has joined, its agent says what it imports, and ends itself if that is stuck
+            # After the host has joined, its agent reports imports, and ends itself if one is stuck.
             if not trouble and not has_joined and timer.idle_s() >= pool.start_timeout_s:
                 trouble = f"did nothing for start_timeout_s = {pool.start_timeout_s:g} s"
             if not trouble:
@@ -125,13 +134,17 @@ class _LocalHost(Host):
             supervisor.wait()
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`. Ends the host first, so that two ranks 0 never write at once."""
+        """End the host; see `Host.why_lost`. The reason is unknown, so return "".
+
+        The host has ended when this returns. So its rank 0 cannot write to the project store any
+        more when the next attempt starts another rank 0.
+        """
         await self.end()
         return ""
 
 
 def _trouble(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return what is wrong with a starting host; "" if nothing is."""
+    """Return a description of a starting host's failure; "" if all its processes run."""
     code = supervisor.poll()
     if code is not None:
         return f"ended (exit code {code})"

@@ -38,10 +38,13 @@ _POLL_S = 0.05
 _END_S = 1.0
 
 _SHARE = 0.9
-"""Fraction of `start_timeout_s` that a host may use, so that its error reaches the controller."""
+"""Fraction of `start_timeout_s` after which the start of a host fails.
+
+The rest of the time lets the host's own error reach the controller before the wait for hosts ends.
+"""
 
 _SLOW_S = 10.0
-"""Seconds after which the user is told which step of a host's start takes long."""
+"""Seconds of one step of a host's start after which a message names the step to the user."""
 
 _asked: dict[str, HostCapacity] = {}
 _log = logging.getLogger("taas.ssh")
@@ -49,7 +52,10 @@ _T = TypeVar("_T")
 
 
 class SshEngine(HostsEngine):
-    """Starts hosts over SSH: a supervisor on each, which starts the agent."""
+    """Engine that reaches its hosts over SSH. It starts a supervisor on each host.
+
+    The supervisor then starts the host's agent.
+    """
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
@@ -58,10 +64,12 @@ class SshEngine(HostsEngine):
         self._threads = ThreadPoolExecutor(2 * len(pool.hosts) or 1, "taas-ssh")
 
     def capacity(self) -> HostCapacity:
-        """Return the values of taas.toml. Missing values are asked of a host, once in a process.
+        """Return the GPUs and cores of one host, as taas.toml specifies them.
+
+        If a value is missing, asks one of the hosts. The response is kept for this process.
 
         Raises:
-            PoolError: No host answers.
+            PoolError: No host could be asked.
         """
         if self.pool.gpus is not None and self.pool.cores:
             return HostCapacity(self.pool.gpus, self.pool.cores)
@@ -83,12 +91,12 @@ class SshEngine(HostsEngine):
         return {target.label: _way(target, stop) for target in targets}
 
     def _ask_capacity(self) -> HostCapacity:
-        """Return the capacity of the first host that answers; the hosts of a pool are alike.
+        """Ask all hosts; return the first response, because the hosts of a pool are alike.
 
-        Can be interrupted at any time: the connections run in other threads.
+        An interrupt ends the wait at once, because the connections run in other threads.
 
         Raises:
-            PoolError: No host answers.
+            PoolError: No host could be asked.
         """
         stop = threading.Event()
 
@@ -132,11 +140,14 @@ class SshEngine(HostsEngine):
             await self.in_thread(close_tunnel, connection, port)
 
     async def take(self, besides: Collection[str], stop: threading.Event) -> str | None:
-        """Take a free host, waiting for hosts that are being returned; None if all are in use.
+        """Take a free host. If none is free, wait for hosts that are being returned.
 
         Args:
             besides: Hosts that must not be chosen.
-            stop: Set to give up.
+            stop: Set to end the wait.
+
+        Returns:
+            The host as taas.toml names it; None if all are in use or `stop` is set.
         """
         while not stop.is_set():
             host = next((host for host in self._free if host not in besides), None)
@@ -148,7 +159,7 @@ class SshEngine(HostsEngine):
         return None
 
     async def put_back(self, host: str, end: Callable[[], None]) -> None:
-        """Make a host free again after `end` has returned. It goes to the end of the queue.
+        """Call `end`; then make a host free again, as the last one that `take` chooses.
 
         Args:
             host: The host, as taas.toml names it.
@@ -162,9 +173,9 @@ class SshEngine(HostsEngine):
             self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a blocking call in a thread of this engine.
+        """Run a blocking call in a thread of this engine's own pool.
 
-        The default thread pools of Dask and asyncio are too small for all hosts at once.
+        The default thread pools of Dask and asyncio have too few threads for all hosts at once.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
@@ -186,14 +197,17 @@ class _SshHost(Host):
         super().__init__(name)
         self._engine = engine
         self._host: str | None = None
-        """The host as taas.toml names it. Each connection reads its SSH configuration anew."""
+        """Name of the host in taas.toml. Each new connection looks it up in the SSH configuration.
+        None while no host is taken."""
         self.connection: Connection | None = None
         self._command: KeptCommand | None = None
         self._stop = threading.Event()
         self._doing, self._since = "", time.monotonic()
 
     async def start(self) -> None:
-        """Start an agent on a free host of the pool; return when the agent has joined.
+        """Start an agent on a free host of the pool; return when the host can start ranks.
+
+        If a host fails, tries the next free one.
 
         Raises:
             PoolError: No free host could be started, or `end` was called.
@@ -226,7 +240,7 @@ class _SshHost(Host):
         raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
 
     async def end(self) -> None:
-        """See `Host.end`. A start that is in progress is given up first."""
+        """See `Host.end`. Cancels `start` first, if it is still running."""
         self._stop.set()
         if not self.coming.done():
             if self.connection is not None:
@@ -288,7 +302,15 @@ class _SshHost(Host):
         )
 
     async def _join(self, host: str, until: float) -> None:
-        """Return when the host can start ranks; until `until`, its agent must have joined."""
+        """Wait until the host can start ranks.
+
+        Args:
+            until: Time at which the wait fails if the host's agent has not joined the pool.
+
+        Raises:
+            PoolError: The agent ended, left the pool or did not join in time.
+            Stopped: `end` was called.
+        """
         assert self._command is not None
         has_joined = False
         while self.name not in self._engine.ready:
@@ -298,7 +320,7 @@ class _SshHost(Host):
                 raise PoolError(f"host {host}: its agent ended:\n{self._command.tail}")
             if self.name in self._engine.scheduler.aliases:
                 has_joined = True
-                self._do("")  # it says itself what it imports
+                self._do("")  # from now on, the agent reports its imports itself
             elif has_joined:
                 raise PoolError(
                     f"host {host} left the pool before it was ready:\n{self._command.tail}"
