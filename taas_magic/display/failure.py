@@ -49,14 +49,14 @@ def no_gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Return the text; of a long text only the beginning, followed by its full length."""
+    """Return a text; if it is too long, return its beginning and a note with its full length."""
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """Return the lines; of many lines only the first and last ones. Long lines are cut, too."""
+    """Return lines; if they are too many, only the first and last ones. Long lines are cut, too."""
     if len(lines) > limit_lines:
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
@@ -90,12 +90,15 @@ def cause(failure: Failure) -> str:
 
 
 def _is_of_store(failure: Failure) -> bool:
-    """Return whether the host works but could not receive the project store."""
+    """Return whether a host failed only because it could not receive the project store."""
     return failure.how == "host" and failure.etype == StoreError.__name__
 
 
 def headline(failure: Failure) -> str:
-    """Return rank, host and cause in one line; after a `--timeout` only the cause."""
+    """Return rank, host and cause of a failure in one line.
+
+    If `--timeout` has ended the run, no rank is to blame, and the line has only the cause.
+    """
     if failure.how == "timeout":
         return cause(failure)
     return f"{place(failure)}: {cause(failure)}"
@@ -127,8 +130,9 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, lis
         failures: All failures of the run.
 
     Returns:
-        One line with the number of ranks, and one line for each cause, which ranks with equal
-        causes share. Empty if nothing else failed, and after a `--timeout`.
+        One line with the number of the other ranks that failed, and one line for each cause. Ranks
+        with the same cause share a line. Empty if nothing else failed, or if `--timeout` has ended
+        the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -162,7 +166,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def stood(failures: Sequence[Failure]) -> list[str]:
-    """Return the notebook lines at which stopped ranks were; ranks at equal lines share one."""
+    """Return text with the notebook lines at which ranks were when `--timeout` ended the run.
+
+    Ranks that were at the same notebook line share one line of the result.
+    """
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
         if failure.rank is not None:
@@ -231,10 +238,11 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
 
 
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
-    """Return an exception of the type that a rank raised; None if this process has no such type.
+    """Return an exception of the type that a rank raised; None if the kernel has no such type.
 
-    The type must exist under its name in the notebook or in a module that is already imported. No
-    code of the type runs. The exception has the message as its argument and no attributes.
+    The type must exist under its name in the notebook or in a module that is already imported. The
+    exception has the message as its argument and no attributes, because it is made without running
+    any code of the type.
 
     Args:
         failure: The failure that came first.

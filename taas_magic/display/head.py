@@ -1,8 +1,9 @@
-"""The head above a run's log: the state of the run, and its form as text and as HTML. Pure.
+"""The head, the status display above a run's log: its state, and its form as text and HTML. Pure.
 
 `RunState` computes the state from the run's events. Text and HTML show the same facts. The HTML
-uses only what an untrusted notebook keeps (inline styles, details, progress), and colours that are
-readable on light and dark themes. All texts from outside are escaped.
+uses only elements that Jupyter does not remove from an untrusted notebook (inline styles, details,
+progress), and colours that are readable on light and dark themes. All texts from hosts and users
+are escaped.
 """
 
 import math
@@ -78,7 +79,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _HANG_HEAD = ("rank", "host", "since", "at", "waits for")
 
 Fact = tuple[str, str]
-"""A label and a value."""
+"""One item of the head: a label and a value."""
 
 T = TypeVar("T")
 
@@ -89,23 +90,23 @@ class RunState:
 
     Attributes:
         gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
-        held_gpu_s: GPU-seconds from before the last change of `gpus`.
+        held_gpu_s: GPU-seconds that the run held before the last change of `gpus`.
         began: Start time of the run, on the caller's clock.
         world_size: Number of ranks: the plan's, until the run grows.
         hosts: The hosts of the attempt `hosts_attempt`.
         hosts_attempt: The newest attempt that has started ranks on a host.
-        up: The ranks that have started and have not failed.
+        up: Numbers of the ranks that have started and have not failed.
         up_since: Time at which the first ranks started, or `gpus` last changed, on the caller's
             clock; infinity before that.
         ended_at: End time of the run, on the caller's clock; infinity before that.
-        elapsed_s: Seconds that the run took, if the event of its end has them.
+        elapsed_s: Seconds that the run took, as its `ended` event says; None if it does not.
         hangs: For each host that reported a hang, the time of the report and the stacks of its
             ranks.
         settled: The hosts whose ranks have ended or failed.
-        last_attempt: The attempt whose results count, once the run has ended.
-        left: Title that replaces the state if this head is not updated to the run's end; "" if it
-            is.
-        tails: The last lines of ranks, by rank, once the run has ended and its logs were read.
+        last_attempt: The last attempt, once the run has ended; only its results count.
+        left: Title to show instead of the state if the notebook has stopped following the run, so
+            that this head will not show the run's end; "" otherwise.
+        tails: The last log lines of ranks, by rank, once the run has ended and its logs were read.
     """
 
     plan: Plan
@@ -192,9 +193,9 @@ class RunState:
 
     @property
     def hang(self) -> list[RankStand]:
-        """The stacks of all ranks if no rank of any host makes progress, else an empty list.
+        """The stacks of all ranks if no rank makes progress on any host; else an empty list.
 
-        `RankStand.since` of each is on the clock of `began`.
+        The times in them (`RankStand.since`) are on the clock of `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -259,7 +260,7 @@ def text(state: RunState, now: float) -> str:
 
 
 def both(state: RunState, now: float) -> dict[str, str]:
-    """Return the head in both forms, by MIME type."""
+    """Return the head as text and as HTML, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
     html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{''.join(rows)}</div>"
     return {"text/html": html, "text/plain": "\n".join(words)}
@@ -270,7 +271,7 @@ def _colour(state: RunState) -> str:
 
 
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the head's parts from top to bottom, each as text and as HTML."""
+    """Yield the rows of the head from top to bottom, each as text and as HTML."""
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
@@ -310,7 +311,10 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _tails_html(state: RunState) -> str:
-    """Return collapsible HTML with the last lines of each rank; equal lines share one entry."""
+    """Return collapsible HTML with the last log lines of each rank.
+
+    Ranks whose last lines are equal share one entry.
+    """
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, lines in state.tails.items():
         alike[tuple(cut(_COLOUR.sub("", line), CELL_CHARS) for line in lines)].append(rank)
@@ -329,7 +333,10 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield the first metrics: as HTML a row of small curves, as text one line per metric."""
+    """Yield the rows of the head with the first metrics that ranks logged by `taas.log`.
+
+    In HTML they are one row of small curves, in text one line for each metric.
+    """
     if not curves:
         return
     words, figures = [], []
@@ -353,7 +360,12 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
 
 
 def _values_text(first: Curve, n_ranks: int) -> str:
-    """Return the number of a metric's values, and of its ranks if several logged it."""
+    """Return text with the number of a metric's values, and of the ranks that logged it if several.
+
+    Args:
+        first: The curve of the first rank that logged the metric.
+        n_ranks: Number of ranks that logged it.
+    """
     values = f"{first.count:,} value{'s' * (first.count != 1)}"
     return f"{values} on each of {n_ranks} ranks" if n_ranks > 1 else values
 
@@ -394,7 +406,7 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 
 def plain(progress: str) -> str:
-    """Return a progress text without colour codes and surrounding blanks."""
+    """Return a progress bar's text without colour codes and surrounding blanks."""
     return cut(_COLOUR.sub("", progress).strip(), WORDS_CHARS)
 
 
@@ -468,7 +480,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(text: str) -> str:
-    """Return HTML for lines with aligned columns, without line breaks in them."""
+    """Return HTML for lines with aligned columns; the browser does not wrap the lines."""
     return f"<pre style='white-space:pre;overflow-x:auto;margin:0px'>{escape(text)}</pre>"
 
 
@@ -476,7 +488,7 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
     """Return the name and the facts of each loader.
 
     Args:
-        flow: The reports on the loaders.
+        flow: The counts that ranks and fetchers have sent about the loaders.
         units: The limit of `--units` for each loader, if any.
         has_ended: Whether the run has ended; if so, the rates are means, and the facts about
             buffers are left out.
@@ -540,7 +552,7 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return the facts of a receipt: files written to the project store, and kept out of it."""
+    """Return the facts of a receipt: the files written to the project store, and those kept out."""
     if receipt is None:
         return []
     written = []
@@ -611,9 +623,10 @@ def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ..
 
 
 def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
-    """Group ranks that are at the same line and wait for the same; the smallest groups come first.
+    """Group the ranks that are at the same line of code and wait for the same thing.
 
-    Groups that wait in a collective come last, however small, because they only wait for others.
+    Small groups come first, because they are more likely to be the cause of the hang. Groups that
+    wait in a collective come last, however small, because they only wait for other ranks.
     """
     alike: defaultdict[tuple[str, str], list[RankStand]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):

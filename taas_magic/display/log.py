@@ -2,11 +2,11 @@
 
 Equal lines of several ranks become one line. Each line gets a prefix with the ranks that printed
 it, and counts towards the size of the cell. A browser draws all output of a cell again whenever
-more is added, so a cell shows at most `CELL_BYTES` of text. Of the lines after that, only the last
-ones are shown, in one display that is updated (`Rest`).
+more is added, so a cell shows at most `CELL_BYTES` of text. Of the lines after that, a display that
+is updated in place shows only the last ones (`Rest`).
 
-A line waits for other ranks to print it too. The wait is at most `hold_s`, which is too short to
-notice. It ends earlier if each of the other ranks has printed something else.
+Before a line is shown, it waits for other ranks to print it too. The wait is at most `hold_s`,
+which is too short to notice. It ends earlier if each of the other ranks has printed something else.
 """
 
 import math
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 
 
 def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
-    """Return ascending ranks as `0-2,5,7-9`; ranges after the first `max_ranges` become `…`."""
+    """Return text for ascending ranks such as `0-2,5,7-9`; only `max_ranges` ranges, then `…`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
@@ -109,10 +109,10 @@ class Folder:
         return shown
 
     def _release_unmatched(self) -> list[Shown]:
-        """Release first lines that no other rank will match.
+        """Return and remove lines at the head of queues that no other rank will print.
 
-        Such lines exist when every rank has waiting lines. The lowest rank's line is released
-        first, because rank 0 usually prints more than the others.
+        They exist only if every rank has waiting lines. The lowest rank's line is shown first,
+        because rank 0 usually prints more than the others.
         """
         shown: list[Shown] = []
         while len(self._waiting) == self._world_size:
@@ -128,13 +128,14 @@ class Folder:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[Shown]:
-        """Release a rank's first line, and the lines behind it that no other rank has.
+        """Return and remove a rank's first waiting line.
 
-        A flood consists of such lines. Released one by one, they would cost several times as much.
+        Lines after it that no other rank has are included. A rank that prints very much has many of
+        them, and handling them one by one would take several times as long.
 
         Args:
             rank: The rank.
-            most: Largest number of lines to release.
+            most: Largest number of lines to return.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -153,13 +154,21 @@ class Folder:
         return shown if complete is None else shown + self._release(complete)
 
     def _join(self, rank: int, line: str) -> bool:
-        """Add a rank whose first line is `line` to the group; return whether it is complete."""
+        """Add a rank to the group of ranks whose first waiting line is `line`.
+
+        Returns:
+            Whether the group now has all ranks, so that the line can be shown.
+        """
         group = self._groups.setdefault(line, set())
         group.add(rank)
         return len(group) == self._world_size
 
     def _advance(self, rank: int) -> str | None:
-        """Add a rank to the group of its new first line; return the line if it is complete."""
+        """Add a rank, whose first waiting line was just removed, to the group of its next line.
+
+        Returns:
+            The next line if its group now has all ranks; else None.
+        """
         queue = self._waiting[rank]
         if not queue:
             del self._waiting[rank]
@@ -167,7 +176,7 @@ class Folder:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[Shown]:
-        """Release a group, and each group that becomes complete by it."""
+        """Return and remove the line of a group, and of each group that then has all ranks."""
         shown = []
         ready = [text]
         while ready:
@@ -190,7 +199,7 @@ class Folder:
 CELL_BYTES = 500_000
 UNBOUNDED = 1 << 62
 ERRORS = (16_000, 200)
-"""Most bytes and lines that look like errors to keep from the output beyond the cell's limit."""
+"""Most bytes and most lines that look like errors to keep of the output beyond the cell's limit."""
 
 LAST_LINES = 100
 LINE_CHARS = 500
@@ -210,7 +219,7 @@ class Rest:
         self.has_news = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Count lines whose text exists only in the log files."""
+        """Count lines that the host did not send, so that only the log files have them."""
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_news = True
@@ -221,7 +230,7 @@ class Rest:
         Args:
             prefix: The prefix with the ranks that printed the lines.
             lines: All lines.
-            errors: Those of `lines` that look like errors, as far as they fit.
+            errors: Those of `lines` that look like errors, within the limits of `ERRORS`.
         """
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
@@ -238,7 +247,7 @@ class Rest:
 
 
 class LogText:
-    """The log of one run: buffers the text that is still to be written to the cell.
+    """The log of one run as text; buffers the text until the view writes it to the cell.
 
     Args:
         plan: The plan of the run. If it has several hosts, prefixes name the host, too. Only lines
@@ -263,7 +272,7 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the limit after the cell's output was cleared."""
+        """Count the cell's text from zero again, because the cell's output was cleared."""
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, UNBOUNDED),
@@ -291,7 +300,7 @@ class LogText:
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def say(self, text: str) -> None:
-        """Add a line that no rank printed, after all earlier lines."""
+        """Add a line that no rank printed; lines that still wait are added before it."""
         self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")

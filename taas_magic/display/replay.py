@@ -1,7 +1,7 @@
-"""Computes a run's state, and the past output that a later view shows, from its journal. Pure.
+"""Computes a run's state and its past output from its journal, for views opened later. Pure.
 
-The state is exact, because every event that concerns the head is applied. Of the lines that ranks
-printed, only the last ones are decoded, so a journal of 100 MB takes less than a second.
+The state is the same as in a view that was open all the time. Of the lines that ranks printed, only
+those that the view shows are decoded, so a journal of 100 MB takes less than a second.
 """
 
 import re
@@ -28,13 +28,13 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 
 TAIL_BYTES = 500_000
-"""Most bytes from the end of the past log that a view shows."""
+"""Most bytes of past log that a view shows; the lines before them are left out."""
 
 END_LINES = 100
-"""Number of first and of last lines that the view of an ended run shows of a longer log."""
+"""Number of lines that the view of an ended run shows from each end of a log that is too long."""
 
 ERRORS = (64_000, 1_000)
-"""Most bytes and lines that look like errors to show from between the first and last lines."""
+"""Most bytes and most lines that look like errors to show of the lines that are left out."""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -44,9 +44,9 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Smallest number of loader reports at the start and end of an attempt that are all applied.
+"""Number of events with the counts of loaders that are all applied, at each end of an attempt.
 
-Rates need the last reports.
+Runs of many ranks apply more. The events between them are reduced to one for each rank or fetcher.
 """
 
 Piece = Event | str
@@ -54,10 +54,10 @@ Piece = Event | str
 
 
 class Replay:
-    """Computes state and past output from a journal, which it receives in chunks.
+    """Computes a run's state and past output from the chunks of its journal.
 
     Args:
-        state: The run's state before its first event; `Replay` updates it.
+        state: The run's state before its first event; `Replay` applies the events to it.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -133,15 +133,16 @@ class Replay:
 
 
 class _Counts:
-    """Reports of loaders that wait to be applied.
+    """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
 
-    Each report has sums since its start, so a later report may replace earlier ones. All of the
-    first and last reports are kept: the last ones give the rates, and the first ones the counts at
-    the start of the ranks.
+    The counts are sums since the rank or fetcher started, so the newest event of a sender makes its
+    earlier ones superfluous. The buffer keeps all of the first and last events, and of those
+    between them only each sender's newest. The first ones have the counts at the start of the
+    ranks, and the last ones give the rates.
 
     Args:
-        most: Number of first and of last reports to keep.
-        reporters: Number of ranks and fetchers that report.
+        most: Number of events to keep at each end.
+        reporters: Number of ranks and fetchers that send such events.
     """
 
     def __init__(self, most: int, reporters: int) -> None:
@@ -152,7 +153,7 @@ class _Counts:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Add the next reports."""
+        """Add the next events, each as its line of the journal."""
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
             lines = lines[room:]
@@ -166,14 +167,14 @@ class _Counts:
             self._add_up(old)
 
     def take(self) -> list[bytes]:
-        """Return and remove the reports to apply, in their order."""
+        """Empty the buffer, and return its events in order, to be applied to the run's state."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()
         return taken
 
     def _add_up(self, lines: list[bytes]) -> None:
-        """Keep only the last of these reports for each rank and fetcher."""
+        """Keep only the newest of these events for each rank and fetcher."""
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):
             newest.setdefault((line[:12], _reporter(line)), line)
@@ -185,20 +186,21 @@ class _Counts:
 
 
 def _reporter(line: bytes) -> bytes:
-    """Return the number of the rank or fetcher that sent an event; b"" if there is none."""
+    """Return the number of the rank or fetcher that an event names; b"" if it names none."""
     found = _REPORTER.search(line)
     return found[1] if found else b""
 
 
 @dataclass
 class _Block:
-    """Consecutive lines of the journal, whose events are lines that ranks printed.
+    """Consecutive lines of the journal that hold only output of ranks, not decoded yet.
 
     Attributes:
         number: Position among the blocks and events to show.
-        raw: The bytes of the lines.
-        errs: Whether the block may contain an error.
-        skipped: Number of lines at the start of the block that are also kept as first lines.
+        raw: The lines, as bytes.
+        errs: Whether the lines may contain an error message.
+        skipped: Number of lines at the start of the block that the view already shows among the
+            first lines of the log.
     """
 
     number: int
@@ -219,7 +221,7 @@ class _Block:
 
 
 class _Shown:
-    """The past output of a run: displays, restarts, and the first and last printed lines."""
+    """Collects a run's past output: displays, restarts, and the first and last printed lines."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._numbers = plan, 0
@@ -236,11 +238,11 @@ class _Shown:
         self._tail_bytes = self._left_out_bytes = 0
 
     def add(self, raw: bytes, errs: bool) -> None:
-        """Add the next lines of the journal with output of ranks.
+        """Add the next lines of the journal that hold output of ranks.
 
         Args:
-            raw: The bytes of these lines.
-            errs: Whether they may contain an error.
+            raw: These lines, as bytes.
+            errs: Whether they may contain an error message.
         """
         if not raw:
             return
@@ -256,7 +258,11 @@ class _Shown:
             self._leave_out(self._tail.popleft())
 
     def keep(self, event: Event) -> None:
-        """Add a display or restart, which is always shown, or apply an event that changes these."""
+        """Process an event that is not a printed line.
+
+        Displays and restarts are always shown. An update changes an earlier display, and a
+        `ClearOutput` removes all earlier output. Other events are ignored.
+        """
         self._numbers += 1
         match event:
             case ClearOutput() if event.rank == min(self._plan.log_ranks or {0}):
@@ -297,7 +303,7 @@ class _Shown:
         return [*pieces, f"the last {END_LINES} lines:", *last]
 
     def _leave_out(self, block: _Block) -> None:
-        """Leave out a block, except its errors."""
+        """Leave out a block of lines, but keep its lines that may contain an error."""
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)
         if len(self._errors) < ERRORS[1]:
@@ -340,7 +346,12 @@ def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[Lines]:
 
 
 def _errors_of(lines: Sequence[bytes], last: Sequence[Lines]) -> list[Lines]:
-    """Return the lines that look like errors and are not among `last`, within `ERRORS`."""
+    """Return the lines that look like errors, at most as many as `ERRORS` allows.
+
+    Args:
+        lines: Lines of the journal that may contain errors.
+        last: Lines that are shown anyway, and therefore left out here.
+    """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)
     )

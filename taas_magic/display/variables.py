@@ -51,7 +51,7 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
 
 
 def _odd(seen: Mapping[int, str]) -> str:
-    """Return a text with the ranks that differ from the majority; "" if all are the same.
+    """Return text on which ranks differ from the majority, or that all differ; "" if none does.
 
     Args:
         seen: The text to compare, by rank.

@@ -1,8 +1,8 @@
 """The view of one run: receives the run's events and shows its head and log.
 
-A screen writes the output below a notebook's cell, in a console, or in a terminal. It uses no
-ipywidgets, but displays with an id, which are updated in place. JupyterLab, Notebook 7, VS Code and
-nbclient all render these. Runs in the cell's thread.
+A screen writes the output below a notebook's cell, in a console, or in a terminal. It uses displays
+with an id, which are updated in place, instead of ipywidgets. JupyterLab, Notebook 7, VS Code and
+nbclient all render such displays. The code of this module runs in the cell's thread.
 """
 
 import math
@@ -90,7 +90,7 @@ class NotebookScreen:
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """Carry out a pending clear. The new head replaces the old output without a gap."""
+        """Clear the cell's output now and show the head again, without a moment of empty output."""
         if self._clears_first:
             self._clears_first = False
             self._shows_rest = False
@@ -103,7 +103,10 @@ class NotebookScreen:
 
 
 class UrgentLines:
-    """The parts of the head that cannot wait for the run's end: new notes, and a hang."""
+    """Finds news of the head that a user must see at once: new notes, and a hang of the run.
+
+    For screens that show the head only at the start and end of a run.
+    """
 
     def __init__(self) -> None:
         self._notes, self._hangs = 0, False
@@ -140,7 +143,7 @@ class ConsoleScreen(NotebookScreen):
             self.write(news)
 
     def show_rest(self, text: str) -> None:
-        """Keep the summary for `close`."""
+        """Keep the summary of the lines beyond the limit; `close` writes it."""
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
@@ -201,11 +204,11 @@ Screen = NotebookScreen | TerminalScreen
 
 
 def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
-    """Return the screen for a shell: one of a frontend for a kernel, else a terminal.
+    """Return the screen that fits a shell: for a notebook, for a kernel's console, or a terminal.
 
-    A kernel's frontend is a notebook if its request names the cell (JupyterLab, Notebook 7, VS
-    Code) or allows no input (nbclient). Any other frontend is a console, which cannot update
-    displays.
+    A shell without a kernel writes to a terminal. A kernel's frontend is taken for a notebook if
+    its request names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any
+    other frontend is taken for a console, which cannot update displays.
     """
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
@@ -231,7 +234,7 @@ Jupyter's server stops the output of a kernel that sends 1,000 messages a second
 """
 
 FULL_CELL_GAP_S = 1.0
-"""Shortest time in seconds between two writes to a full cell; less in proportion for other cells.
+"""Shortest time in seconds between two writes to a cell at its limit; for a half full cell, half.
 
 The more output a cell has, the longer a browser takes to add to it.
 """
@@ -357,7 +360,7 @@ class View:
 
     @property
     def can_update(self) -> bool:
-        """Whether the screen can update its displays after the view was closed."""
+        """Whether displays of the screen can still be updated after the view was closed."""
         return type(self._screen) is NotebookScreen
 
     def next_due(self) -> float:

@@ -1,7 +1,8 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-Only the waits that the user asks for block the notebook. A thread stores the result of each job as
-soon as the job has ended, so the loss of a node does not lose results that were delivered.
+The notebook is blocked only by methods that wait by design, such as `Job.result`. A thread stores
+the result of each job in the kernel as soon as the job has ended, so a later loss of its node does
+not lose the result.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ SEEN_S = 10.0
 """Seconds to wait for the farm's process to end after its connection closed."""
 
 WATCH_S = 0.5
-"""Seconds between table refreshes and liveness checks of the farm's process."""
+"""Seconds between refreshes of the table, and between checks that the farm's process still runs."""
 
 CALLED = "_taas_job"
 """Name in the payload for a function that the notebook does not have under its own name."""
@@ -212,7 +213,7 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> Job:
-        """Submit a call of a function, which a node then makes.
+        """Submit a call of a function; a process on a host of the farm will make the call.
 
         Blocks until the farm's process has received the large arguments.
 
@@ -237,7 +238,7 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> list[Job]:
-        """Submit a job for each call that the built-in `map` would make; see `submit`.
+        """Submit one job for each call that the built-in `map` would make.
 
         Args:
             function: As in `submit`.
@@ -275,7 +276,13 @@ class Farm:
                 yield jobs_of[ended.get()]
 
     def on_solution(self, listener: Callable[[Job], None]) -> None:
-        """Register a function that a thread of the farm calls with each job that returned."""
+        """Register a function to be called with each job whose function returned.
+
+        A thread of the farm makes the calls. Jobs that failed or were cancelled are left out.
+
+        Args:
+            listener: The function; its argument is the job.
+        """
         self._on_solution.append(listener)
 
     def status(self) -> FarmState:
@@ -289,7 +296,7 @@ class Farm:
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Cancel `jobs` if the user interrupts the block.
+        """Run the block; if the user interrupts it, cancel those of `jobs` that have not ended.
 
         Raises:
             KeyboardInterrupt: The user interrupted the block.
@@ -399,7 +406,11 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs whose outcome will never arrive."""
+        """Refresh the table, and end jobs that no message will end; a thread runs this.
+
+        If the farm's process has ended, these are all jobs. Otherwise they are the jobs whose Dask
+        future has failed or was cancelled.
+        """
         shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
@@ -414,7 +425,7 @@ class Farm:
                 self._show()
 
     def _lose(self) -> None:
-        """End all jobs because the farm's process has ended or lost its connection."""
+        """End all jobs with an error, because the farm's process has ended or is out of reach."""
         if self._closed.is_set():
             return
         try:
@@ -424,14 +435,18 @@ class Farm:
         self._give_up(f"{why} ({self.folder / LOG})")
 
     def _give_up(self, why: str) -> None:
-        """Accept no more jobs, and end the existing ones with an error."""
+        """Accept no more jobs, and end all unfinished jobs with an error.
+
+        Args:
+            why: The reason, for the error messages.
+        """
         self._why_over = why
         for job in self._unfinished():
             job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
     def _collect(self) -> None:
-        """End jobs as their outcomes and errors arrive, until the farm is closed."""
+        """End each job when its outcome or error arrives; a thread runs this until `close`."""
         while (said := self._ended.get()) is not None:
             if isinstance(said, NodeNews):
                 self._give_up(said.why)
@@ -449,16 +464,21 @@ class Farm:
         self._solved.put(None)
 
     def _forget(self, name: str) -> "Future | None":
-        """Remove a job and its parts, and return its future."""
+        """Remove an ended job's Dask future and stored arguments, so that Dask forgets the job.
+
+        Returns:
+            The future; None if it was already removed.
+        """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
         self._shelf.drop(parts)
         return future
 
     def _fail(self, job: Job, future: "Future") -> None:
-        """End a job with the error of its future.
+        """End a job with the error of its Dask future.
 
-        If the future has no error and the user did not cancel the job, the farm is lost.
+        If the future has no error and the user did not cancel the job, the connection to the farm's
+        process has ended, and all jobs are ended (`_lose`).
         """
         from distributed.client import FutureCancelledError
 
@@ -485,9 +505,9 @@ class Farm:
         self._solved.put(job)
 
     def _tell(self) -> None:
-        """Call the listeners until the farm is closed.
+        """Call the listeners of `on_solution` with each job that returned, until `close`.
 
-        This needs a thread of its own because listeners may themselves wait for jobs.
+        A separate thread runs this, because a listener may itself wait for other jobs.
         """
         while (job := self._solved.get()) is not None:
             for listener in self._on_solution:
@@ -531,7 +551,10 @@ class Farm:
 
 
 class _Shelf:
-    """The large parts of jobs, each stored once in the farm's process; usable from any thread."""
+    """The large arguments and payloads of jobs, each stored once in the farm's process.
+
+    Usable from any thread.
+    """
 
     def __init__(self, client: "Client") -> None:
         self._client, self._lock = client, threading.Lock()
@@ -540,10 +563,15 @@ class _Shelf:
         self._users: Counter[str] = Counter()
 
     def part(self, part: Any, is_shared: bool = False) -> Part:
-        """Store a part if it is large or shared, and return what the job receives.
+        """Store a part in the farm's process if it is large or shared.
+
+        Args:
+            part: Memory with one part of a job's payload or arguments.
+            is_shared: Whether several jobs use the part, so that it is stored even if it is small.
 
         Returns:
-            The bytes of a small part, or the name of the stored part.
+            The value to send with the job: the name of the stored part, or the bytes of a part that
+            was not stored.
         """
         from distributed.protocol import to_serialize
 
@@ -561,7 +589,7 @@ class _Shelf:
             return self._known[mark]
 
     def drop(self, parts: Collection[Part]) -> None:
-        """Release the parts of a job, and remove stored parts that no job needs."""
+        """Release the parts of one job; remove each stored part that no other job needs."""
         with self._lock:
             for name in parts:
                 if isinstance(name, str):
@@ -578,12 +606,14 @@ class _Shelf:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a job, pickled.
+    """The arguments of a job, and their pickled form.
 
     Attributes:
-        parts: One part with the pickles of all arguments, then the buffers that they refer to.
-        needs: Names of the notebook that the arguments look up when they run.
-        modules: Modules that the arguments refer to.
+        args: The positional arguments, not pickled.
+        kwargs: The keyword arguments, not pickled.
+        parts: The pickles of all arguments as one item, then the buffers that they refer to.
+        needs: Names of notebook variables that functions among the arguments use.
+        modules: Names of modules that the arguments refer to.
     """
 
     args: tuple[Any, ...]
@@ -613,9 +643,9 @@ def _pack_arguments(
 
 @contextmanager
 def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[str]:
-    """Yield the name of a notebook variable that holds the function.
+    """Yield the name of a notebook variable that holds the function, for the capture.
 
-    If there is none, the variable `CALLED` exists for the block.
+    If there is none, the variable `CALLED` holds it until the block ends.
     """
     own = getattr(function, "__name__", "")
     if own and namespace.get(own) is function:

@@ -1,7 +1,8 @@
 """The job process: the node's forkserver forks it, and it runs one job or several in turn.
 
-A process runs another job only if the last job left nothing behind (`_state`), so each job starts
-in a process as clean as a new one. After a job longer than `SHORT_S`, the process ends.
+A process runs another job only if the last job returned and did not change the process, such as its
+threads, children or environment (`_state`). So each job starts in a process as clean as a new one.
+After a job that took longer than `SHORT_S`, the process ends in any case.
 """
 
 import contextlib
@@ -34,9 +35,9 @@ from taas_magic.store.guard import Means, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
-"""Longest job, in seconds, after which a process may run another job.
+"""Seconds that a job may take at most if its process is to run another job.
 
-After a longer job the process ends: starting a new process costs less than the job did.
+After a longer job the process ends, because starting a new process costs less than the job did.
 """
 
 
@@ -45,7 +46,7 @@ _TOLD = (SAVES, cell_main.PAYLOAD)
 
 
 def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
-    """Run jobs until the node closes `control` or a job leaves something behind.
+    """Run jobs until the node closes `control`, or until a job makes the process unfit for another.
 
     Args:
         setting: The settings of this process.
@@ -113,7 +114,11 @@ def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the state of this process that a job may have changed."""
+    """Return what a job must leave unchanged if this process is to run another job.
+
+    This is the number of threads, whether there are children, the environment, the working folder,
+    the standard streams, and whether CUDA is in use.
+    """
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _TOLD}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
@@ -141,7 +146,11 @@ def _end_children() -> None:
 
 
 def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
-    """Run a job and return its outcome and the parts of its result."""
+    """Run a job.
+
+    Returns:
+        The outcome, and the parts of the result: its pickle, then the buffers that it refers to.
+    """
     os.environ[SAVES] = told.saves
     process = os.getpid()
     try:
@@ -176,7 +185,11 @@ def _called(told: PlacedCall) -> Any:
 
 
 def _opened(part: bytes | str) -> memoryview | bytearray:
-    """Return a part as writable memory of this job; a path is mapped copy-on-write."""
+    """Return a part of the job's pickled arguments as memory that the job may write to.
+
+    Args:
+        part: The bytes, or the path of a file that is mapped copy-on-write.
+    """
     if not isinstance(part, str):
         return bytearray(part)
     with open(part, "rb") as file:

@@ -2,9 +2,9 @@
 
 To the pool, a node is a run of one rank, so it has leases, an end and a journal like any run. The
 rank (`keep`) starts the node as a separate program. Like an agent, the node starts a forkserver
-before it imports Dask. It joins the farm when the forkserver has imported its modules, and reports
-the imports until then. Imports may take any time, but a node that shows no activity for
-`start_timeout_s` ends.
+before it imports Dask. It joins the farm when the forkserver has imported its modules. Until then
+it reports to the farm which module is being imported. Imports may take any time, but the node ends
+if it shows no activity for `start_timeout_s`.
 """
 
 import asyncio
@@ -70,20 +70,21 @@ DASK_SETTINGS = {
 }
 
 LINES_BYTES = 256 << 10
-"""Most bytes of a job's output that a node sends per `_FLUSH_S`; the rest is only counted."""
+"""Most bytes of a job's output that a node sends per `_FLUSH_S`; it leaves out and counts the rest.
+"""
 
 SAID_S = 2.0
-"""Seconds between a starting node's reports of what it imports."""
+"""Seconds between two reports of a starting node about the module that is being imported."""
 
 _END_S = 3.0
 _FLUSH_S = 0.2
 
 
 def keep(terms: NodeTerms) -> None:
-    """Run a node until the run is ended. The rank of the node's run calls this.
+    """Run a node until the pool ends the node's run; called in the run's rank.
 
     Raises:
-        RuntimeError: The node ended by itself, or its start is stuck.
+        RuntimeError: The node's process ended by itself, or its start showed no activity.
     """
     scheduler, here = os.environ.pop(REACH), os.getcwd()
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
@@ -182,7 +183,7 @@ async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
 async def _tell_imports(
     warming: "asyncio.Future[list[str]]", setting: NodeSetting, security: "Security"
 ) -> None:
-    """Report the forkserver's imports to the farm every `SAID_S` until they are complete."""
+    """Tell the farm which module the forkserver imports, every `SAID_S`, until all are imported."""
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -194,7 +195,10 @@ async def _tell_imports(
 
 
 class Slots:
-    """The job processes of a node, one per slot; used on the node's event loop, never blocks."""
+    """The slots of a node, each with one job process.
+
+    Used on the node's event loop; only `close` blocks.
+    """
 
     def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
         self._terms, self._jobs = setting.terms, folder / "jobs"
@@ -215,7 +219,7 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """Interrupt a job if it runs on this node."""
+        """Interrupt the job with this name if it runs on this node; else do nothing."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
@@ -226,8 +230,10 @@ class Slots:
 
         Args:
             call: The job.
-            parts: Awaitable of the payload and then the parts of the arguments.
-            say: Called with the output of the job, and once if the job does not end at once.
+            parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
+                and their buffers.
+            say: Called with each piece of the job's output. Also called once with the state
+                "running" if the job does not end at once.
 
         Raises:
             JobEnded: The job did not return.
@@ -255,13 +261,17 @@ class Slots:
         return outcome
 
     def close(self) -> None:
-        """End all processes."""
+        """End the processes of all slots."""
         for slot in self._free:
             slot.close()
 
 
 def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
-    """Return the relative paths and contents of a folder's files, and remove the folder."""
+    """Read the files that a job saved, and remove their folder.
+
+    Returns:
+        The path of each file, relative to the folder, and its content.
+    """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     files = [(os.fsencode(path.relative_to(folder)), path.read_bytes()) for path in found]
     shutil.rmtree(folder)
@@ -269,11 +279,14 @@ def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
 
 
 Say = Callable[[str, str], None]
-"""Callback that receives a job's state, or lines that the job has printed; the other is ""."""
+"""Callback with two arguments, of which one is "": a job's state, and lines that it has printed."""
 
 
 class Slot:
-    """Runs one job at a time, each in a process as clean as a new one (`job.job_main`)."""
+    """One of a node's places for a job: runs one job at a time, in a process of its own.
+
+    Each job gets a process as clean as a new one (`job.job_main`).
+    """
 
     def __init__(self, setting: JobSetting) -> None:
         self._setting = setting
@@ -287,7 +300,15 @@ class Slot:
         self._job_setting = ""
 
     async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
-        """Run a job and return its outcome."""
+        """Run a job and return its outcome.
+
+        The process of the last job is used again only if that job left it clean, has the same
+        settings, and `placed` needs no fresh process.
+
+        Args:
+            placed: The job.
+            say: Receives the job's state and output.
+        """
         is_other = placed.call.fresh or placed.call.setting != self._job_setting
         # an idle process sends nothing: if it did, or ended, it is replaced
         if is_other or self._process is None or self._events.select(0):
@@ -312,7 +333,7 @@ class Slot:
         return outcome
 
     async def rest(self) -> None:
-        """Reset the slot for the next job."""
+        """Prepare the slot for the next job; call it after each job."""
         if self._late is not None:
             self._late.cancel()
         if self._is_cancelled or not self._again:
@@ -380,10 +401,10 @@ class Slot:
             lines.flush()
 
     async def _stirs(self) -> set[Any]:
-        """Wait up to `_FLUSH_S` until the process has sent something or has ended.
+        """Wait until the process has sent something or has ended, at most `_FLUSH_S`.
 
         Returns:
-            The pipes and the sentinel that are ready.
+            The process's pipes that have data, and its sentinel if it has ended.
         """
         loop, stirred = asyncio.get_running_loop(), asyncio.Event()
         timer = loop.call_later(_FLUSH_S, stirred.set)
@@ -413,7 +434,7 @@ class Slot:
 
 
 def _leave() -> NoReturn:
-    """End this node because its forkserver has ended. Other nodes run its jobs again."""
+    """End this node's process because its forkserver has ended; other nodes run its jobs again."""
     sys.stderr.write(f"{forkserver.why_ended()}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -425,14 +446,14 @@ def _signal(group: int, number: int) -> None:
 
 
 class _Lines:
-    """Buffer for a job's output, which it passes on at intervals and within `LINES_BYTES`."""
+    """Buffer for a job's output, which passes on at most `LINES_BYTES` every `_FLUSH_S` seconds."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def take(self, data: bytes) -> None:
-        """Add output of the job, and pass it on if the interval is over."""
+        """Add output of the job, and pass on the buffer if the last time was `_FLUSH_S` ago."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]
@@ -443,7 +464,7 @@ class _Lines:
         """Pass on the buffered output.
 
         Args:
-            whole: Whether to pass on whole lines only.
+            whole: Whether to keep an incomplete last line in the buffer.
         """
         self._flushed_at = time.monotonic()
         end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))

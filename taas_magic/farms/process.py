@@ -1,8 +1,9 @@
 """The farm's process: a Dask scheduler for jobs, which starts and ends nodes as jobs need them.
 
-The kernel starts this process and holds its standard input open as a lease. Each node is a run of
-one rank in a pool, so the pool handles its host, leases, processes and journal as for any run. To
-the pool, this process is one more kernel. The pool's own scheduler knows nothing of jobs.
+The kernel starts this process and holds its standard input open; when it closes, the farm ends.
+Each node is a run of one rank in a pool, so the pool handles its host, leases, processes and
+journal as for any run. For the pool, this process is a client like a kernel. The pool has a Dask
+scheduler of its own, which never receives jobs.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ INTERVAL_S = 0.5
 """Seconds between checks of the number of nodes."""
 
 IDLE_LOOKS = 20
-"""Number of checks in a row that must find too many nodes before one is ended."""
+"""Number of checks in a row that must find more nodes than needed before nodes are ended."""
 
 WHY_S = 2.0
 """Seconds to wait for a lost node's run to end by itself; its last event has the reason."""
@@ -73,10 +74,10 @@ FAILED_STARTS = 3
 
 
 def main() -> int:
-    """Run a farm until standard input has a second line or ends.
+    """Run a farm until the kernel writes a second line to standard input or closes it.
 
-    The first line of standard input is a packed `FarmTerms`. The process writes a packed
-    `FarmPlace` to standard output.
+    The first line of standard input is a packed `FarmTerms`. Once the scheduler listens, the
+    process writes a packed `FarmPlace` to standard output.
 
     Returns:
         The exit code of the process.
@@ -114,7 +115,7 @@ async def _keep(terms: FarmTerms) -> None:
 
 
 class FarmScheduler(Scheduler):
-    """The farm's Dask scheduler, which also stores the large parts that jobs need."""
+    """The farm's Dask scheduler, which also stores large arguments and payloads of jobs."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -123,7 +124,7 @@ class FarmScheduler(Scheduler):
         self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Open no port for Dask's web pages, because they require no key."""
+        """Do nothing, so that Dask's web pages, which require no key, are not served."""
 
     def tell(self, news: NodeNews) -> None:
         """Send the state of a node to the kernel."""
@@ -131,7 +132,7 @@ class FarmScheduler(Scheduler):
         self.log_event(TOPIC, said)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Send a kernel the node updates from before it subscribed; called by Dask."""
+        """Subscribe the kernel to a topic and send it all earlier `NodeNews`; called by Dask."""
         super().subscribe_topic(topic, client)
         for said in list(self._told) if topic == TOPIC else ():
             self.log_event(TOPIC, said)
@@ -156,7 +157,8 @@ class _NodeRun:
         state: "coming", then "here" once the node accepts jobs, then "lost", or "left" if the farm
             ended the node because it was not needed.
         pool: The pool from which the node has, or waits for, its host.
-        connection: The connection to the pool's process on which the node's run was launched.
+        connection: The connection to the pool's process by which the node's run was launched; None
+            before the launch.
         run_id: Id of the node's run; "" before the launch.
         wait: The pending wait for a host; None when the node does not wait.
     """
@@ -169,12 +171,12 @@ class _NodeRun:
 
 
 class Fleet(SchedulerPlugin):
-    """The nodes of a farm, each a run; there are enough nodes to give each job a slot.
+    """Starts and ends the nodes of a farm, so that jobs find free slots; a plugin of the scheduler.
 
     Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 
     Attributes:
-        slots: Number of jobs that a node runs at a time.
+        slots: Number of jobs that a node runs at a time; if pools differ, the smallest number.
     """
 
     name = "taas-nodes"
@@ -201,9 +203,9 @@ class Fleet(SchedulerPlugin):
         return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
 
     async def keep(self) -> None:
-        """Start nodes when jobs need them and end surplus ones, until this task is cancelled.
+        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
 
-        A surplus must last for `IDLE_LOOKS` checks before nodes are ended.
+        Nodes are ended only when `IDLE_LOOKS` checks in a row have found too many.
         """
         looks = 0
         while True:
@@ -223,7 +225,11 @@ class Fleet(SchedulerPlugin):
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
     def _wanted(self) -> int:
-        """Return the number of nodes that the farm needs; busy nodes are always needed."""
+        """Return the number of nodes that the farm needs now.
+
+        That is enough for all unfinished jobs and never less than the nodes that run jobs, within
+        the farm's smallest and largest number of nodes.
+        """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
         busy = sum(bool(worker.processing) for worker in self._scheduler.workers.values())
@@ -231,7 +237,13 @@ class Fleet(SchedulerPlugin):
         return min(wanted, self._terms.most)
 
     async def _give_back(self, count: int) -> None:
-        """End up to `count` nodes: first those that still start, then idle ones."""
+        """End nodes that are not needed, and so return their hosts to the pools.
+
+        Nodes that have not started yet are ended first, then idle ones. Nodes that run a job stay.
+
+        Args:
+            count: Largest number of nodes to end.
+        """
         here, workers = self._living(["here"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
         idle = [name for name in places if not workers[places[name]].processing]
@@ -241,7 +253,7 @@ class Fleet(SchedulerPlugin):
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
     def _leave(self, name: str) -> None:
-        """End a node that is not needed."""
+        """End a node that is not needed; a thread then ends its run."""
         self._nodes[name].state = "left"
         self._said(name, "left")
         self._threads.submit(self._end, name)
@@ -292,9 +304,13 @@ class Fleet(SchedulerPlugin):
         self._said(name, "starting", host=hosts[0])
 
     def _reach(self, connection: PoolConnection) -> str:
-        """Return the scheduler's address for the hosts of a pool.
+        """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
-        The scheduler listens on the address at which these hosts reach the pool's process.
+        The hosts already connect to the pool's process, so the scheduler also listens on the IP
+        address of that connection.
+
+        Args:
+            connection: The connection to the pool's process.
         """
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
@@ -305,7 +321,11 @@ class Fleet(SchedulerPlugin):
         return self._heard[host]
 
     async def _listen(self, host: str) -> str:
-        """Make the scheduler listen on one more address of this machine, and return it."""
+        """Make the scheduler listen on one more IP address of this machine.
+
+        Returns:
+            The new address of the scheduler, with its port.
+        """
         scheduler = self._scheduler
         await scheduler.listen(
             f"tls://{host}:0",
@@ -357,7 +377,7 @@ class Fleet(SchedulerPlugin):
     def _lost(self, name: str, why: str) -> None:
         """Mark a node as lost because it ended by itself or did not start.
 
-        `keep` then starts another one.
+        At its next check, `keep` starts another node if jobs need one.
         """
         node = self._nodes[name]
         if node.state == "left":
@@ -382,21 +402,29 @@ class Fleet(SchedulerPlugin):
             self._said(name, "here")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Record that a node is gone; called by Dask before other nodes get its jobs.
+        """Record that a node has ended; called by Dask before other nodes get its jobs.
 
-        The reason may arrive later.
+        The reason becomes known later, with the last event of the node's run.
         """
         name = self._names.pop(worker)
         if self._nodes[name].state == "here":
             self._lost(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Report a job that has finally failed; called by Dask with each change of a job."""
+        """Tell the kernel if a job has failed and Dask will not retry it.
+
+        Dask calls this with each change of the state of a job.
+        """
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobNews(key, "", "erred")))
 
     def _end(self, name: str, wait_s: float = 0.0) -> None:
-        """End a node's wait and its run after `wait_s`; blocks until its pool has received it."""
+        """End a node's wait for a host, and its run; blocks until the pool has the requests.
+
+        Args:
+            name: Name of the node.
+            wait_s: Seconds to wait first, in which the run may end by itself.
+        """
         time.sleep(wait_s)
         node = self._nodes[name]
         with self._lock:
@@ -416,7 +444,7 @@ class Fleet(SchedulerPlugin):
         self._on_loop(self._scheduler.tell, NodeNews(name, state, why, host))
 
     async def close(self) -> None:
-        """End all nodes and close the pools; returns when the pools have received it."""
+        """End all nodes and close the pools; returns when the pools have received the requests."""
         for name in self._living():
             self._leave(name)
         await asyncio.to_thread(self._threads.shutdown)

@@ -26,8 +26,8 @@ class JobState:
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
         outcome: The result or the exception. If several threads set it, the first one counts.
-        ended: A cache of the final state, which a table of many jobs needs often; None until the
-            job has ended, "" until `state` is first read after that.
+        ended: A cache of `state` for a job that has ended, because a table of many jobs reads it
+            often. None until the job has ended, then "" until `state` is first read.
     """
 
     name: str
@@ -70,7 +70,7 @@ class FarmState:
         slots: Number of jobs that a node runs at a time.
         jobs: All jobs, by name.
         nodes: The last news of each node, by name.
-        changes: Number of changes so far; by it, a display sees that it must refresh.
+        changes: Number of changes so far. A display compares it to decide whether to refresh.
     """
 
     name: str

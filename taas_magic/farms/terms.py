@@ -12,9 +12,9 @@ TOPIC = "taas-farm"
 """The Dask topic on which nodes and the farm's process send messages to the kernel."""
 
 INLINE_BYTES = 64 << 10
-"""Size above which a part of an argument is sent separately.
+"""Size in bytes above which a job's payload or a part of its arguments is sent separately.
 
-Each host receives such a part once. The jobs of the host map it into their memory.
+Each host receives such data once. The jobs of the host map it into their memory.
 """
 
 PUT, ASK, DROP = "taas_put_part", "taas_ask_part", "taas_drop_part"
@@ -95,7 +95,8 @@ class NodeTerms(Struct, frozen=True):
     """The settings of a node, which the farm's process sends.
 
     Attributes:
-        place: The address by which Dask identifies the node; no process connects to it.
+        place: An address that is different for each node, because Dask identifies workers by their
+            address. Nothing listens there.
         security: The node's key to the farm's scheduler.
         slots: Number of jobs that run at a time.
         gpus: CUDA devices of each job.
@@ -141,7 +142,7 @@ class NodeSetting(Struct, frozen=True):
 
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.
-        jobs: The settings that all jobs share.
+        jobs: The settings that are the same for all jobs of the node.
     """
 
     terms: NodeTerms
@@ -199,11 +200,13 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
             if the job returned.
         took_s: Seconds that the call took.
-        parts: A pickle of the result, and the buffers that the pickle refers to.
+        parts: A pickle of the result, and the buffers that the pickle refers to. The job's process
+            leaves it empty if it sends them after this message (`sends`).
         files: The path of each saved file in the job's folder, which need not be UTF-8, and the
             file's content.
-        again: Whether the process may run another job.
-        sends: Number of parts that follow on the same pipe.
+        again: Whether the job's process may run another job.
+        sends: Number of large parts of the result that the process sends after this message, on
+            the same pipe.
     """
 
     job: str = ""
@@ -219,11 +222,14 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
 
 
 NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
-"""The states of a node, in the order in which they follow. At most one state follows "here"."""
+"""The states of a node, in their order. After "here", a node gets at most one more state."""
 
 
 class NodeNews(Struct, tag="node"):
-    """A change of a node's state. Threads send these, so an earlier state may arrive later."""
+    """A change of a node's state.
+
+    Several threads send these messages, so an earlier state may arrive after a later one.
+    """
 
     node: str
     state: str

@@ -46,7 +46,12 @@ class NodeWorker(ClosedWorker):
         self.stream_handlers[DROP] = self._drop
 
     async def part(self, part: Part) -> bytes | Blob:
-        """Return a part: its bytes, or a `Blob` once a large part has arrived."""
+        """Return the content of one part of a job's payload or arguments.
+
+        Args:
+            part: The bytes, or the name of a part that is stored in the farm's process. A stored
+                part is fetched once and then kept for the other jobs of this node.
+        """
         if isinstance(part, bytes):
             return part
         if part not in self._parts:
@@ -65,7 +70,7 @@ class NodeWorker(ClosedWorker):
 
 
 class _Changes(WorkerPlugin):
-    """Dask plugin that sends results and interrupts jobs that were cancelled."""
+    """Dask plugin that sends results to the kernel and interrupts jobs that were cancelled."""
 
     name = "taas-changes"
 
@@ -82,11 +87,13 @@ class _Changes(WorkerPlugin):
 
 
 async def run_job(call: JobCall, parts: list[Part]) -> None:
-    """Run a job in a process of this node and keep its outcome for `_Changes`; the Dask task.
+    """Run a job in a process of this node; the function of the job's Dask task.
+
+    The outcome is kept in `NodeWorker.results`, from which `_Changes` sends it to the kernel.
 
     Args:
         call: The job.
-        parts: The payload, then the parts of the arguments.
+        parts: The payload, then the job's pickled arguments and their buffers.
 
     Raises:
         JobEnded: The job did not return.

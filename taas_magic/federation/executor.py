@@ -1,10 +1,10 @@
 """Flower's SuperExec, which starts apps as forks of itself.
 
-Flower's own SuperExec starts a new Python process for each message to a ClientApp, and each process
-imports the app's modules again. Flower also takes a claimed task away from a process that sends no
-heartbeat for 30 s, so on a slow machine an app would never begin. This program imports the apps'
-modules once, before it claims any task, and then forks. An app begins within milliseconds, however
-long its imports take.
+In Flower, a SuperExec claims tasks (one for the ServerApp, one for each message to a ClientApp) and
+starts a process for each. Flower's own SuperExec starts a new Python process, which imports the
+app's modules again. If a process sends no heartbeat for 30 s, Flower takes its task away, so on a
+slow machine an app would never begin. This program imports the apps' modules once, before it claims
+any task, and then forks. An app begins within milliseconds, however long its imports take.
 """
 
 import importlib
@@ -43,14 +43,17 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Return the public modules whose names occur in a payload, except Python's own and ours.
+    """Guess which modules the apps will import: those whose names occur in the run's payload.
 
-    The result is a guess. A superfluous module costs one import. If a module is missing, each app
-    imports it.
+    Private modules, Python's own and this package are left out. A superfluous module costs one
+    import. If a module is missing, each app imports it itself.
 
     Args:
         payload: The payload file of the run.
-        modules: Names of modules to choose from.
+        modules: Names of the modules to choose from.
+
+    Returns:
+        The names of the modules.
     """
     data = payload.read_bytes()
     ours = {*sys.stdlib_module_names, "taas_magic", "taas"}
@@ -72,7 +75,10 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module and log its name if that takes long; the app that needs it shows errors."""
+    """Import a module before it is needed, and log its name if the import takes long.
+
+    An error is ignored here. It appears again in the app that imports the module.
+    """
 
     def say() -> None:
         _say(f"this host imports {name} for the apps")

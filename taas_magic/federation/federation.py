@@ -100,7 +100,7 @@ class Federation:
 
 
 def _check(*said: Mapping[str, Any]) -> None:
-    """Check the values of configurations for the apps.
+    """Check that Flower can transfer the values of configurations for the apps.
 
     Raises:
         UsageError: A value is not a string, number or boolean.
@@ -129,7 +129,7 @@ def _magics() -> TaasMagics:
 
 @contextlib.contextmanager
 def _bound(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """Define names in the notebook for the block, because the capture finds objects by name."""
+    """Define notebook variables for the block, because the capture finds objects by their names."""
     namespace.update(names)
     try:
         yield

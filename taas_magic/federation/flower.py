@@ -68,9 +68,9 @@ def _names() -> dict[str, Any]:
 
 
 def _keeping(app: Any) -> Any:
-    """Return the ServerApp, changed so that it writes the return value of its main to a file.
+    """Make a ServerApp write the return value of its main function to a file, and return the app.
 
-    Rank 0 reads the file, because Flower discards the value.
+    Flower itself discards the value. Rank 0 reads the file (`RESULT`).
     """
     import cloudpickle
 

@@ -78,9 +78,9 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
 
     Args:
         terms: The settings of the federation.
-        server_app: The notebook's ServerApp, only for a check of its type. Flower's own process
-            loads it again (`flower`).
-        client_app: The notebook's ClientApp, likewise.
+        server_app: The notebook's ServerApp. Only its type is checked here; the process that runs
+            it loads it again (`flower`).
+        client_app: The notebook's ClientApp; only its type is checked here, too.
 
     Returns:
         On rank 0, the return value of the ServerApp's main function; None on other ranks.
@@ -124,9 +124,9 @@ def _lead(host: "_Host", meeting: TCPStore) -> Any:
 
 
 def _get(meeting: TCPStore, key: str) -> str:
-    """Wait until another rank has set `key`, and return its value.
+    """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait needs no limit because a rank that fails ends the run.
+    The wait has no time limit, because the failure of the other rank would end the run.
     """
     while not meeting.check([key]):
         time.sleep(LOOK_S)
@@ -177,7 +177,7 @@ class _Host:
                 program.wait()
 
     def expect(self, names: Sequence[str]) -> None:
-        """Check that `per_host`, unless it is empty, names exactly the hosts that take part.
+        """Check that `Terms.per_host`, unless it is empty, names exactly the hosts that take part.
 
         Args:
             names: Names of the hosts that take part.
@@ -346,9 +346,9 @@ class _Host:
         return False
 
     def _try_without_key(self, superlink: str) -> None:
-        """Check that the Control API rejects a wrong key.
+        """Check that the SuperLink's Control API rejects a wrong key.
 
-        The check is necessary because another version of flwr may not use our authentication class.
+        Another version of flwr might ignore our authentication class and accept every client.
         """
         try:
             with self._control(superlink, key="none") as control:
@@ -383,7 +383,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Bearer:
-    """Interceptor that adds the run's key to each request to the Control API."""
+    """HTTP interceptor that adds the run's key to each request to the Control API."""
 
     key: str
 
@@ -406,7 +406,10 @@ def _bundle(config: Mapping[str, Any]) -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now, because Flower's programs cannot choose one themselves."""
+    """Return a port of this host that is free now.
+
+    Flower's programs need a port number, because they cannot choose a free port themselves.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         port = secrets.choice(PORTS)

@@ -1,5 +1,5 @@
 """Hosts that are reached by SSH alone.
 
-config.py    OpenSSH's files: the name of a host -> `Target`; its key, which keys it is offered
-connect.py   `connect(target)` -> `Connection`: commands, files, a port that leads back here
+config.py    reads OpenSSH's files: a host's name -> `Target`; checks host keys, offers user keys
+connect.py   `connect(target)` -> `Connection`: runs commands, writes files, forwards ports
 """

@@ -1,8 +1,8 @@
-"""OpenSSH's files: how a host is reached, which key must be its own, which keys it is offered.
+"""Reads OpenSSH's files: ssh_config, known_hosts and private keys, for connections by paramiko.
 
-Whoever can `ssh gpu1` can use `gpu1` in a pool. paramiko reads ssh_config(5) but for `Include`,
-which is unfolded here. When it connects it asks `KnownHosts`, before anything secret is sent to the
-host, and then `UserKeys`.
+A user who can run `ssh gpu1` can use `gpu1` in a pool. paramiko can read ssh_config(5) except
+`Include` lines, which this module expands. When paramiko connects, `KnownHosts` checks the host's
+key before anything secret is sent to the host. Then `UserKeys` offers the user's keys to the host.
 """
 
 import base64
@@ -45,11 +45,14 @@ _HOST = re.compile(
 )
 _COMMENT = re.compile(r'^((?:"[^"]*"|[^"])*?)\s#.*$')
 _WHOLE_LINES = ("proxycommand", "localcommand", "remotecommand", "knownhostscommand")
-"""What follows these words is a shell's, to the end of the line."""
+"""Keywords of ssh_config whose value is a shell command, so that a `#` in it begins no comment."""
 
 _AGENT_S = 5.0
 _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
-"""Of the ssh agent's protocol: a request for its keys, with its length; the answer's first byte."""
+"""Messages of the ssh agent's protocol: a request for its keys, and the type byte of its answer.
+
+The request begins with its length, in four bytes.
+"""
 
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -58,17 +61,22 @@ _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 
 @dataclass(frozen=True)
 class Target:
-    """How one host is reached.
+    """Address of a host, and the settings by which ssh would connect to it.
 
     Attributes:
         label: The host as the user wrote it.
-        hostname: Its name or address, where the connection goes.
-        known_as: What its key is filed under in known_hosts.
-        identity_files: Private keys to offer, those of the configuration or the usual ones.
-        identities_only: Whether an agent's other keys are kept back.
-        known_hosts: Files with known host keys; the user's first.
-        jump: The host through which it is reached.
-        proxy_command: The program whose standard input and output lead to it.
+        hostname: Name or address to connect to.
+        port: Port of the host's sshd.
+        user: Name of the user to log in as.
+        known_as: Name under which known_hosts files list the host's key.
+        identity_files: Paths of the private keys to offer: those in the configuration, else the
+            usual ones in ~/.ssh that exist.
+        identities_only: Whether to offer only the keys of `identity_files`, even if the ssh agent
+            has more.
+        known_hosts: Paths of the known_hosts files; the user's come first.
+        jump: Jump host through which the connection goes; None for a direct connection.
+        proxy_command: Shell command of a program whose standard input and output are the connection
+            to the host; None if there is none.
     """
 
     label: str
@@ -84,17 +92,20 @@ class Target:
 
     @property
     def address(self) -> str:
-        """`hostname:port`, for messages."""
+        """The address as `hostname:port`, for messages."""
         return f"{self.hostname}:{self.port}"
 
     @property
     def is_alias(self) -> bool:
-        """Whether known_hosts has it by another name than its own."""
+        """Whether known_hosts lists the host under another name (`HostKeyAlias`)."""
         return self.known_as not in (self.hostname, f"[{self.hostname}]:{self.port}")
 
 
 def read_config(path: str | None) -> SSHConfig:
-    """Read what ssh reads: the user's file, then the system's; or only `path`, as with `ssh -F`.
+    """Read the configuration files that ssh would read.
+
+    Args:
+        path: The only file to read, as with `ssh -F`; None for the user's file, then the system's.
 
     Raises:
         UsageError: A file cannot be read or understood.
@@ -112,9 +123,13 @@ def read_config(path: str | None) -> SSHConfig:
 
 
 def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a file, with those of the files that it includes in their place.
+    """Yield the lines of a configuration file, with each `Include` replaced by the included lines.
 
-    The block that an `Include` stands in goes on after it.
+    After included lines, the `Host` or `Match` line that applied to the `Include` is repeated,
+    because an included file may contain such lines of its own.
+
+    Raises:
+        UsageError: A file cannot be read.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -137,9 +152,10 @@ def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
 
 
 def _for_paramiko(line: str) -> str:
-    """Return a line of ssh's configuration without what ssh understands and paramiko does not.
+    """Return a configuration line without the syntax that ssh accepts and paramiko does not.
 
-    That are comments after words, and `all` beside `final`, as Red Hat's own configuration has it.
+    This removes a comment at the end of a line, and `all` in `Match final all`, which Red Hat's
+    configuration contains.
     """
     first, *words = line.split() or [""]
     if first.lower() == "match" and "final" in words:
@@ -148,14 +164,15 @@ def _for_paramiko(line: str) -> str:
 
 
 def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> Target:
-    """Return how to reach `host`: `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
+    """Return the `Target` of a host, from its name and ssh's configuration.
 
     Args:
-        config: From `read_config`.
-        through: The hosts that are reached through this one.
+        host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
+        config: The configuration, from `read_config`.
+        through: The hosts for which `host` is a jump host; a circle is detected by them.
 
     Raises:
-        UsageError: It is no such name, or jumps lead in a circle.
+        UsageError: `host` has none of these forms, or jump hosts lead in a circle.
     """
     match = _HOST.fullmatch(host)
     if match is None:
@@ -167,7 +184,7 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
         hostname, port = found["hostname"], int(match["port"] or found.get("port", SSH_PORT))
     except (SSHException, LookupError, ValueError) as error:
         raise UsageError(f"host {host}: ssh's configuration of it: {error}") from error
-    # as for ssh, the first one counts
+    # if both are set, the first one counts, as in ssh
     proxy = next((key for key in found if key in ("proxyjump", "proxycommand")), "")
     jump = _jump(found[proxy], config, (*through, host)) if proxy == "proxyjump" else None
     return Target(
@@ -188,7 +205,13 @@ def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> 
 
 
 def _jump(value: str | None, config: SSHConfig, through: tuple[str, ...]) -> Target | None:
-    """Return the last of `a,b,c`, reached through the ones before it."""
+    """Return the last jump host of a `ProxyJump` value; each one is reached through the one before.
+
+    Args:
+        value: A value such as `a,b,c`, "none", or None.
+        config: The configuration, from `read_config`.
+        through: See `find_target`.
+    """
     way: Target | None = None
     for host in filter(None, map(str.strip, (_not_none(value) or "").split(","))):
         here = find_target(host, config, through)
@@ -209,27 +232,31 @@ def _known_hosts(user: str | None, system: str | None) -> tuple[str, ...]:
 
 
 def _not_none(value: str | None) -> str | None:
-    """Return the value of a setting; None where it says "none"."""
+    """Return the value of a setting; None if it is "none", which switches the setting off."""
     return None if value is None or value.lower() == "none" else value
 
 
 class KnownHosts(MissingHostKeyPolicy):
-    """Accepts a host's key if the user's known_hosts files have it, else raises.
+    """Accepts a host's key if the user's known_hosts files list it, and raises PoolError otherwise.
 
-    It is the policy of a client that is told no host keys: paramiko knows no patterns (`*.lab`),
-    fails on lines with a mark (@revoked), and names neither the file nor what to do.
+    paramiko's client gets no list of host keys, so it passes every key to this policy. Its own
+    check is not used for three reasons. It does not support patterns (`*.lab`), it fails on lines
+    with a marker (`@revoked`), and its error names neither the file nor a remedy.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._portless = target.known_as if target.is_alias else target.hostname
         self._known: list[tuple[str, PKey]] = []
-        """The host's keys, each with the file that has it."""
+        """Known keys of the host, each with the path of the file that lists it."""
         self._of_any_port: list[tuple[str, PKey]] = []
-        """Those of lines without its port, which count where no line has that, as for ssh."""
+        """The same for lines that name the host without its port.
+
+        As in ssh, they count only if no line names the host with its port.
+        """
         self._revoked: list[str] = []
         for path in target.known_hosts:
-            # As ssh does: what cannot be read makes nothing known.
+            # as ssh does, skip files and lines that cannot be read
             with contextlib.suppress(OSError):
                 for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
                     with contextlib.suppress(InvalidHostKey, SSHException, ValueError):
@@ -245,7 +272,10 @@ class KnownHosts(MissingHostKeyPolicy):
                 self._of_any_port.append((path, entry.key))
 
     def make_transport(self, sock: Any, **options: Any) -> Transport:
-        """Have the host show a key of a type that is known of it, where it has several."""
+        """Return paramiko's transport, set to ask first for key types that known_hosts lists.
+
+        A host may have keys of several types, and known_hosts may list only one of them.
+        """
         transport = Transport(sock, **options)
         offered = transport.get_security_options()
         known = {key.get_name() for _, key in self._known or self._of_any_port}
@@ -255,11 +285,11 @@ class KnownHosts(MissingHostKeyPolicy):
         return transport
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
-        """Return when `key` is known to be the host's own.
+        """Check the key that a host has shown; called by paramiko.
 
         Raises:
-            PoolError: It is unknown, has changed, or is revoked; with the fingerprint and what to
-                do.
+            PoolError: The key is unknown, revoked, or not the one in known_hosts. The message has
+                the key's fingerprint and a remedy.
         """
         target = self._target
         shown = (
@@ -285,10 +315,14 @@ class KnownHosts(MissingHostKeyPolicy):
 
 
 def _is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a line of known_hosts is of a host: by its name, a hash of it, or a pattern.
+    """Return whether a line of known_hosts applies to a host.
+
+    Args:
+        name: Name of the host.
+        patterns: The line's names: plain names, hashed names, or patterns such as `*.lab`.
 
     Raises:
-        ValueError: A hash is none.
+        ValueError: A hashed name is malformed.
     """
     found = False
     for pattern in patterns:
@@ -303,12 +337,18 @@ def _is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of ssh's, which knows `*` and `?` alone."""
+    """Return the regular expression for a pattern of ssh, in which only `*` and `?` are special."""
     return re.compile(re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", "."))
 
 
 def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
-    """Say how to see whether a key is the host's own, and what makes it known then."""
+    """Return text for the user: how to verify a host's key, and the commands that accept it.
+
+    Args:
+        target: The host.
+        key: The key that the host has shown.
+        *commands: Commands to run before the key is accepted, such as one that removes an old key.
+    """
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
     if target.jump or target.proxy_command:
@@ -328,7 +368,7 @@ def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
 
 
 class UserKeys(AuthStrategy):
-    """Offers the ssh agent's keys, then those of files, until the host takes one."""
+    """Offers the user's keys to a host until it accepts one: the ssh agent's first, then files."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(ssh_config=SSHConfig())
@@ -341,7 +381,8 @@ class UserKeys(AuthStrategy):
         offered = set()
         try:
             keys = agent.get_keys() if agent else ()
-            # those of files first: a host hears no more than a few
+            # of the agent's keys, first those that are also in identity files, because a host
+            # disconnects after a few refused keys
             for key in sorted(keys, key=lambda key: key.asbytes() not in blobs.values()):
                 if not target.identities_only or key.asbytes() in blobs.values():
                     offered.add(key.asbytes())
@@ -355,9 +396,10 @@ class UserKeys(AuthStrategy):
 
 
 def _agent_answers() -> bool:
-    """Return whether there is an ssh agent that says which keys it has.
+    """Return whether an ssh agent exists and answers within `_AGENT_S`.
 
-    paramiko would wait for ever for one that was forwarded here by a machine that sleeps.
+    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait forever
+    for the answer of such an agent.
     """
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
         agent.settimeout(_AGENT_S)
@@ -368,10 +410,12 @@ def _agent_answers() -> bool:
 
 
 class _Key(AuthSource):
-    """A key, and what to call it when the host refuses it.
+    """A key to offer to a host.
 
     Args:
-        key: None reads the file `name`, when its turn comes.
+        user: Name of the user to log in as.
+        name: Path of the key's file, or a description of the agent's key; messages show it.
+        key: The agent's key; None to read the file `name` when the key is offered.
     """
 
     def __init__(self, user: str, name: str, key: PKey | None = None) -> None:
@@ -394,7 +438,7 @@ def _load(path: str) -> PKey:
     """Read a private key.
 
     Raises:
-        SSHException: It cannot be used; says why.
+        SSHException: The key cannot be used; the message has the reason.
     """
     try:
         return PKey.from_path(path)
@@ -411,9 +455,11 @@ def _load(path: str) -> PKey:
 
 
 def _public_blob(path: str) -> bytes:
-    """Return the public half of a key, which lies beside its file; empty where it does not.
+    """Return the public key that belongs to an identity file; empty if there is none.
 
-    `path` may itself be the public half of a key that an agent has.
+    Args:
+        path: Path of a private key with the public key in `<path>.pub`, or of a public key whose
+            private key only the ssh agent has.
     """
     for file in (f"{path}.pub", path):
         with contextlib.suppress(OSError, ValueError):
@@ -422,7 +468,7 @@ def _public_blob(path: str) -> bytes:
 
 
 def refusal(target: Target, failure: AuthFailure) -> str:
-    """Return who was not let in where, what was tried, and what to do."""
+    """Return the error message for a refused login: user, host, each key tried, and a remedy."""
     tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
     if not tried:
         tried = ["  no key: there is none in ~/.ssh and no ssh agent has one"]

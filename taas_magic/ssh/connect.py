@@ -77,7 +77,7 @@ class Connection:
     Args:
         target: Address and settings of the host.
         client: Client with an open transport.
-        undo: Exit stack that closes the connection.
+        undo: Exit stack with the callbacks that close the connection and its jump connections.
 
     Attributes:
         host: Name of the host in messages, as the user gave it.
@@ -93,7 +93,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is up, as far as this side knows."""
+        """Whether the connection is open, as far as this machine has noticed."""
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
@@ -157,7 +157,8 @@ class Connection:
 
         Args:
             what: The failed action, in words.
-            error: The exception; if the transport has an exception, the message names that instead.
+            error: The exception of the action. If the transport has recorded another exception,
+                the message names that one instead.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -231,7 +232,7 @@ class _Patience:
         return self.stop.is_set() or time.monotonic() > self._until
 
     def check(self, doing: str) -> None:
-        """Raise if the attempt must end; else return.
+        """Raise if the attempt must end.
 
         Args:
             doing: Current step, for the message.
@@ -251,7 +252,10 @@ class _Patience:
 
 @contextmanager
 def _turn(patience: _Patience) -> Iterator[None]:
-    """Limit the number of threads that connect to the same sshd, such as that of a jump host."""
+    """Run the block while at most `_AT_ONCE` threads connect to the same sshd; wait until then.
+
+    Many threads may connect to the same sshd if it is that of a jump host.
+    """
     turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
         patience.check("others connect to it first")
@@ -414,10 +418,12 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the other end does not answer for `silence_s`.
 
-    ssh's own keepalive only sends; only TCP knows that nothing is acknowledged.
+    ssh's own keepalive sends messages but does not check for answers. TCP does: it knows whether
+    the sent bytes were acknowledged.
 
-    Lost packets are sent again after at most one second. By default TCP doubles that time with each
-    loss, so that on a bad link a host would receive nothing for longer than its lease.
+    This function also makes TCP send lost packets again after at most one second. By default TCP
+    doubles the time with each loss, so on a bad link a host would receive nothing for longer than
+    its lease.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -554,10 +560,15 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 
 
 def close_tunnel(connection: Connection, port: int) -> None:
-    """Close the tunnel at `port` of the host for new connections.
+    """Stop forwarding `port` of the connected host; connections that exist already stay open.
 
-    This matters because another program may soon listen at the tunnel's local address. paramiko's
-    own function would close all tunnels of the connection.
+    Call this when the server that the tunnel leads to has ended. Another program may get the
+    server's port on this machine, and the tunnel would lead to that program. paramiko's own
+    function is not used because it stops all forwarded ports of the connection.
+
+    Args:
+        connection: Connection to the host.
+        port: The forwarded port on the connected host, as returned by `open_tunnel`.
     """
     connection.tunnels.pop(port, None)
     with contextlib.suppress(*_ENDED):  # the connection may have ended
