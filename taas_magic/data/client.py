@@ -1,9 +1,10 @@
 """A rank's client of the data service: connections to the fetchers of one loader, and requests.
 
-The client requests each batch from the fetcher whose share contains it. When a connection fails,
-the client pauses that fetcher, longer after each failure in a row, and sends the pending requests
-to another fetcher, which gives the same responses. If no fetcher has responded for `fetch_s`, the
-client raises `RunLost` instead of waiting forever.
+The client requests each batch from the fetcher that prepares it ahead (`sharding.home`). If a
+connection fails, the client sends the pending requests to another fetcher, which gives the same
+responses. It sends nothing to the failed fetcher for a while (a *pause*), which is longer after
+each failure in a row. If no fetcher has responded for `fetch_s`, the client raises `RunLost`
+instead of waiting forever.
 """
 
 import ssl
@@ -26,25 +27,25 @@ from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderPlace
 
 _FEW_BYTES = 32 << 10
-"""Largest body to copy out of the receive block.
+"""Largest body to copy out of the receive buffer.
 
-Without the copy, a batch that the cell keeps would keep the whole block alive.
+Without the copy, one small batch that the cell keeps would keep the whole buffer alive.
 """
 
 _LOOK_AGAIN_S = 0.25
-"""Seconds between checks for fetchers that have not started yet, once one has started."""
+"""Seconds between checks for further fetchers, after the first fetcher has started."""
 
 _FIRST_LOOKS_S = 0.01
 """Seconds between checks until the first fetcher has started."""
 
 _FIRST_PAUSE_S = 0.05
-"""Pause of a fetcher after its first failure; it doubles with each failure in a row."""
+"""Seconds of a fetcher's pause after its first failure; doubled by each failure in a row."""
 
 _LONGEST_PAUSE_S = 1.0
-"""Longest pause of a fetcher after a failed connection."""
+"""Maximum seconds of a fetcher's pause after a failed connection."""
 
 _PAUSE_PER_SILENCE = 10
-"""Pause of a silent fetcher, as a multiple of the time that the client waited for it."""
+"""Pause of a silent fetcher, as a multiple of the time that the client waited for a response."""
 
 _OTHER_ORDER = (
     "epoch {epoch}: the loader's sampler gives another order each time it is run, and the fetcher "
@@ -54,9 +55,10 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """A rank's state for the fetchers of one loader: addresses, failures, and idle connections.
+    """A rank's knowledge of one loader's fetchers: addresses, failures, and idle connections.
 
-    Several threads may share a route; each has its own `Client`.
+    Each pass over the loader has its own `Client`. The clients, which may run in several threads,
+    share one route.
 
     Args:
         loader: Name of the loader.
@@ -86,17 +88,18 @@ class Route:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers; waits for the first fetcher."""
+        """Number of workers of all fetchers together; waits until the first fetcher has started."""
         self._await_fetchers()
         return self._found.workers
 
     def pick(self, slot: int, streams: int | None) -> int:
-        """Return the index of the fetcher to request a slot from.
+        """Return the index of the fetcher to request a batch from.
 
-        That is the fetcher whose share contains the slot, or another one while it is paused.
+        This is the fetcher that prepares the batch ahead. While that one is paused, or if it has
+        not started, it is another fetcher.
 
         Args:
-            slot: The batch's place in the epoch's order.
+            slot: Number of the batch in the epoch's order.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
 
         Raises:
@@ -116,7 +119,10 @@ class Route:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a fetcher may be silent; shorter, the longer no fetcher has responded."""
+        """Seconds that a fetcher may be silent before it counts as failed.
+
+        The time gets shorter, the longer no fetcher has responded.
+        """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
@@ -134,10 +140,12 @@ class Route:
         return link
 
     def take(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
-        """Return the connections and receive memory of a finished pass, or new empty ones.
+        """Return the connections and receive memory of a finished pass for reuse.
+
+        If no finished pass has left any, return no connections and new memory.
 
         Args:
-            keep_bytes: Limit on the free memory that new `Blocks` keep.
+            keep_bytes: Limit on the memory that new `Blocks` keep for reuse.
         """
         with suppress(IndexError):  # another thread may take the last entry at any time
             return self._idle.pop()
@@ -148,9 +156,10 @@ class Route:
         self._idle.append((links, blocks))
 
     def leave(self) -> None:
-        """Close this fork's copies of the connections; the parent process continues to use them.
+        """Close the copies of the connections in a fork of the rank.
 
-        Otherwise a pass that ends in this fork would cancel requests that the parent waits for.
+        The parent process continues to use the connections. If the copies stayed open, a pass that
+        ends in the fork would cancel requests for which the parent process waits.
         """
         for link in list(self._links):
             link.leave()
@@ -203,6 +212,7 @@ class Route:
             self._silent_s += pause_s
 
     def _up(self) -> list[int]:
+        """Return the indices of the fetchers that have started and are not paused."""
         now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
@@ -242,7 +252,7 @@ class Route:
 
 
 def _why_useless(error: Exception) -> str:
-    """Return a description of the failure for messages."""
+    """Return a phrase for messages that says how a fetcher has failed."""
     if isinstance(error, (Silent, TimeoutError)):
         return "says nothing"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
@@ -256,7 +266,7 @@ class Delivered(NamedTuple):
         units: Units that the batch counts, or UNHINTED; VOID if the slot has no batch.
         size: Size of the response's body in bytes.
         failure: Exception of the user's code in place of a batch; `reraise()` raises it here.
-        order: `Response.order`.
+        order: Hash of the epoch's order or of the batch (`Response.order`).
     """
 
     units: int
@@ -269,10 +279,10 @@ class Delivered(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    A sampler that draws from an unseeded generator gives each worker a different order. Then the
-    order of the worker that opened the epoch applies. When a response has another order, the client
-    requests the batch's indices (ORDER) from that worker, and then the batch with these indices
-    from any worker.
+    If a sampler draws from an unseeded generator, its order differs from worker to worker. Then the
+    order of the worker that opened the epoch applies to all. When a response has the hash of
+    another order, the client requests the batch's indices (ORDER) from the worker that opened the
+    epoch, and then requests the batch with these indices from any worker.
 
     Args:
         route: The loader's fetchers.
@@ -281,7 +291,8 @@ class Client:
             limit as long as the fetcher reports that it is alive.
 
     Attributes:
-        is_left: Set by another thread to make a waiting call raise `CancelledError` within a tick.
+        is_left: Another thread sets this to end the pass. Then a call that waits for a response
+            raises `CancelledError` within `ALIVE_S`.
         retried: Number of requests that were sent again after a failed connection.
     """
 
@@ -304,12 +315,12 @@ class Client:
 
     @property
     def held_bytes(self) -> int:
-        """Size of all memory for batches, in use or kept for the next batches."""
+        """Size of the memory that holds batches or is kept for the next batches."""
         links = list(self._links.values())
         return self._blocks.held_bytes + sum(link.lent.held_bytes for link in links)
 
     def open(self, epoch: int) -> Opened:
-        """Begin an epoch; return its length and order hash as fetcher 0 reports them.
+        """Begin an epoch; return fetcher 0's description of it, with length and order hash.
 
         Raises:
             RunLost: No fetcher responds.
@@ -330,7 +341,7 @@ class Client:
         """Use another rank's order for this epoch; return the number of batches.
 
         Args:
-            order: The other rank's `order()`.
+            order: Result of `order` in the other rank.
         """
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
@@ -355,10 +366,11 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return a saved state of the dataset of a slot's stream.
+        """Return the latest saved state at or before a slot, of the dataset that reads its stream.
 
         Returns:
-            The number of items before the state, and the state; None if no state is known.
+            The number of items that the stream had given before the state, and the state; None if
+            no state is known.
         """
         found: tuple[int, Any] | None = self._value(
             LoaderRequest(RequestKind.STATE, self._epoch, slot)
@@ -366,11 +378,11 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Make the stream of `slot` start at `slot`, with a dataset that loads `state`."""
+        """Make the stream that contains `slot` begin there, with a dataset that loads `state`."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
-        """End the pass and cancel its pending requests."""
+        """End the pass: cancel its pending requests, and leave its connections to the next pass."""
         for number, link in list(self._links.items()):
             try:
                 link.cancel()
@@ -384,11 +396,13 @@ class Client:
         self._links = {}
 
     def _request(self, ask: SlotRequest) -> LoaderRequest:
+        """Return the message for the fetcher that requests a slot's batch or its units."""
         kind = RequestKind.GET if ask.mine else RequestKind.PEEK
         detail = b"" if self._indices is None else encode.as_bytes(self._indices[ask.slot])
         return LoaderRequest(kind, self._epoch, ask.slot, detail)
 
     def _value(self, ask: LoaderRequest) -> Any:
+        """Send a request whose response is an object, and return the object."""
         body = self._answer_to(ask, ResponseKind.VALUE)
         if ask.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
@@ -414,7 +428,11 @@ class Client:
         raised.reraise()
 
     def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
-        """Return the response to a request; send the request now if it was not sent ahead."""
+        """Wait for the response to a request, and return it; send the request if it was not sent.
+
+        Raises:
+            RunLost: No fetcher responds, or workers ended each time they prepared the batch.
+        """
         if ask not in self._here:
             if ask not in self._where:
                 self._send_later(ask)
@@ -446,6 +464,7 @@ class Client:
             return
 
     def _flush(self) -> None:
+        """Send the queued requests of all connections."""
         for number, link in list(self._links.items()):
             try:
                 if link.unsent:
@@ -454,7 +473,7 @@ class Client:
                 self._lost(number, error)
 
     def _until(self, ask: LoaderRequest) -> None:
-        """Receive until the response to `ask` is here."""
+        """Receive responses until the one to `ask` has arrived."""
         began = heard = time.monotonic()
         silent_s = 0.0
         while ask in self._where:
@@ -485,7 +504,7 @@ class Client:
                 return
 
     def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
-        """Match a response to the oldest requests on its connection, one for each body.
+        """Store a response for the oldest pending requests of its connection, one for each body.
 
         Raises:
             ProtocolError: The response does not belong to the oldest request.
@@ -503,6 +522,7 @@ class Client:
             self._take_one(one, response, memoryview(bytearray(own)) if size <= _FEW_BYTES else own)
 
     def _take_one(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
+        """Store the response to one request, or send the request that it makes necessary."""
         del self._where[ask]
         first = self._instead.pop(ask, ask) if self._instead else ask
         instead = self._after(ask, first, response, body)
@@ -518,11 +538,13 @@ class Client:
     def _after(
         self, ask: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the next request that a response makes necessary (see the class docstring).
+        """Return the request that must follow, if a response has another order than the epoch.
+
+        The class docstring describes these requests.
 
         Args:
             ask: The request that was sent.
-            first: The original request, which `ask` may replace.
+            first: The original request for the batch; `ask` itself, or the request that led to it.
             response: The response to `ask`.
             body: The response's body.
 

@@ -1,8 +1,9 @@
 """A rank's connection to a fetcher: handshake, requests and responses.
 
 On the same host, rank and fetcher use a Unix socket in the abstract namespace, which never leaves a
-file behind, and large batches are in memory that both map. Between hosts they use TCP, with TLS if
-a context is given. On both paths, the run's key authenticates each side.
+file behind. Large batches are then not sent: both processes map the memory with them. Between hosts
+they use TCP, with TLS if a context is given. On both paths, each side proves that it knows the
+run's key.
 """
 
 import itertools
@@ -28,13 +29,13 @@ from taas_magic.messages import Address
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
-"""Size of a body above which it gets its own block."""
+"""Size of a body above which it is received into a memory block of its own, not into a chunk."""
 
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
-"""Free space in a chunk below which a new chunk is started."""
+"""Minimum free space at the end of a chunk; if there is less, a new chunk is used."""
 
 _PIECE_BYTES = 992 << 10
-"""Size of the pieces in which a large body is received and summed."""
+"""Size of the pieces in which a large body is received and its checksum computed."""
 
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
@@ -42,18 +43,19 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class Silent(OSError):
-    """Exception for one tick (`ALIVE_S`) without data; the silence of a peer is measured in ticks.
+    """Exception for one tick (`ALIVE_S`) in which the peer sent no data.
 
-    If this process is stopped, or the cell holds the interpreter lock in a long call, that whole
-    time counts as at most one tick, because data that arrived meanwhile is then read at once.
+    The silence of a peer is measured in ticks. If this process is stopped, or the cell holds the
+    interpreter lock in a long call, that time counts as at most one tick. Afterwards this process
+    reads data that arrived in the meantime, so it does not blame the peer for its own pause.
     """
 
 
 def is_of_the_cell(error: BaseException) -> bool:
-    """Return whether a signal handler of the cell raised `error`, instead of the connection.
+    """Return whether `error` comes from a signal handler of the cell, not from the connection.
 
-    A handler may run between any two steps of the main thread. Then the last frame of the traceback
-    belongs to the handler.
+    A signal handler may run, and raise, at any point of the main thread's code. Then the last frame
+    of the traceback belongs to the handler.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
@@ -71,11 +73,11 @@ class FetcherLink:
         key: The run's key.
         tls: Context for TCP; not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
-        patience_s: Seconds that the peer may pause in the middle of a frame.
+        patience_s: Seconds that the fetcher may pause in the middle of a message.
 
     Attributes:
-        asked: Sent requests without a response, in order.
-        unsent: Requests that `request` will send.
+        asked: Requests that were sent and have no response yet, in order.
+        unsent: Requests that the next call of `request` will send.
         lent: Spans of the fetcher's shared memory that this process reads.
 
     Raises:
@@ -130,7 +132,7 @@ class FetcherLink:
             self._socket.settimeout(ALIVE_S)
 
     def request(self) -> None:
-        """Send the requests in `unsent`; one message carries those that differ only in the slot."""
+        """Send the requests in `unsent`; those that differ only in the slot share a message."""
         requests, self.unsent = self.unsent, []
         self.asked += requests
         messages = []
@@ -148,16 +150,16 @@ class FetcherLink:
             self._cancelled += 1
 
     def leave(self) -> None:
-        """Close this fork's copy of the socket; the parent process continues to use its own."""
+        """Close the copy of the socket in a fork of the rank; the parent process keeps its own."""
         self._socket.close()
 
     def receive(self, blocks: Blocks) -> Iterator[tuple[FromServer, memoryview]]:
-        """Wait for the next message; yield it and all messages that arrived with it.
+        """Wait for the next message; yield it and all messages that have arrived with it.
 
         Responses to cancelled requests are skipped.
 
         Args:
-            blocks: Memory to receive into.
+            blocks: Memory to receive messages into.
 
         Yields:
             A message and its body, which is in `blocks` or in shared memory.
@@ -181,6 +183,7 @@ class FetcherLink:
             whole = self._inbox.here()
 
     def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:
+        """Return a socket to the fetcher: Unix on the same host, else TCP, with TLS if given."""
         address = self.address
         if address.unix and address.machine == machine():
             return _connect_unix(address.unix, connect_s)
@@ -214,14 +217,15 @@ class FetcherLink:
 
 
 class Inbox:
-    """Receiving end of a connection.
+    """Receiving end of a connection: reads frames, each a message with its body.
 
-    One system call receives all small frames that have arrived into one chunk, where their bodies
-    stay. A large body is received into its own block.
+    One system call receives all small frames that have arrived into one piece of memory, the chunk.
+    Their bodies stay there as long as their batches are in use. A large body is received into a
+    memory block of its own.
 
     Args:
         sock: The connected socket.
-        state: Checks which messages are allowed.
+        state: The connection's protocol state, which decides which messages are allowed.
         patience_s: Seconds that the peer may pause in the middle of a frame.
     """
 
@@ -252,7 +256,7 @@ class Inbox:
         return whole
 
     def here(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body if both have arrived completely; else None."""
+        """Return the next message and its body if both are in the chunk completely; else None."""
         now = self._now
         if now is None:
             now = self._now = self._state.hear(self._chunk[self._start : self._end])
@@ -271,7 +275,7 @@ class Inbox:
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
-        """Remove and return the oldest received file descriptor.
+        """Return the file descriptor that belongs to the current message (the oldest received one).
 
         Raises:
             ProtocolError: No descriptor was received.
@@ -281,7 +285,7 @@ class Inbox:
         return self._descriptors.popleft()
 
     def _large(self, now: protocol.Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
-        """Receive a large body whose beginning is in the chunk."""
+        """Receive the rest of a large body whose beginning is in the chunk; return the message."""
         self._now = None
         message, _, size = now
         body, begun = blocks.take(size), self._end - self._start
@@ -298,6 +302,7 @@ class Inbox:
         return message, body
 
     def _receive_all(self, memory: memoryview) -> None:
+        """Receive until `memory` is full."""
         done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
         while done < len(memory):
             try:
@@ -330,9 +335,11 @@ class Inbox:
             self._check_patience()
 
     def _until(self) -> int:
-        """Return the end of the last frame that fits into the chunk if all have the latest size.
+        """Return the offset in the chunk up to which to receive.
 
-        The beginning of a further frame would have to be copied into the next chunk.
+        It is the end of the last frame that fits into the chunk completely, if all frames have the
+        size of the latest one. If the beginning of a further frame were received, it would have to
+        be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -341,7 +348,7 @@ class Inbox:
         return until
 
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
-        """Receive data and descriptors; return the number of bytes.
+        """Receive data into `room`, and store file descriptors; return the number of bytes.
 
         Raises:
             Silent: No data arrived for a tick.
@@ -367,6 +374,11 @@ class Inbox:
         return got
 
     def _check_patience(self) -> None:
+        """Count one more silent tick in the middle of a frame.
+
+        Raises:
+            ConnectionError: The peer has been silent for longer than `patience_s`.
+        """
         self._silent_s += ALIVE_S
         if self._silent_s > self._patience_s:
             raise ConnectionError(
@@ -375,6 +387,11 @@ class Inbox:
 
 
 def _check(response: Response, total: int) -> None:
+    """Compare the checksum `total` of a received body with the one in the response.
+
+    Raises:
+        ProtocolError: They differ.
+    """
     if total != response.body_sum:
         where = f"batch {response.slot} of epoch {response.epoch}"
         raise ProtocolError(f"{where} was damaged on its way")
