@@ -1,4 +1,7 @@
-"""The journal of a run: its folder (folder.py), reading (reader.py), sums and plots (analysis.py).
+"""The journal, a file with all events of a run: writes, reads and analyses it.
 
-metrics.py has the scalars that ranks log.
+folder.py    the run folder, which holds the journal and the run's other files; writes the journal
+reader.py    reads a journal from any process
+analysis.py  what limited the loaders of a run: sums, advice, plots
+metrics.py   the numbers that ranks log by `taas.log`: curves, tables, plots
 """

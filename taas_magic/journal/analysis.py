@@ -1,8 +1,9 @@
-"""Analysis of a run's loaders from the reports of ranks and fetchers: sums, advice, plots. Pure.
+"""Analysis of a run's loaders: sums, advice and plots of how long ranks waited for batches. Pure.
 
-The head, the advice and the plot use the same sums. The clocks of hosts may differ by days, so the
-caller passes the arrival time of each event. Ranks and workers measure only durations. `load_of`
-reduces the sums of a run to a few shares, and `advise` uses only these shares.
+Ranks and fetchers send events with counts, such as batches received and seconds waited. The head,
+the advice and the plot use the same sums of these counts. The clocks of hosts may differ by days,
+so the caller passes the arrival time of each event, and ranks and workers measure only durations.
+`load_of` reduces the sums of a run to a few numbers, and `advise` uses only these.
 """
 
 import math
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINT_GAP_S = 0.9
-"""Seconds between two points.
+"""Seconds between two points of a loader's history.
 
-Ranks report once a second, so between two points each rank has reported.
+Ranks send their counts once a second, so between two points each rank has sent them once.
 """
 
 RATE_POINTS = 6
-"""Number of points over which a rate is computed."""
+"""Number of newest points from which the current rate is computed."""
 
 
 class Point(NamedTuple):
-    """The sums over all ranks at one time, or the difference of two such sums.
+    """The sums of all ranks' counts for one loader at one time, or the difference of two such sums.
 
     Attributes:
         time: Seconds on the caller's clock; in a difference, the seconds between the two.
@@ -48,7 +49,7 @@ class Point(NamedTuple):
         units: Units that the ranks received.
         bytes: Bytes that the ranks received from fetchers.
         waited_s: Seconds that the ranks waited for batches.
-        span_s: Seconds that the ranks spent in passes over the loader, waiting or working.
+        span_s: Seconds that the ranks spent in loops over the loader, waiting or working.
     """
 
     time: float
@@ -68,13 +69,13 @@ class Point(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of `span_s` that ranks waited, from 0 to 1."""
+        """The fraction of `span_s` in which ranks waited, from 0 to 1."""
         return min(1.0, self.waited_s / self.span_s) if self.span_s > 0 else 0.0
 
 
 @dataclass
 class LoaderFlow:
-    """The reports on one loader.
+    """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
         ranks: The last counts of each rank (`data` events).
@@ -92,26 +93,34 @@ class LoaderFlow:
     until: dict[int, FetcherCounts] = field(default_factory=dict)
 
     def total(self, name: str) -> float:
-        """Return the sum of a field of `RankCounts` over all ranks."""
+        """Return the sum of a count over all ranks.
+
+        Args:
+            name: Name of a field of `RankCounts`.
+        """
         return math.fsum(getattr(counts, name) for counts in self.ranks.values())
 
     def stock(self, name: str) -> float:
-        """Return the sum of a field of `FetcherCounts` over all fetchers."""
+        """Return the sum of a count over all fetchers, such as of the batches in their buffers.
+
+        Args:
+            name: Name of a field of `FetcherCounts`.
+        """
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
     def sums(self, now: float) -> Point:
-        """Return the current sums over all ranks, with the time `now`."""
+        """Return the current sums of all ranks' counts, as a point with the time `now`."""
         return Point(now, *(self.total(name) for name in Point._fields[1:]))
 
     @property
     def units(self) -> int:
-        """Units that the ranks received, including those before a loaded state."""
+        """Units that the ranks received; if they resumed from a loader's state, since its start."""
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
         return int(self.total("units")) + resumed
 
     @property
     def shares(self) -> dict[int, float]:
-        """For each rank, the share of its time with the loader that it waited."""
+        """For each rank, the fraction of its time in loops over the loader in which it waited."""
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
             for rank, counts in sorted(self.ranks.items())
@@ -120,17 +129,20 @@ class LoaderFlow:
 
     @property
     def recent(self) -> Point:
-        """The difference of the sums over the last seconds."""
+        """The change of the sums in the last seconds, for current rates."""
         return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
 
     @property
     def mean(self) -> Point:
-        """The sums so far; its time is the time that the slowest rank spent with the loader."""
+        """The sums so far, for mean rates.
+
+        Its `time` is the longest time that a rank has spent in loops over the loader.
+        """
         spans = [counts.span_s for counts in self.ranks.values()]
         return self.sums(max(spans, default=0.0))
 
     def take_rank(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Add a rank's report."""
+        """Process the counts that a rank has sent, which replace its earlier ones."""
         self.ranks[rank] = counts
         if not self.points:
             self.points.append(Point(now - counts.span_s))
@@ -150,13 +162,13 @@ class LoaderFlow:
 
 
 class Flow:
-    """The reports on all loaders of a run.
+    """The counts that ranks and fetchers have sent about all loaders of a run.
 
     Args:
         keep_points: Number of newest points to keep for each loader; None keeps all.
 
     Attributes:
-        loaders: The reports on each loader, by its name.
+        loaders: The counts about each loader, by its name.
         fetchers: The start event of each fetcher, by its number.
         fetchers_ended: Numbers of the fetchers that have ended.
     """
@@ -205,7 +217,7 @@ class Flow:
 
 
 TOLERABLE = 0.1
-"""Largest share of their time that ranks may wait without advice."""
+"""Fraction of their time that ranks may wait for batches before advice is given."""
 
 _LEAST_SPAN_S = 1.0
 _BUSY = 0.7
@@ -217,22 +229,25 @@ _WORTH = 1.15
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one loader. All shares are from 0 to 1.
+    """How heavily one loader was used, and how long ranks waited for it.
+
+    A share is a fraction from 0 to 1. "Time with the loader" is the time that ranks spent in loops
+    over it.
 
     Attributes:
         name: The loader's name.
-        waited: The share of their time with the loader that ranks waited for it.
-        first: The share of their time that ranks waited for their first batch.
+        waited: The share of their time with the loader in which ranks waited for batches.
+        first: The share of their time with the loader in which ranks waited for their first batch.
         ranks: Number of ranks that use the loader.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
         workers: Number of worker processes.
-        working: Number of workers that had work to do, as a mean.
-        busy: The share of its time that the busiest worker prepared batches.
+        working: Mean number of workers that had work to do.
+        busy: The share of its time in which the busiest worker prepared batches.
         cpu: The share of the preparation time that was CPU time; the rest is waiting for storage.
         cores: The share of the cores of the fetchers' hosts that the workers used.
         own_hosts: Whether every fetcher has a host to itself.
-        room: Number of fetchers, with as many workers each, for which the hosts have cores;
-            infinite if each fetcher has a host to itself, or if the cores are unknown.
+        room: Number of fetchers, with as many workers each as now, for which the hosts have enough
+            cores; infinite if each fetcher has a host to itself, or if the cores are unknown.
         crosses: Whether batches travel between hosts.
         receiving: The share of the ranks' receiving time that was their own CPU time.
         mb_per_s: Megabytes per second that all ranks received.
@@ -256,12 +271,12 @@ class Load:
 
     @property
     def later(self) -> float:
-        """The share of the time after their first batch that ranks waited."""
+        """The share of the time after their first batch in which ranks waited."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
     def possible(self) -> float:
-        """The speed-up of the ranks if they never waited."""
+        """The factor by which ranks would be faster if they never waited."""
         return 1.0 / max(1e-6, 1.0 - self.later)
 
 
@@ -357,14 +372,15 @@ def _on_other_hosts(load: Load) -> str:
 
 
 def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
-    """Return the advised number of fetchers and the speed-up that it would give.
+    """Return the advised number of fetchers, and the factor by which it would make ranks faster.
 
     The number is large enough that ranks would not wait, but bounded.
 
     Args:
         load: The load of the loader.
-        most: Upper bound of the speed-up.
-        busy: The share of its time that the busiest worker works, which fetchers must share.
+        most: Upper bound of the factor.
+        busy: The share of its time in which the busiest worker works. More fetchers divide this
+            work among them.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
     at_most = min(_MOST_TIMES * load.fetchers, load.room)
@@ -377,7 +393,12 @@ def _times(faster: float) -> str:
 
 
 def load_of(flow: Flow, loader: LoaderFlow) -> Load:
-    """Compute the load of one loader from the sums of a run."""
+    """Compute the load of one loader from the counts that ranks and fetchers have sent.
+
+    Args:
+        flow: The counts about all loaders of the run.
+        loader: The counts about this loader.
+    """
     sums, last = loader.mean, loader.until or loader.fetchers
     spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
     fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
@@ -452,7 +473,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
-    """Draw the share of time that ranks waited, and below it the batches per second.
+    """Draw, over time, the share of time in which ranks waited, and below it batches per second.
 
     Args:
         events: The events of the run's journal.

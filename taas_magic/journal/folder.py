@@ -13,8 +13,8 @@
 The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`. It
 is never the project store, because only rank 0 may write there.
 
-The journal must never break a run. A writer leaves out what it cannot write, and a reader skips
-lines that are cut.
+A problem with the journal must never end a run. So a writer leaves out what it cannot write, and a
+reader skips lines that are incomplete.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ T = TypeVar("T")
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "INTERRUPTED", "LOST"})
 
 JOURNAL_BYTES = 256 << 20
-"""Size above which a journal receives no bulk events, only those that change the run's state."""
+"""Size in bytes above which a journal receives no bulk events, only the run's changes of state."""
 
 WAITING_BYTES = 64 << 20
 """Most bytes of a journal that may wait in memory for a slow disk."""
@@ -69,7 +69,7 @@ _BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, Fetche
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
 
 _YOUNG_S = 60.0
-"""Age in seconds from which a folder without a plan counts as broken; before, it may be new."""
+"""Age in seconds from which a folder without a plan counts as broken; a younger one may be new."""
 
 
 def state_dir() -> Path:
@@ -105,7 +105,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The part of a data plan that lists of runs show: the pool of the fetchers."""
+    """The one field of `plan.json`'s data plan that lists of runs show: the fetchers' pool."""
 
     pool: str
 
@@ -130,7 +130,7 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """The fields of a `plan.Plan` that lists of runs show, and the pools to ask about the run."""
+    """The fields of `plan.json` that lists of runs need, read without decoding the whole plan."""
 
     run_id: str
     name: str
@@ -191,7 +191,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Remove the folder and raise PoolError if the block raises OSError."""
+        """Run the block that fills the folder; if it raises OSError, remove the folder.
+
+        Raises:
+            PoolError: The block raised OSError.
+        """
         try:
             yield
         except OSError as error:
@@ -203,7 +207,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> PlanHead:
-        """Return the part of the plan that lists of runs show.
+        """Read the fields of the plan that lists of runs show.
 
         Raises:
             OSError: The plan cannot be read.
@@ -229,19 +233,21 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the plan for the block, which marks the run as owned by this kernel.
+        """Lock the plan during the block, to show other processes that this kernel starts the run.
 
         Until the pool takes the run over, only the kernel can record its end. The system releases
-        the lock when the process ends, for any reason.
+        the lock when the process ends, for any reason, so other processes can tell a run whose
+        kernel has ended.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
             yield
 
     def read_events(self) -> Iterator[Event]:
-        """Yield all readable events so far.
+        """Yield all events in the journal so far.
 
-        Skips a line that is still being written, or that a full disk or a killed process has cut.
+        A line is skipped if it is incomplete: it is still being written, or the disk was full, or
+        the writing process was killed.
         """
         for chunk in JournalReader(self.events).chunks():
             for line in chunk.splitlines():
@@ -257,7 +263,7 @@ NO_ROOM = "its file system is almost full, and the rest is kept for the run's re
 
 
 class DiskRoom:
-    """Budget for logs and the journal on a file system, so that the results still fit.
+    """Decides whether logs and the journal may still grow, so that the results fit on the disk.
 
     Results are written after the logs. On a full disk they would be lost.
 
@@ -272,7 +278,10 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def take(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` may be written; one system call serves many small writes."""
+        """Return whether `size_bytes` more may be written.
+
+        The free space is asked of the system only once for many small writes.
+        """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
             if size_bytes > free:
@@ -282,9 +291,10 @@ class DiskRoom:
         return True
 
     def _space(self) -> tuple[int, int]:
-        """Return the free and the total bytes; huge numbers if the system cannot tell.
+        """Return the free and the total bytes of the disk.
 
-        In that case a full disk makes the write itself fail.
+        If the system cannot tell them, huge numbers are returned. A full disk then makes the write
+        itself fail.
         """
         try:
             found = os.statvfs(self._folder)
@@ -363,7 +373,7 @@ class Writer:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line, after a newline if the last write was cut."""
+        """Write a line; if the last write was incomplete, write a newline first."""
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)
@@ -390,7 +400,7 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that only the user can read; an `opener` for `open`."""
+    """Open a file; if it is new, only the user can read it. An `opener` for `open`."""
     return os.open(path, flags, 0o600)
 
 
@@ -415,7 +425,7 @@ class RunSummary:
             time at which the run folder was created.
         elapsed_s: Seconds from the start to the end, or until now.
         first: The failure that caused the run to fail.
-        why: The reason of the end if the run could not report one itself.
+        why: The reason of the end if no rank failed, for example that the pool's process is gone.
     """
 
     state: str
@@ -468,7 +478,7 @@ def ids() -> Iterator[str]:
 
 
 def readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
-    """Yield the result of `read` for each run folder, newest first, and skip broken folders.
+    """Yield the result of `read` for each run folder, newest first; skip broken folders.
 
     Folders that are being created or removed count as broken.
 

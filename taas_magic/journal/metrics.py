@@ -1,4 +1,4 @@
-"""The scalars that ranks log: curves for the head, the table of a run, a plot of several runs.
+"""The numbers that ranks log by `taas.log`: curves for the head, a run's table, a plot of runs.
 
 The functions are pure, except `read`. The pool's process appends each point to `metrics.csv`, and
 `read` returns that file as a table.
@@ -33,8 +33,8 @@ _COLOURS = ("#3b82d0", "#d97706", "#2f9e62", "#d9534f", "#8b5cf6", "#0891b2", "#
 class Curve:
     """One metric of one rank, with at most `CURVE_POINTS` points for any number of values.
 
-    Each point is the mean of `_width` values. When there are too many points, neighbours are
-    merged and the width doubles.
+    Each point is the mean of `_width` consecutive values. When there are too many points, each two
+    neighbours are merged into one, and the width doubles.
 
     Attributes:
         last: The newest value.
@@ -135,7 +135,11 @@ def picture(curves: Sequence[Sequence[float]]) -> str:
 
 
 def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
-    """Yield the longest parts of a curve that have only finite values, as (index, value)."""
+    """Split a curve at values that are not finite.
+
+    Yields:
+        The points of each part between such values, as pairs of index and value.
+    """
     part: list[tuple[int, float]] = []
     for at, value in enumerate([*points, math.nan]):
         if math.isfinite(value):

@@ -1,7 +1,7 @@
 """Reads a run's journal from any process: new events, and the first and last events.
 
 A journal may hold 256 MiB, most of it lines that ranks printed. So this module decodes only the
-events that its caller needs. The kind of an event is at the beginning of its line.
+events that its caller needs, which it finds by the kind of event at the beginning of each line.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class JournalReader:
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes added since the last call, in chunks of whole lines.
 
-        A later call yields a line that is still being written.
+        A line that is still being written is left to a later call.
         """
         rest = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
