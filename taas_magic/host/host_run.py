@@ -271,7 +271,7 @@ class Attempt:
         self._say_started()
 
     def _say_started(self) -> None:
-        """Record the ranks' processes, and report them."""
+        """Record the process ids of the ranks, and report them to the pool."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         self.ranks.started(pids)
         gpus = min(len(pids), probe.count_gpus())
@@ -469,7 +469,7 @@ class HostRun(HostShare):
                 self._place_fetchers()
 
     def _work(self) -> None:
-        """Run attempts, as many as the controller commands, until the run is over."""
+        """Run one attempt, and the next when the controller commands it, until the run is over."""
         self._run_dir = self.spec.folder.path
         self._place_fetchers()
         while not self._is_over:
@@ -508,7 +508,10 @@ class HostRun(HostShare):
                 attempt.look(self._deadline, self.stopped_at)
 
     def _looks(self) -> bool:
-        """Return whether the share's thread should check the ranks now."""
+        """Return whether this run should check the ranks now.
+
+        A session must not check them while it runs a cell, because the cell's run does.
+        """
         return True
 
     def _make_ready(self, again: _Again) -> None:

@@ -32,7 +32,9 @@ sockets stay open for as long as Python takes to shut down, which is about this 
 SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 """Signals that make a rank, or a child that it forked, write its stacks.
 
-SIGUSR1 and SIGUSR2 are left to the user's program.
+SIGNAL is handled by Python code, which writes the stacks of all threads. That code does not run
+while the main thread is in a C call. SIGNAL_IN_C is handled by faulthandler, which then writes the
+main thread's stack. SIGUSR1 and SIGUSR2 are left to the user's program.
 """
 
 _PIPE_BYTES = 1 << 20

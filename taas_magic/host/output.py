@@ -426,7 +426,7 @@ class _LogStream:
         return why
 
     def end_run(self) -> None:
-        """End the last line and the log file."""
+        """Pass on the unfinished last line, and close the log file. The pipe stays open."""
         self.pending += self.budget.admit(self.assembler.flush())
         if self.file is not None:
             self.file.close()

@@ -39,6 +39,11 @@ ANSWER = "taas_answer"
 EVENT = "taas_event"
 BEAT = "taas_beat"
 HEARD = "taas_heard"
+"""Name of the message with which the pool's process confirms an agent's heartbeat (`BEAT`).
+
+`CALL` is a request of the controller to an agent, `ANSWER` is its response, and `EVENT` has events
+of the agent.
+"""
 
 AGENT = "taas_agent"
 """Key by which a joining agent identifies itself. Workers without it are not hosts of the pool."""
@@ -75,7 +80,11 @@ def topic(owner: str) -> str:
 
 
 def share_id(run_id: str) -> str:
-    """Return the id of a run's fetchers. It differs from the ranks' id: fetchers start first."""
+    """Return the id of the share that consists of a run's fetchers.
+
+    It differs from the id of the ranks' share, because fetchers start before the ranks and one host
+    may run both.
+    """
     return f"{run_id}.data"
 
 

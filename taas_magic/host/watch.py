@@ -204,7 +204,7 @@ def is_consequence(etype: str, message: str) -> bool:
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """Return the ranks that failed, in the order of blame.
+    """Return the ranks that failed, the one that most probably caused the failure first.
 
     Ranks that died or raised an error of their own come before ranks whose error only says that a
     peer is gone. If all errors are such consequences, ranks that left early come before them.

@@ -148,7 +148,7 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Parse a duration as `duration_s` does, or `0`."""
+    """Parse the value of `--hang`: a duration as in `duration_s`, or `0` to detect no hang."""
     return 0.0 if text == "0" else duration_s(text)
 
 
@@ -164,7 +164,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Parse rank numbers such as `0,2-5`. `all` gives an empty set."""
+    """Parse rank numbers such as `0,2-5`. Return an empty set for `all`."""
     if text == "all":
         return frozenset()
     found: set[int] = set()
@@ -204,7 +204,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def store_writes(text: str) -> str:
-    """Parse one of `WRITES`."""
+    """Parse the value of `--store-writes`: one of `WRITES`."""
     return WRITES[WRITES.index(text)]
 
 

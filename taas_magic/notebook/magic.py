@@ -226,7 +226,7 @@ is optional, because IPython's automagic accepts the command without it, and %%b
 
 
 def load(shell: "InteractiveShell") -> None:
-    """Register the magics, the comment form and Tab completion in a shell; warm the local pool.
+    """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
     Does nothing if they are registered already.
     """
@@ -257,7 +257,7 @@ def load(shell: "InteractiveShell") -> None:
 
 
 def unload(shell: "InteractiveShell") -> None:
-    """Undo `load`."""
+    """Remove from a shell what `load` has registered."""
     _loaded.pop(shell, lambda: None)()
 
 

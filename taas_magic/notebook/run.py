@@ -603,7 +603,7 @@ class RunDriver:
         return self._ended.state == "LOST" or any(it.how in _ENDS for it in self._ended.failures)
 
     def cell_text(self) -> str:
-        """Return the cell as the user sees it."""
+        """Return the text of the notebook's cell, with its `%%taas` line or taas comments."""
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:

@@ -57,7 +57,9 @@ POLL_S = 0.2
 
 
 class Run:
-    """One execution of a cell on N ranks, of any kernel. Reads the run's folder, never writes it.
+    """One execution of a cell on N ranks. Reads the run's folder, and never writes it.
+
+    The cell may have been run by any kernel of the user.
 
     Args:
         path: The run's folder.
@@ -94,7 +96,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan that the run started with."""
+        """Plan of the run at its start: its options, its ranks, and the hosts that run them."""
         return messages.unpack((self.path / "plan.json").read_bytes(), Plan)
 
     @cached_property
@@ -126,7 +128,7 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """State of the run, computed from all its events. The head above its log shows it."""
+        """State of the run, computed from all its events, which the head above its log shows."""
         if self.live:
             return self.live
         if self._replay is None:
@@ -196,7 +198,7 @@ class Run:
 
     @property
     def waited(self) -> dict[str, float]:
-        """Fraction of time, from 0 to 1, that ranks waited for data, by name of the loader."""
+        """For each loader, by its name, the fraction of time (0 to 1) that ranks waited for it."""
         return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
     @property
