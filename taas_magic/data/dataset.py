@@ -1,9 +1,9 @@
-"""Preparation of a loader's batches, slot by slot; the only module that runs the user's dataset.
+"""Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
-All workers use it: those of fetchers, and those of ranks in a run without fetchers. The batch of a
-slot depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is
-indexed. An iterable-style dataset is replayed from the start of its stream, or from a state if the
-dataset has a `state_dict`.
+All workers use it: those of fetchers, and those of ranks in a run without fetchers. A batch is
+requested by its epoch and its slot (its number in the epoch). It depends only on (seed, epoch,
+slot), not on the batches prepared before. A map-style dataset is indexed. An iterable-style dataset
+is replayed from the start of its stream, or from a saved state if the dataset has a `state_dict`.
 """
 
 import pickle
@@ -23,24 +23,30 @@ from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import seed_of
 
 OPEN_EPOCHS = 2
-"""Number of epochs in which a stream may be open at the same time.
+"""Number of epochs in which a worker keeps an iterator (`Cursor`) over the same stream.
 
-Ranks may be in different epochs. With a single cursor, each change between the epochs would replay
-the stream.
+Ranks may be in different epochs. With a single iterator, each change from one epoch to the other
+would replay the stream from its beginning.
 """
 
 _SNAPSHOT_EVERY = 64
-"""Number of items between snapshots of a dataset, doubled when there are `_MOST_SNAPSHOTS`."""
+"""Initial number of items between snapshots of a dataset's state."""
 
 _MOST_SNAPSHOTS = 256
+"""Number of snapshots of a stream above which every second one is dropped.
+
+From then on, the number of items between snapshots is doubled.
+"""
+
 _LOOKS_AT_INTS = 2
-"""Item up to which a cursor records the dataset's int attributes, to find an epoch counter."""
+"""Last item before which a cursor records the dataset's int attributes, to find an epoch counter.
+"""
 
 _OURS = str(Path(__file__).parent)
 
 
 class Ended(Exception):
-    """Exception for a slot that has no batch."""
+    """Exception that says that a slot has no batch, because the epoch or the stream has ended."""
 
 
 def own_units(batch: object) -> int | None:
@@ -53,9 +59,10 @@ def own_units(batch: object) -> int | None:
 
 @dataclass
 class LoaderParts:
-    """Attributes of a DataLoader, by the same names, without its methods and iterators.
+    """The attributes of a DataLoader that a worker needs, with the names that DataLoader uses.
 
-    For an iterable-style loader `sampler` is None. Some map-style loaders have no `batch_sampler`.
+    For an iterable-style loader, `sampler` and `batch_sampler` are None. A map-style loader with
+    `batch_size=None` has no `batch_sampler` either.
     """
 
     dataset: Any
@@ -98,7 +105,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
 
 
 def order_start(loader: Any) -> bytes:
-    """Pickle the state of a loader's samplers and generator, so that its order can begin there."""
+    """Pickle a loader's samplers and generator, so that a run's order can begin in their state."""
     loader = as_data_loader(loader)
     return dump_beside(_order_of(loader), loader.dataset)
 
@@ -111,12 +118,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
 
 
 def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
-    """Return a loader's parts.
+    """Return the attributes of a loader that a worker needs.
 
     Args:
         loader: A DataLoader or any other iterable of batches.
-        start: State of the samplers and the generator, from `order_start`; None for the current
-            state.
+        start: Samplers and generator to use, pickled by `order_start`; None for the current ones.
     """
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_beside(start, loader.dataset)
@@ -125,7 +131,7 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class Source:
-    """Batch source of a worker: the user's dataset, and the state to prepare any slot's batch.
+    """The user's dataset in a worker, with all that is needed to prepare any batch of it.
 
     Args:
         payload: The pickled loader, or its pickled `LoaderParts`.
@@ -169,7 +175,7 @@ class Source:
             self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> Opened:
-        """Return an epoch's length and order hash; for a map-style loader, enumerate its order.
+        """Return an epoch's description; for a map-style loader, run its sampler for that.
 
         Raises:
             Failed: The sampler raised an exception.
@@ -187,7 +193,7 @@ class Source:
         return Opened(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
-        """Return the hash of an epoch's order; 0 for an iterable-style loader."""
+        """Return the hash of this worker's order of an epoch; 0 for an iterable-style loader."""
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def indices(self, epoch: int, slot: int) -> Any:
@@ -203,8 +209,8 @@ class Source:
 
         Args:
             epoch: Number of the epoch.
-            slot: The batch's place in the epoch's order.
-            indices: Indices to use instead of those of this process's own order.
+            slot: Number of the batch in the epoch's order.
+            indices: Indices of the batch's samples; None for those of this worker's own order.
 
         Raises:
             Ended: The slot has no batch.
@@ -226,7 +232,9 @@ class Source:
         return self._guarded(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the latest known state at or before `slot` of the dataset of its stream.
+        """Return the latest saved state of an iterable-style dataset at or before a slot.
+
+        Each stream has its own states; the slot's stream is the one that counts.
 
         Returns:
             The number of items that the stream had given before the state, and the result of the
@@ -239,7 +247,7 @@ class Source:
         return None if snapshots is None else snapshots.before(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Make the stream of `slot` start at `slot`, with a dataset that loads `state`."""
+        """Make the stream that contains `slot` begin there, with a dataset that loads `state`."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
@@ -247,7 +255,7 @@ class Source:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the states of epochs before `epoch`, which ranks no longer request."""
+        """Drop saved states of epochs before `epoch`; ranks no longer request their batches."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -265,6 +273,12 @@ class Source:
         return self._order.epoch(epoch)
 
     def _guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of user code, run with this worker's `get_worker_info()`.
+
+        Raises:
+            Ended: `work` raised it.
+            Failed: `work` raised any other exception.
+        """
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
             return work(*arguments)
@@ -277,6 +291,7 @@ class Source:
             torch_worker._worker_info = before
 
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
+        """Return a batch of a map-style loader; see `prepare`."""
         order = self._enter(epoch)
         if indices is None:
             try:
@@ -296,6 +311,7 @@ class Source:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
+        """Return `dataset[index]`; if that raises, add the index to the message for the user."""
         try:
             return dataset[index]
         except BaseException:
@@ -303,6 +319,7 @@ class Source:
             raise
 
     def _next_of(self, epoch: int, slot: int) -> Any:
+        """Return a batch of an iterable-style loader; go forward or back in its stream for it."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.pop((epoch, stream), None)
@@ -327,6 +344,7 @@ class Source:
         return self._snapshots.setdefault((epoch, stream), Snapshots())
 
     def _advance(self, cursor: "Cursor") -> Any:
+        """Return the next batch of a stream, with the random generators seeded for it."""
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
         torch_worker._worker_info = cursor.info
@@ -334,6 +352,7 @@ class Source:
         return cursor.next_batch()
 
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
+        """Return an iterator over a stream with a fresh dataset, at or before `item`."""
         loader: Any = _with_own_memory(pickle.loads(self._payload))
         tell_epoch(loader.dataset, epoch, "dataset")
         seed = seed_of(self._seed, epoch)
@@ -344,7 +363,11 @@ class Source:
         return Cursor(loader, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """Run `worker_init_fn` as a local worker does; return the value of `get_worker_info()`."""
+        """Run `worker_init_fn` as a worker of a local DataLoader does.
+
+        Returns:
+            The value of `get_worker_info()` for the dataset.
+        """
         workers = max(1, loader.num_workers)
         number = worker_id % workers
         info = torch_worker.WorkerInfo(
@@ -364,11 +387,11 @@ def goes_on(loader: Any) -> bool:
 
 
 def _with_own_memory(loader: Any) -> Any:
-    """Replace a loader's `default_collate`, so that its batches are not made in /dev/shm.
+    """Replace a loader's `default_collate`, so that it does not allocate batches in /dev/shm.
 
-    If `get_worker_info()` is set, torch's `default_collate` makes batches in /dev/shm, for another
-    process to map. Here batches are copied into the worker's arena anyway, and /dev/shm has only
-    64 MB in a container.
+    If `get_worker_info()` is set, torch's `default_collate` allocates batches in /dev/shm, so that
+    another process can map them. Here this has no use, because batches are copied into the worker's
+    arena. And in a container, /dev/shm may have only 64 MB.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -376,6 +399,7 @@ def _with_own_memory(loader: Any) -> Any:
 
 
 def _collate(samples: Any) -> Any:
+    """Call `default_collate` as if `get_worker_info()` were not set; see `_with_own_memory`."""
     before, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return default_collate(samples)
@@ -391,14 +415,15 @@ def streams_of(loader: Any) -> int | None:
 
 @dataclass
 class Cursor:
-    """Iterator over one stream of one epoch.
+    """Iterator over the batches of one stream in one epoch, with its own copy of the dataset.
 
     Attributes:
         item: Index of the stream's next batch.
-        info: Value of `get_worker_info()` for the dataset; None without workers.
-        counter: Name of the attribute in which the dataset counts its epochs; "" for none, or
-            before the stream's end. It is an int that grew by one over the epoch and did not change
-            between the first batches.
+        info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
+        snapshots: Receives the dataset's states.
+        counter: Name of the attribute in which the dataset counts its epochs, found at the stream's
+            end; "" before that, or if there is none. It is an int that grew by one over the epoch
+            and did not change between the first batches.
     """
 
     loader: Any
@@ -433,6 +458,7 @@ class Cursor:
         return self.loader.collate_fn(self._gather(self._samples))
 
     def _counted(self) -> str:
+        """Return the name of the attribute in which the dataset counts its epochs; "" for none."""
         if len(self._ints) <= _LOOKS_AT_INTS:
             return ""
         before, first, second = self._ints
@@ -441,6 +467,11 @@ class Cursor:
         return next(counted, "")
 
     def _gather(self, samples: Iterator[Any]) -> Any:
+        """Return the next batch's samples, or the next sample if `batch_size` is None.
+
+        Raises:
+            Ended: The stream has no further batch.
+        """
         count, items = self.loader.batch_size, list[Any]()
         while len(items) < (count or 1):
             try:
@@ -455,10 +486,11 @@ class Cursor:
 
 
 class Snapshots:
-    """States of a stream's dataset at several items of one epoch, from its `state_dict`.
+    """Saved states of a stream's dataset in one epoch, from `state_dict`, by the item that follows.
 
-    A snapshot is taken only after the dataset has yielded an item. Before its first item, a dataset
-    that has loaded a state, or whose `__iter__` is a generator, does not report its start position.
+    No state is saved before the dataset has yielded an item. Until then, the `state_dict` of a
+    dataset that has loaded a state, or whose `__iter__` is a generator, does not report the
+    position at which the dataset begins.
     """
 
     def __init__(self) -> None:
@@ -466,7 +498,12 @@ class Snapshots:
         self._every = _SNAPSHOT_EVERY
 
     def pass_by(self, dataset: Any, item: int) -> None:
-        """Store the dataset's state before `item`, if it has a `state_dict` and one is due."""
+        """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
+
+        Args:
+            dataset: The dataset.
+            item: Index of the next item; a snapshot is due at multiples of the current interval.
+        """
         if item % self._every or not hasattr(dataset, "state_dict"):
             return
         self._states[item] = cloudpickle.dumps(dataset.state_dict(), protocol=5)
@@ -478,20 +515,31 @@ class Snapshots:
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Replace all snapshots by a loaded state, which belongs to `item`."""
+        """Replace all saved states by one that the user has loaded; `item` follows that state."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
-        """Return the latest item at or before `item` at which the stream can begin; 0 if none."""
+        """Return the latest item, not after `item`, from which the stream can be replayed.
+
+        This is the latest one with a saved state; 0 if there is none.
+        """
         return max((at for at in self._states if at <= item), default=0)
 
     def before(self, item: int) -> tuple[int, Any] | None:
-        """Return the latest snapshot at or before `item`, as (item, state); None if none."""
+        """Return the latest saved state at or before `item`.
+
+        Returns:
+            The item that follows the state, and the state; None if there is none.
+        """
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
 
     def restore(self, dataset: Any, item: int) -> int:
-        """Load the latest snapshot at or before `item` into a fresh dataset; return its item."""
+        """Load the latest saved state at or before `item` into a fresh dataset.
+
+        Returns:
+            The item that follows the state; 0 if no state was loaded.
+        """
         found = self.before(item)
         if found is None or not hasattr(dataset, "load_state_dict"):
             return 0
@@ -501,12 +549,16 @@ class Snapshots:
 
 
 def _ints_of(dataset: Any) -> dict[str, int]:
+    """Return the int attributes of a dataset, by name."""
     attributes = getattr(dataset, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) is int}
 
 
 class Failed(Exception):
-    """Exception of the user's code; `raised` is the form that can be sent and raised again."""
+    """Exception that says that the user's code raised one.
+
+    `raised` describes the user's exception. It can be sent to a rank and raised again there.
+    """
 
     def __init__(self, error: BaseException, where: str) -> None:
         self.raised = Raised.of(error, where)
@@ -515,7 +567,9 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Raised:
-    """Exception of the user's code in a form that can be sent; re-raised as DataLoader does.
+    """Description of an exception of the user's code, which can be sent to a rank.
+
+    The rank raises the exception again, as DataLoader does.
 
     Attributes:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
@@ -531,7 +585,12 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> "Raised":
-        """Return the sendable form of a caught exception."""
+        """Return the description of a caught exception.
+
+        Args:
+            error: The exception.
+            where: The process and the batch in which it occurred.
+        """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
         parts = getattr(error, "exceptions", ()) if is_group else ()
@@ -557,6 +616,7 @@ class Raised:
         raise self._made() from None
 
     def _made(self) -> Exception:
+        """Return the exception that `reraise` raises."""
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")

@@ -3,10 +3,12 @@
 Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide them, and pickling
 a view would include its whole storage. Here the pickle contains a number in place of each tensor.
 After pickling, the module decides which memory to send: a view is sent as its own bytes, and
-overlapping tensors are sent once and share memory again after decoding. Tensors that are not plain
-dense CPU tensors (sparse, with requires_grad or attributes) are built from plain ones.
+overlapping tensors are sent once and share memory again after decoding. A tensor that is not a
+plain dense CPU tensor (for example sparse, or with requires_grad) is encoded as a call that builds
+it from plain ones.
 
-Body of a batch: `[head][buffer][buffer]…`, each aligned to 64 bytes (`protocol.layout`).
+The encoded batch is called a body: `[head][buffer][buffer]…`. The head is the table of contents
+with the pickle. Each part is aligned to 64 bytes (`protocol.layout`).
 """
 
 import copyreg
@@ -36,13 +38,17 @@ _MOST_REDUCERSS = 16
 _PIECE_BYTES = 256 << 10
 _WIDEST = 16
 _THIN = 2
-"""Overlapping views are sent as one span if the span is at most this many times their own size."""
+"""Maximum size of a span with overlapping tensors, as a multiple of their own sizes together.
+
+If the span is larger, most of it belongs to no tensor, and each tensor is sent separately.
+"""
 
 _SPREAD, _SPREAD_BYTES = 16, 1 << 20
-"""Factor and size in bytes above which a view with gaps is decoded as a dense tensor.
+"""Limits on the span of a view with gaps, from its first to its last value.
 
-The limits apply to the span from the first to the last value, compared to the view's own bytes.
-With its own strides, the view would need the memory of the whole span in the rank.
+If the span exceeds both limits, the rank gets a dense tensor instead of one with the view's
+strides, which would need the memory of the whole span. The first limit is a multiple of the view's
+own size, the second one is in bytes.
 """
 
 SUM_MASK = (1 << 64) - 1
@@ -54,15 +60,17 @@ _numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has impor
 _WORD = _numpy.dtype("<u8") if _numpy else None
 
 _heads: dict[Hashable, tuple[bytes, int]] = {}
-"""Cached table of contents and body size, by the form of a common batch (`_take_apart`)."""
+"""Cache of heads and body sizes, by the form of a batch (`_take_apart` says what that is)."""
 
 
 @dataclass(slots=True)
 class Encoded:
-    """Encoded batch: its padded table of contents, and its buffers, which are not copied.
+    """Encoded batch, whose buffers are still the memory of the batch's tensors and arrays.
 
     Attributes:
-        body_bytes: Size of the whole body, including padding.
+        head: Table of contents, padded to the alignment.
+        buffers: Memory of the tensors and arrays.
+        body_bytes: Size of the whole encoded batch, including padding.
     """
 
     head: bytes
@@ -70,7 +78,7 @@ class Encoded:
     body_bytes: int
 
     def parts(self) -> list[bytes | memoryview]:
-        """Return the body as consecutive pieces, including padding, for a vectored write."""
+        """Return the encoded batch as pieces to write one after the other, including padding."""
         parts: list[bytes | memoryview] = [self.head]
         for buffer in self.buffers:
             parts.append(buffer)
@@ -79,11 +87,11 @@ class Encoded:
         return parts
 
     def copy_to(self, room: memoryview, is_summed: bool = False) -> int:
-        """Copy the body into memory of `body_bytes` bytes.
+        """Copy the encoded batch into `room`, which has `body_bytes` bytes.
 
         Args:
-            room: The memory to write.
-            is_summed: Whether to compute the body's checksum.
+            room: The memory to write to.
+            is_summed: Whether to compute the checksum of the copied bytes.
 
         Returns:
             The checksum, or 0 if `is_summed` is False.
@@ -107,15 +115,15 @@ class Encoded:
 
 
 NOTHING = Encoded(b"", (), 0)
-"""Encoded empty body."""
+"""Body without any bytes, for responses without content."""
 
 
 class TensorRow(NamedTuple):
-    """Location and form of a tensor in a body.
+    """Entry of the table of contents for one tensor.
 
     Attributes:
-        buffer: Index of the buffer; -1 for an empty tensor.
-        offset: Byte offset in the buffer.
+        buffer: Index of the buffer that has the tensor's values; -1 for an empty tensor.
+        offset: Byte offset of the first value in the buffer.
     """
 
     buffer: int
@@ -130,6 +138,7 @@ def _row(buffer: int, tensor: torch.Tensor) -> TensorRow:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is fully described by its values, dtype, shape and strides."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
@@ -143,12 +152,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    """Set requires_grad and attributes of a decoded tensor; return the tensor."""
     plain.requires_grad_(grad).__dict__.update(attributes)
     return plain
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Reduce a tensor that is not plain to a call that rebuilds it from plain tensors."""
+    """Return the call that rebuilds a tensor that is not plain, for pickle's `dispatch_table`.
+
+    The call's arguments are plain tensors, which are not pickled but replaced by numbers.
+    """
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), tensor.requires_grad, dict(tensor.__dict__))
     if tensor.is_conj() or tensor.is_neg():
@@ -172,7 +185,10 @@ def _reduce(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_array(array: Any) -> Any:
-    """Reduce an array so that it keeps its strides; plain pickling would make it dense."""
+    """Return the call that rebuilds a numpy array with its strides, for pickle's `dispatch_table`.
+
+    Plain pickling would make the array dense.
+    """
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_SPREAD * array.nbytes, _SPREAD_BYTES)
     is_dense = array.flags.c_contiguous or array.flags.f_contiguous
@@ -182,6 +198,7 @@ def _reduce_array(array: Any) -> Any:
 
 
 def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
+    """Return a copy of a dense array that has the given strides."""
     low, high = _span(dense.shape, strides)
     memory = bytearray(high - low + dense.itemsize)
     array = _numpy.ndarray(dense.shape, dense.dtype, memory, -low, strides)
@@ -190,7 +207,10 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and highest byte offset of an array's elements, relative to its first."""
+    """Return the lowest and the highest byte offset of an array's elements from its first one.
+
+    The lowest one is negative if a stride is.
+    """
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
 
@@ -202,7 +222,10 @@ if _numpy:
 
 
 class _Numbered:
-    """Mixin for a pickler that replaces plain tensors by numbers, in the order of occurrence."""
+    """Mixin for a pickler that writes a number in place of each plain tensor.
+
+    The tensors are collected in `tensors`, in the order in which they occur in the batch.
+    """
 
     tensors: list[torch.Tensor]
     _numbers: dict[int, int]
@@ -217,13 +240,13 @@ class _Numbered:
 
 
 class _FastPickler(_Numbered, pickle.Pickler):
-    """Pickler in C, for types that can be imported."""
+    """Fast pickler, written in C, for batches whose types can be imported."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, copyreg.dispatch_table)  # type: ignore[misc]
 
 
 class _CloudPickler(_Numbered, cloudpickle.Pickler):
-    """Pickler for types that a notebook defines; pickles them by value."""
+    """Pickler for batches with types that the notebook defines; it pickles such types by value."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
 
@@ -239,9 +262,9 @@ def _pickle(
 
 
 def encode(value: object) -> Encoded:
-    """Encode a batch; the result refers to the memory of its tensors and arrays.
+    """Encode a batch in a worker, without copying its tensors and arrays.
 
-    Runs in a worker. Do not modify the batch while the result is in use.
+    The result refers to their memory, so do not modify the batch while the result is in use.
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -261,11 +284,14 @@ def encode(value: object) -> Encoded:
 
 
 def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
-    """Return the form and the tensors' memory of a common batch; None for any other batch.
+    """Split a common batch into its form and the memory of its tensors.
 
     A common batch is a tensor, or a list, tuple or dict of tensors, all dense and without overlap.
-    Its table of contents depends only on its form (container, dtypes, shapes). The table is made
-    once for each form, so that encoding a batch of a known form takes a few microseconds.
+    Its table of contents depends only on its form: container, dtypes and shapes. So the table is
+    made once for each form, and encoding a batch of a known form takes a few microseconds.
+
+    Returns:
+        The form and the tensors' memory; None if the batch is not a common one.
     """
     kind, names = type(batch), ()
     if kind is torch.Tensor:
@@ -301,6 +327,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _overlap(parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether any two dense tensors have memory in common."""
     end = 0
     for start, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in parts]):
         if start < end:
@@ -310,6 +337,7 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _encode_any(value: object) -> Encoded:
+    """Encode a batch of any form; see `encode`."""
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -321,7 +349,13 @@ def _encode_any(value: object) -> Encoded:
 
 
 def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
-    """Return the padded table of contents, and the size of the whole body."""
+    """Return the head (padded table of contents with the pickle), and the size of the whole body.
+
+    Args:
+        pickled: Pickle of the batch, with numbers in place of tensors.
+        sizes: Size of each buffer.
+        rows: The table's entry for each tensor.
+    """
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     head += _ZEROS[: -len(head) % protocol.ALIGN]
@@ -329,6 +363,8 @@ def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[byte
 
 
 class _Extent(NamedTuple):
+    """Addresses of a tensor's first byte and after its last byte, and the tensor's number."""
+
     start: int
     end: int
     number: int
@@ -340,12 +376,12 @@ def _extent(number: int, tensor: torch.Tensor) -> _Extent:
 
 
 def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of values from a tensor's first to its last one, including gaps."""
+    """Return how many values fit between a tensor's first and last value, including both."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
-    """Group extents that overlap, directly or through other extents."""
+    """Group tensors whose memory overlaps, directly or by way of other tensors."""
     groups: list[list[_Extent]] = []
     end = 0
     for extent in sorted(extents):
@@ -361,14 +397,14 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 def _lay_out(
     tensors: Sequence[torch.Tensor], first_buffer: int
 ) -> tuple[list[TensorRow], list[memoryview]]:
-    """Choose the memory spans to send, and locate each tensor in them.
+    """Choose the spans of memory to send, and find the offset of each tensor in them.
 
     Args:
         tensors: The tensors of a batch.
         first_buffer: Index of the first span among the body's buffers.
 
     Returns:
-        The row of each tensor, and the spans.
+        The table's entry for each tensor, and the spans.
     """
     rows = [_row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
@@ -424,14 +460,15 @@ def decode(body: memoryview, head_bytes: int) -> Any:
 
 
 class _Place(NamedTuple):
-    """Location and form of a tensor in a body, prepared for decoding.
+    """A tensor's position in a body, dtype, shape and strides, prepared for fast decoding.
 
     Attributes:
         at: Offset of the tensor's first byte in the body.
         values: Number of values.
         storage: Start and size of the buffer that it shares with other tensors; None if it has its
             own buffer.
-        is_packed: Whether the values have no gaps in the body, but have gaps in the tensor.
+        is_packed: Whether the tensor's strides leave gaps, and the body has its values without
+            them.
     """
 
     at: int
@@ -461,6 +498,7 @@ class _Contents(NamedTuple):
 
 @lru_cache(_MOST_FORMS)
 def _contents(head: bytes) -> _Contents:
+    """Decode the table of contents of a body."""
     table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
     after = _PREFIX.size + table_bytes
     sizes, rows = pickle.loads(head[_PREFIX.size : after])
@@ -480,7 +518,7 @@ def _contents(head: bytes) -> _Contents:
 
 
 def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
-    """Build the tensors of a body, as views of it where possible."""
+    """Return the tensors of a body; they are views of the body if possible, else copies."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
     for at, values, storage, dtype, shape, stride, is_packed in places:
@@ -505,6 +543,8 @@ def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickler that puts the tensors of a batch in place of their numbers."""
+
     tensors: list[torch.Tensor]
 
     def persistent_load(self, number: int) -> torch.Tensor:
@@ -515,7 +555,7 @@ _LONE_REDUCERS = _pickle(torch.empty(0), _FastPickler)[0]
 
 
 def raw(data: bytes) -> Encoded:
-    """Wrap bytes that already are a body."""
+    """Return an `Encoded` whose body is `data`, unchanged."""
     return Encoded(data, (), len(data))
 
 
@@ -533,11 +573,11 @@ def from_bytes(data: bytes) -> Any:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return the sum of the data's 64-bit little-endian words; zeros fill up the last word.
+    """Return a 64-bit checksum: the sum of the data's little-endian words, the last one padded.
 
-    The sum runs at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the interpreter
-    lock. It can be computed over the parts of a body one after the other. It detects each flipped,
-    lost or overwritten run of bits that TCP's own 16-bit sum misses.
+    The sum is computed at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the
+    interpreter lock. The checksum of a body is the sum of its parts' checksums. It detects a
+    flipped, lost or overwritten run of bits that TCP's own 16-bit checksum misses.
     """
     size, words = len(data), len(data) >> 3
     total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
@@ -561,4 +601,5 @@ def fingerprint(encoded: Encoded) -> int:
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
+    """Return the checksum of a head, cached because common batches have the same heads."""
     return checksum(head)
