@@ -1,6 +1,7 @@
-"""One rank's iterator over its share of one epoch.
+"""One rank's iterator over its batches of one epoch.
 
-A course (`sharding`) decides the order of the slots; a client (`client`) requests their batches.
+A course (`sharding`) decides which batch the rank gets at each step; a client (`client`) requests
+the batches from fetchers.
 """
 
 import itertools
@@ -36,22 +37,25 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _THREAD_FROM_BYTES = 1 << 20
-"""Smallest batch for which a separate thread receives the following batches."""
+"""Size of a batch from which on a separate thread receives the batches that follow it."""
 
 _LOOK_EVERY = 16
 """Number of batches between updates of `held_bytes`."""
 
 _MOST_STEPS = 256
-"""Most steps to request ahead."""
+"""Maximum number of steps whose batches are requested ahead."""
 
 _READY_BATCHES = 2
-"""Most steps that the receive thread keeps ready."""
+"""Maximum number of received batches that the receive thread keeps for the rank."""
 
 _SAMPLE_EVERY = 16
-"""Number of steps between measurements of the receive time."""
+"""Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Seconds without a call of `next`, after which a pass no longer adds to `span_s`."""
+"""Seconds after the last batch until a pass counts as paused.
+
+The time after that does not count as time in the loop over the loader (`RankCounts.span_s`).
+"""
 
 _EVERY_EPOCH_ALIKE = (
     'the dataset of loader "{}" counts its epochs in its attribute {!r}, but every epoch starts '
@@ -92,15 +96,15 @@ _STREAMS_DIFFER = (
 )
 
 _KEPT_ORDERS = 3
-"""Number of latest epochs whose order the ranks keep in their shared store."""
+"""Number of latest epochs whose order stays in the ranks' key-value store (`Agreement`)."""
 
 
 class Step(NamedTuple):
-    """Batch of a rank for one step.
+    """One step of a rank: its batch, and how far the epoch is after it.
 
     Attributes:
-        received: The batch.
-        row_units: Units that the step's batches count, over all ranks.
+        received: This rank's batch.
+        row_units: Units that the batches of all ranks in this step count together.
         after: Position in the epoch after the step.
     """
 
@@ -123,17 +127,18 @@ def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
 
 
 class EpochIterator(Iterator[Any]):
-    """Iterator over one rank's batches of one epoch, from `place` on.
+    """Iterator over one rank's batches of one epoch; one such iteration is called a pass.
 
     Args:
         loader: The remote loader.
         epoch: Number of the epoch.
         place: Position in the epoch to begin at.
-        turn: Number of earlier iterators of the loader.
-        order: Required hash of the epoch's order; 0 accepts any order.
+        turn: Number of iterators that the loader has made before this one.
+        order: Hash that a loaded state requires of the epoch (its order, or its first batch if the
+            loader is iterable-style); 0 for no requirement.
 
     Attributes:
-        after: Position after the last yielded batch.
+        after: Position in the epoch after the last yielded batch.
         opened: The fetchers' description of the epoch; None until the first `next`.
         ended: Whether the pass has ended or was closed.
     """
@@ -172,7 +177,10 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass without waiting; its connections are closed or kept for the next pass."""
+        """End the pass, without waiting for batches that are on their way.
+
+        The next pass reuses the connections if they still work.
+        """
         if self.ended:
             return
         self.ended = True
@@ -191,9 +199,9 @@ class EpochIterator(Iterator[Any]):
         self.close()
 
     def counted(self) -> RankCounts:
-        """Return the loader's counts, including the time of this pass so far.
+        """Return a copy of the loader's counts that includes the time of this pass so far.
 
-        Safe to call from any thread.
+        This method may be called from any thread.
         """
         found = structs.replace(self._loader.counts)
         now, began, waits_since = time.perf_counter(), self._began, self._waits_since
@@ -206,6 +214,7 @@ class EpochIterator(Iterator[Any]):
         return found
 
     def _stop_waiting(self) -> None:
+        """Add the time since `next` was called to the loader's waiting time."""
         counts, self._stopped = self._loader.counts, time.perf_counter()
         waited_s, self._waits_since = self._stopped - self._waits_since, 0.0
         counts.waited_s += waited_s
@@ -213,6 +222,11 @@ class EpochIterator(Iterator[Any]):
             counts.first_s += waited_s
 
     def _begin(self) -> Iterator[Step]:
+        """Open the epoch on the fetchers, and return an iterator over this rank's steps.
+
+        Raises:
+            ValueError: The epoch's order is not the one that the loaded state requires.
+        """
         loader, feed = self._loader, self._loader.feed
         self._client = loader.client()
         opened = self.opened = self._agreed(self._client, self._client.open(self.epoch))
@@ -235,10 +249,18 @@ class EpochIterator(Iterator[Any]):
         return Walk(self._client, opened, part, *bounds, self._compare).steps()
 
     def _agreed(self, client: Client, opened: Opened) -> Opened:
-        """Return the epoch in the order of the rank that opened it first.
+        """Make all ranks use the same order of the epoch.
 
-        In a run without fetchers each rank runs the sampler itself, and the sampler may draw from
-        an unseeded generator. Then the ranks use the order of the first rank.
+        In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
+        unseeded generator, the ranks' orders differ. Then all use that of the rank that was first
+        to open the epoch.
+
+        Args:
+            client: The client, which then requests batches in the common order.
+            opened: The epoch's description with this rank's own order.
+
+        Returns:
+            The epoch's description with the common order.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
@@ -260,11 +282,13 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Warn if a batch of a stream differs from that of the saved state or of other ranks.
+        """Warn if a batch of a stream differs from the same batch on other ranks.
+
+        Also warn if the epoch's first batch differs from that of the loaded state.
 
         Args:
-            slot: The batch's slot.
-            order: The batch's hash.
+            slot: Number of the batch in the epoch's order.
+            order: Hash of the batch.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         if not slot:
@@ -280,6 +304,12 @@ class EpochIterator(Iterator[Any]):
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
 
     def _hand_out(self, step: Step) -> Any:
+        """Count a received batch and return it.
+
+        Raises:
+            StopIteration: The batch would exceed the `--units` limit.
+            Exception: The exception of the user's code that came in place of the batch.
+        """
         loader, (received, row_units, after) = self._loader, step
         counts, bound = loader.counts, loader.feed.units
         if bound is not None and counts.spent + row_units > bound:
@@ -305,21 +335,22 @@ class EpochIterator(Iterator[Any]):
 
 
 def _pinned(received: Delivered) -> Delivered:
+    """Return a copy with the batch in pinned memory, from which transfers to the GPU are fast."""
     return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
 
 class Walk:
-    """Request loop of a rank for one epoch; requests batches ahead and yields the steps.
+    """Request loop of a rank for one epoch: requests batches ahead and yields the rank's steps.
 
-    The rank's course decides which slots to request and to yield.
+    The rank's course (`sharding`) decides which batches to request and which one each step gets.
 
     Args:
-        client: Client on which the epoch was opened.
+        client: Client that has opened the epoch.
         opened: The fetchers' description of the epoch.
-        part: The rank's part of the loader.
+        part: The rule for which batches the rank gets.
         place: Position in the epoch to begin at.
-        window_bytes: Size of the batches to request ahead.
-        compare: Called with the slot and the hash of each batch of a stream that has a hash.
+        window_bytes: Total size of the batches to request ahead.
+        compare: Called with slot and hash of a batch, for those batches of streams that have one.
     """
 
     def __init__(
@@ -348,7 +379,7 @@ class Walk:
         self._kept: dict[int, Delivered] = {}
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps until the end of the epoch."""
+        """Yield this rank's steps until the end of the epoch."""
         for step in itertools.count(self._first):
             received = self._take(step)
             if received is None:
@@ -381,7 +412,10 @@ class Walk:
         return received
 
     def _ask_ahead(self, step: int) -> None:
-        """Request a whole window of steps; repeat when a quarter of the window is used up."""
+        """Request the batches of the next steps, up to `window_bytes`.
+
+        `_take` calls this method again when the rank has received a quarter of these steps.
+        """
         ahead = self._least
         if self._largest_bytes:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
@@ -393,15 +427,15 @@ class Walk:
 
 
 class ReceiveThread(Iterator[Step]):
-    """Iterator that receives steps in a separate thread, while the rank computes.
+    """Iterator over a rank's steps that receives them in a thread, while the rank computes.
 
-    The thread has no reference to the `EpochIterator`, so that the iterator is closed when the
-    cell drops it. The thread itself closes the client's pass, so that an interrupt or a `break`
-    does not wait for the next batch.
+    The thread has no reference to the `EpochIterator`. Otherwise the iterator would stay alive, and
+    open, after the cell has dropped it. The thread itself closes the client, so that an interrupt
+    or a `break` in the cell's loop does not wait for the next batch.
 
     Args:
-        source: The steps.
-        client: The client that receives them.
+        source: The steps to receive.
+        client: The client that `source` uses; the thread closes it at the end.
         pins: Whether to copy batches to pinned memory.
     """
 
@@ -418,13 +452,14 @@ class ReceiveThread(Iterator[Step]):
         return item
 
     def stop(self) -> None:
-        """Tell the thread to end, and discard the steps that it has received."""
+        """Tell the thread to end, and discard the batches that it has received."""
         self._client.is_left = True
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
 
     def _run(self) -> None:
+        """Receive steps until the epoch's end, `stop` or an exception (the thread's function)."""
         end: BaseException = StopIteration()
         try:
             for step in self._source:

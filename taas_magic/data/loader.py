@@ -1,8 +1,9 @@
 """The remote loader: the DataLoader that replaces a registered loader in a rank.
 
-In a rank, the name of a registered loader refers to a `RemoteLoader`, which receives its batches
-from fetchers. The dataset and the samplers are in the fetchers. Their stand-ins in the rank have
-the same attributes, and raise an exception if an operation would have no effect.
+In a rank, the variable of a registered loader has a `RemoteLoader`, which receives its batches from
+fetchers. The real dataset and samplers are in the fetchers. In the rank, other objects stand in for
+them: they have the same attributes, and raise an exception for an operation that could not reach
+the fetchers.
 """
 
 import functools
@@ -40,16 +41,23 @@ _SHOWN = ("generator", "collate_fn", "worker_init_fn")
 _NOT_SET = {*_SHOWN, *SETTINGS, "multiprocessing_context"} - {
     *("batch_size", "drop_last", "persistent_workers")
 }
-"""Attributes that a cell cannot set; DataLoader itself rejects changes to its other attributes."""
+"""Attributes that `RemoteLoader` does not let a cell set.
+
+DataLoader itself rejects changes to `batch_size`, `drop_last`, `persistent_workers`, `dataset`,
+`sampler` and `batch_sampler`.
+"""
 
 _OWN_BUFFER_BYTES = 256 << 20
 """Memory limit for the prepared batches of each worker of a rank, in a run without fetchers."""
 
 _OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
-"""Attributes of DistributedSampler that `RemoteSampler` must take from the real sampler."""
+"""Attributes that DistributedSampler's constructor sets and `RemoteSampler` removes.
+
+A cell that reads one of them gets the value of the real sampler instead.
+"""
 
 _OURS = ("_taas_loader", "_taas_path", "_taas_copy")
-"""Own attributes of stand-ins for datasets, with names that no dataset uses."""
+"""Names of the attributes that `RemoteDataset` has for itself; no real dataset uses them."""
 
 _one_route = threading.Lock()
 
@@ -67,8 +75,8 @@ class LoaderShape:
         has_batch_sampler: Whether the loader has a batch sampler.
         drawn: Number of samples that the sampler draws; None if the sampler has no length.
         varies: Whether the number of batches may change from epoch to epoch.
-        has_own_sampler: Whether a sampler is not torch's own, so that its order may differ between
-            processes.
+        has_own_sampler: Whether the sampler or batch sampler is not one of torch's, so that its
+            order may differ between processes.
         uneven: Rule for batches that do not divide evenly among the ranks (`sharding.Part`).
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
@@ -103,7 +111,7 @@ class LoaderShape:
 
 
 class Agreement(Protocol):
-    """Key-value store that the ranks of an attempt share."""
+    """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
 
     def first(self, key: str, value: bytes) -> bytes:
         """Store `value` if no rank has stored one for `key`; return the stored value."""
@@ -117,21 +125,22 @@ class Agreement(Protocol):
 
 @dataclass
 class Feed:
-    """Rank's access to the run's data service.
+    """A rank's access to the run's data service: settings, keys, and addresses of fetchers.
 
     Attributes:
         payload: Returns the pickled loader for a name.
-        directory: Returns the addresses of a loader's fetchers. None in a run without fetchers:
-            then `own` starts the servers of this rank.
+        directory: Returns the addresses of a loader's fetchers. None in a run without fetchers, in
+            which `own` starts the servers of this rank.
         key: The run's key, which proves that the rank belongs to the run.
         units: Value of `--units`; None for no limit.
         seed: The run's seed.
-        tls: Makes a client context for fetchers on other hosts; None for plain TCP.
+        tls: Returns a TLS client context for fetchers on other hosts; None for plain TCP.
         ledger: On-disk count of the batches that this rank received; None to keep no count.
-        window_bytes: Size of the batches to request ahead.
+        window_bytes: Total size of the batches to request ahead.
         lease: Timeouts.
-        own: Starts this rank's servers in a run without fetchers.
-        agreement: Values that ranks share if each has its own servers; None for a single rank.
+        own: Starts this rank's servers in a run without fetchers; None if there are fetchers.
+        agreement: Key-value store of the ranks in a run without fetchers; None if there are
+            fetchers or only one rank.
         loaders: The remote loaders that exist in this rank.
     """
 
@@ -151,7 +160,7 @@ class Feed:
     loaders: "list[RemoteLoader]" = field(default_factory=list)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return the counts of each loader in this rank, by its name."""
+        """Return the counts of each loader in this rank (batches, waiting time, …), by its name."""
         return {loader.name: loader.counted() for loader in self.loaders}
 
 
@@ -246,7 +255,7 @@ class RemoteLoader(DataLoader[Any]):
         return self._current
 
     def counted(self) -> RankCounts:
-        """Return the counts of this loader; safe to call from any thread."""
+        """Return the counts of this loader; this method may be called from any thread."""
         return self.counts if self._current is None else self._current.counted()
 
     def set_epoch(self, epoch: int) -> None:
@@ -314,6 +323,11 @@ class RemoteLoader(DataLoader[Any]):
         self._states = state.get("streams", {})
 
     def _check(self, state: dict[str, Any]) -> None:
+        """Check that a state belongs to this loader.
+
+        Raises:
+            ValueError: It belongs to another loader, or is not the state of a registered loader.
+        """
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
             raise ValueError(
@@ -334,9 +348,15 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Return a position with the states of the dataset's streams, if the dataset has any.
+        """Add the states of the dataset's streams, if the dataset has a `state_dict`.
 
         A stream's state is the latest one that a worker has saved at or before the position.
+
+        Args:
+            position: The result of `position`.
+
+        Returns:
+            `position`, with the states if there are any.
         """
         epoch, place = position["epoch"], EpochPlace(*position["place"])
         if not self.shape.has_state or place == EpochPlace():
@@ -350,7 +370,12 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def give_states(self, client: Client, streams: int) -> None:
-        """Send the stream states of a loaded state to the workers that prepare the streams."""
+        """Send the dataset's states from a loaded state to the workers that read the streams.
+
+        Args:
+            client: Client that has opened the epoch.
+            streams: Number of streams.
+        """
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
             client.restore(item * streams + stream, state)
@@ -362,7 +387,7 @@ class RemoteLoader(DataLoader[Any]):
         return self._original.dataset
 
     def client(self) -> Client:
-        """Return a new client for one pass."""
+        """Return a new client for one pass over the loader."""
         with _one_route:
             if self._route is None:
                 self._route = self._new_route()
@@ -370,12 +395,13 @@ class RemoteLoader(DataLoader[Any]):
         return Client(route, 2 * self.feed.window_bytes, self.timeout)
 
     def forget_route(self) -> None:
-        """Close this fork's copies of the parent process's connections."""
+        """Close the copies of the connections in a fork of the rank; the rank keeps its own."""
         if self._route is not None:
             self._route.leave()
         self._route = None
 
     def _new_route(self) -> Route:
+        """Return the route to the fetchers, or to a server of this rank, which is then started."""
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
             tls = feed.tls() if feed.tls else None
@@ -413,7 +439,7 @@ _feed: Feed | None = None
 
 
 def _part_from_rank() -> None:
-    """Reset the lock and the connections in a fork of the rank, so that it makes its own."""
+    """Reset the lock and the connections in a fork of the rank; the fork then makes its own."""
     global _one_route
     _one_route = threading.Lock()
     for loader in _feed.loaders if _feed is not None else ():
@@ -424,16 +450,20 @@ os.register_at_fork(after_in_child=_part_from_rank)
 
 
 def use_feed(feed: Feed | None) -> None:
-    """Set the data service that this rank's loaders use; call before the payload is unpickled."""
+    """Set the data service that this rank's loaders use.
+
+    Call it before the payload is unpickled, because the payload has the loaders.
+    """
     global _feed
     _feed = feed
 
 
 def arrive(shape: LoaderShape) -> DataLoader[Any]:
-    """Return a new `RemoteLoader`; a registered loader is pickled as a call of this function.
+    """Return a new `RemoteLoader` in place of a registered loader.
 
-    In a process that is not a rank, such as a child that a rank has spawned, return a loader that
-    raises an exception when it is used.
+    A registered loader is pickled as a call of this function. In a process that is not a rank, such
+    as a child that a rank has spawned, the result is a loader that raises an exception when it is
+    used.
     """
     if _feed is None:
         return _LoaderOfRanks(shape.name)
@@ -460,6 +490,7 @@ class _LoaderOfRanks(DataLoader[Any]):
         raise self._refusal()
 
     def _refusal(self) -> RuntimeError:
+        """Return the exception to raise for any use."""
         return RuntimeError(
             f'loader "{self._taas_name}" feeds ranks, and process {os.getpid()} is none: a child '
             "that a rank starts by spawn or forkserver cannot use it. Use it in the rank, or make "
@@ -468,7 +499,7 @@ class _LoaderOfRanks(DataLoader[Any]):
 
 
 class _Sampler:
-    """Mixin for stand-ins for samplers; the fetchers run the real samplers.
+    """Base of the objects that a rank has in place of samplers, which only fetchers run.
 
     `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from a copy of
     the real sampler, which is entry `_place` of `RemoteLoader.shown()`.
@@ -494,7 +525,7 @@ class _Sampler:
 
 
 class RemoteSampler(_Sampler, DistributedSampler[Any]):
-    """Stand-in for the sampler; its length is that of this rank's share.
+    """Object that a rank has in place of the sampler; its length counts only this rank's samples.
 
     It is a DistributedSampler, so that Lightning sees that the loader is already sharded.
     """
@@ -517,7 +548,10 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
 
 
 class RemoteBatchSampler(_Sampler, Sampler[Any]):
-    """Stand-in for the batch sampler; its length is that of this rank's share."""
+    """Object that a rank has in place of the batch sampler.
+
+    Its length counts only this rank's batches.
+    """
 
     _place = 1
 
@@ -531,12 +565,15 @@ class RemoteBatchSampler(_Sampler, Sampler[Any]):
 
 
 class RemoteDataset(Dataset[Any]):
-    """Stand-in for a dataset that the fetchers run, or for a dataset nested in it.
+    """Object that a rank has in place of a dataset, which only fetchers run.
+
+    `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
+    attribute is itself a dataset, it is replaced in the same way.
 
     Args:
         loader: The remote loader.
         path: Name of the dataset in messages.
-        copy: This rank's copy of a nested dataset. None for the loader's own dataset, whose length
+        copy: This rank's copy of a wrapped dataset. None for the loader's own dataset, whose length
             and small attributes are known without a copy.
     """
 
@@ -586,7 +623,7 @@ class RemoteDataset(Dataset[Any]):
 
 
 class RemoteStream(RemoteDataset, IterableDataset[Any]):
-    """Stand-in for an iterable-style dataset."""
+    """Object that a rank has in place of an iterable-style dataset; it cannot be iterated."""
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
