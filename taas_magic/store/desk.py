@@ -1,7 +1,7 @@
 """The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
-The pool's process has one `Desk` for each run. The controller has checked the number by which a
-host identifies itself in the run. All other content of requests is checked here.
+The pool's process has one `Desk` for each run. The controller has already checked which host of
+the run sent a request. Everything else in a request is checked here, because a host may be hostile.
 """
 
 import os
@@ -60,14 +60,20 @@ MAX_OPEN = 16
 """Maximum number of large files that one host may send at the same time."""
 
 GROUP = 64
-"""Maximum number of pieces whose files are forced to the disk together."""
+"""Maximum number of pieces of files that are written before their files are forced to the disk."""
 
 FLUSHERS = 16
 """Number of threads that force files to the disk."""
 
 
 class _Change(NamedTuple):
-    """A host's last change of a path; `entry` is None if the file or folder was removed."""
+    """The last change that a host made at a path of the store, for the other hosts.
+
+    Attributes:
+        number: Number of the change, ascending over all changes of the run.
+        host_rank: Number of the host that made it.
+        entry: The file or folder that was written; None if it was removed.
+    """
 
     number: int
     host_rank: int
@@ -79,7 +85,7 @@ class Desk:
 
     Args:
         rule: Settings of the store.
-        folder: Folder for the store's hashes between runs.
+        folder: The store's state folder; it keeps the hashes of files for the next run.
         writer: Number of the host that runs rank 0. It may write anywhere in the store; the other
             hosts may write only below `rule.shared`.
     """
@@ -91,8 +97,10 @@ class Desk:
         self._ignore, self._cases = ignore_of(self._tree), Cases()
         self._made, self._exceptions = RunsFiles(folder), Exceptions(rule.overwrite)
         self._beside: set[str] = set()
-        """The user's files that rank 0 wrote in this run: its versions have the name's suffix
-        `KEPT_BESIDE`."""
+        """Paths of the user's files that rank 0 wrote in this run.
+
+        The user's file stays, and rank 0's version is beside it, with the suffix `KEPT_BESIDE`.
+        """
         self._arriving: dict[tuple[int, str], Arrival] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
@@ -114,9 +122,13 @@ class Desk:
     def answer(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Handle a host's request and return the response; blocks while the disk is busy.
 
+        Args:
+            host_rank: Number of the host that sent the request.
+            asked: The request.
+
         Raises:
             ProtocolError: The request is not valid, or the run has ended.
-            StoreError: The store is too large to travel.
+            StoreError: The store is too large to be copied to a host.
         """
         if self._is_closed:
             raise ProtocolError("the run has ended: its project store takes nothing more")
@@ -139,7 +151,10 @@ class Desk:
         self._tree.close()
 
     def _make_token(self, host_rank: int, asked: MakeToken) -> str:
-        """Make the token file at the first request, and return its name."""
+        """Return the name of a file in the store; a host that sees the file shares the store.
+
+        The first request makes the file.
+        """
         if self._token is None:
             for seen in self._tree.entries(""):
                 self._tree.remove_leftover(seen.path)
@@ -161,7 +176,11 @@ class Desk:
         return manifest
 
     def _as_the_run_has_it(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with rank 0's versions in place of the user's files."""
+        """Return the manifest as ranks must see the store.
+
+        If rank 0 wrote a file of the user, the manifest lists rank 0's version under the file's
+        own path, and not the version beside it.
+        """
         if not self._beside:
             return manifest
         kept = {path + KEPT_BESIDE for path in self._beside}
@@ -179,7 +198,11 @@ class Desk:
         return [self._part(path, offset, size) for path, offset, size in parts]
 
     def _part(self, path: str, offset: int, size: int) -> bytes | None:
-        """Return a part of a file that was listed or changed; None if it cannot be read."""
+        """Read `size` bytes at `offset` of a file that was listed or changed in this run.
+
+        Returns:
+            The bytes; None if the file cannot be read or was never listed.
+        """
         changed = path in self._changes and self._changes[path].entry is not None
         if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
@@ -215,7 +238,17 @@ class Desk:
         return {path: why for path, why in answers.items() if why}
 
     def _try(self, step: Callable[..., None], host_rank: int, path: str, *more: object) -> str:
-        """Check a path and call `step`; return why it was refused or failed, or ""."""
+        """Call `step` for a path if the host may change the path.
+
+        Args:
+            step: Function that makes the change; called with `host_rank`, `path` and `more`.
+            host_rank: Number of the host.
+            path: Path relative to the store.
+            *more: Further arguments of `step`.
+
+        Returns:
+            Why the change was refused or failed; "" if it was made.
+        """
         try:
             self._check(host_rank, path)
             step(host_rank, path, *more)
@@ -254,7 +287,7 @@ class Desk:
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
-        """Return whether a folder is a run's: made by a run, not made yet, or shared."""
+        """Return whether a folder belongs to runs: made or about to be made by one, or shared."""
         if path and self._tree.status(path) is None:
             return True
         place = os.path.join(self._rule.path, path)
@@ -262,7 +295,10 @@ class Desk:
         return is_shared or any(map(self._made.has_folder, (path, *folders_of(path))))
 
     def _may_replace(self, path: str) -> bool:
-        """Return whether a host may replace or remove the entry at `path`."""
+        """Return whether a host may replace or remove the file at `path`, if there is one.
+
+        It may if a run made the file and nobody changed it since, unless the file is a notebook.
+        """
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
             return True
@@ -270,7 +306,7 @@ class Desk:
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
-        """Return the path of the run's version of a file."""
+        """Return the path of this run's version of a file, which may be beside the user's file."""
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:
@@ -281,12 +317,12 @@ class Desk:
                 self._made.record_folder(folder)
 
     def _take(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
-        """Write a group of pieces, and move the files that are complete to their paths.
+        """Write pieces of files, and move the files that are complete after that to their paths.
 
-        Forcing many files to the disk together takes hardly longer than forcing one.
+        Files are forced to the disk together, because that takes hardly longer than for one file.
 
         Returns:
-            For each path, why it was refused; "" if it was not.
+            For each path, the reason why it was refused; "" if it was accepted.
         """
         whole: list[tuple[Entry, Arrival]] = []
         answers: dict[str, str] = {}
@@ -305,7 +341,14 @@ class Desk:
     def _write(
         self, host_rank: int, path: str, piece: Piece, whole: list[tuple[Entry, Arrival]]
     ) -> None:
-        """Append a piece to its arriving file, and a complete file to `whole`; or make a folder."""
+        """Write one piece of a file to its temporary file, or make a folder.
+
+        Args:
+            host_rank: Number of the host that sent the piece.
+            path: Path of the file or folder.
+            piece: The piece.
+            whole: List to which the file is added if this piece completes it.
+        """
         entry, key = piece.entry, (host_rank, path)
         if piece.offset == 0:
             self._check_new(path)
@@ -341,7 +384,21 @@ class Desk:
     def _place(
         self, host_rank: int, path: str, entry: Entry, arrival: Arrival, flushed: Future[None]
     ) -> None:
-        """Move a complete file to its path; discard it if that is refused or fails."""
+        """Move a complete file from its temporary name to its path, or discard it.
+
+        It is moved beside the user's file if `path` is one, and the host is then told so.
+
+        Args:
+            host_rank: Number of the host that sent the file.
+            path: Path of the file.
+            entry: Description of the file.
+            arrival: The temporary file.
+            flushed: Future of the call that forces the file to the disk.
+
+        Raises:
+            UnsafeError: The host may not write the file, or it was kept beside the user's file.
+            OSError: The file could not be written.
+        """
         try:
             flushed.result()
             check = self._checks.pop((host_rank, path), None)
@@ -364,14 +421,21 @@ class Desk:
             raise UnsafeError(path, WHY_BESIDE)
 
     def _drop(self, key: tuple[int, str]) -> None:
-        """Discard the arriving file of a host and path, if there is one."""
+        """Discard an incomplete file, if there is one.
+
+        Args:
+            key: Number of the host that sends it, and its path.
+        """
         self._checks.pop(key, None)
         arrival = self._arriving.pop(key, None)
         if arrival is not None:
             arrival.discard()
 
     def _remove(self, host_rank: int, path: str) -> None:
-        """Remove the run's version of a file, or an empty folder; the user's file stays."""
+        """Remove a file or an empty folder, as a host asked; a file of the user stays.
+
+        If rank 0's version is beside the user's file, that version is removed.
+        """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._tree.open_file(path).close()  # raises if it is not a regular file

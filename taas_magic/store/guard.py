@@ -2,8 +2,8 @@
 
 `hold` is called in a freshly forked rank before any of the user's code. Processes that the rank
 starts inherit the protection. The strongest mechanism of the host is used: a read-only mount, else
-Landlock. `strongest` finds it once by trying each in a throwaway process: if a trial fails halfway,
-its process is left in a user namespace, which no process can leave.
+Landlock. `strongest` finds it once by trying each mechanism in a process of its own. The separate
+process is needed because no process can leave a user namespace, in which a failed trial may end.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -80,7 +80,9 @@ def strongest() -> Means:
 
 
 def trial(means: str, folder: str) -> None:
-    """Make a folder read-only for this process; exit with an error if that has no effect.
+    """Test a mechanism: make a folder read-only for this process, and try to write to it.
+
+    The process exits with an error if the write succeeds.
 
     Args:
         means: Name of the `Means` member to try.
@@ -98,7 +100,8 @@ def trial(means: str, folder: str) -> None:
 def candidates(user: int) -> tuple[Means, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
-    Root gets no user namespace: inside one it would lose its rights on other users' files.
+    Root mounts without a user namespace, because inside one it would lose its rights on other
+    users' files.
     """
     mount = Means.MOUNT if user == 0 else Means.USER_MOUNT
     return (mount, Means.LANDLOCK, Means.PYTHON)
@@ -123,7 +126,7 @@ def hold(
         scratch: Path of the scratch folder, which is made here for this process alone. It must be
             on this host and outside the store. The process that ends this one removes it.
         run_folder: Run folder, which stays writable.
-        note: Called once for each path in the store that was written or kept from being written.
+        note: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this is rank 0, which may write to the store and is only watched.
 
     Returns:
@@ -147,7 +150,7 @@ def hold(
 
 
 def _lead(view: redirect.Watched) -> None:
-    """Redirect this process's file calls by `view`."""
+    """Redirect this process's file calls, in Python and in libraries, to the paths of `view`."""
     redirect.install(view)
     libraries.install(view)
 
@@ -164,7 +167,11 @@ _REFUSED = re.compile(
 
 
 def why_refused(error: BaseException) -> str:
-    """Return an explanation of the store's rule if `error` is a write that it refused; else ""."""
+    """Return an explanation for the user if `error` is a write that the store's rule refused.
+
+    Returns:
+        The explanation; "" for any other error.
+    """
     if not _held:
         return ""
     [store], errors = _held, (errno.EROFS, errno.EACCES)
@@ -310,7 +317,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> int:
-    """Return the result of a system call; raise OSError from errno if the call failed."""
+    """Return the result of a C function; if it shows a failure, raise OSError from errno."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")

@@ -1,8 +1,9 @@
-"""Redirect file accesses of libraries in C, C++ and Rust, which `redirect.py` does not see.
+"""Redirect file accesses of libraries in C, C++ and Rust, which bypass Python's `open`.
 
-Each function in `CALLS` opens a file in compiled code and has a Python name. In a rank, that name
-is replaced when its module is imported. The replacement redirects the function's path as `open`
-does. Functions that read are redirected only for ranks that may have their own versions of files.
+`CALLS` lists functions that open a file in compiled code but are called from Python. In a rank,
+each is replaced when its module is imported. The replacement changes the path argument as
+`redirect.py` does for `open`, and calls the original function. Functions that read are replaced
+only in ranks that may have their own versions of files.
 """
 
 import functools
@@ -122,7 +123,14 @@ def _led(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., 
 
 
 def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
-    """Return the path to which the call is redirected."""
+    """Return the path with which to call a library's function.
+
+    Args:
+        view: Decides about paths in the store.
+        call: The function.
+        path: The caller's path.
+        mode: The caller's `mode` argument, which decides if `call.writes` is None.
+    """
     if call.makes_folder:
         return led_path(view, view.target, path)
     if call.writes or (call.writes is None and mode not in ("r", "rb")):

@@ -1,9 +1,10 @@
-"""Rules for which files of a project store travel to and from hosts, and the messages for it.
+"""Rules for which files of a project store are copied to and from hosts, and the messages for it.
 
-Version control, caches, secrets and the files named in `.taasignore` do not travel. A file that
-shells, ssh, git, Python or this package would execute or read as settings is never accepted from a
-host. These rules compare names without regard to case and invisible characters, because a file
-system may not distinguish them. Regular files are identified by their hash (`Hashes`), and a
+In the modules of this folder, a file "travels" if it is copied between the notebook's machine and
+hosts. Version control, caches, secrets and the files named in `.taasignore` do not travel. A file
+that shells, ssh, git, Python or this package would execute or read as settings is never accepted
+from a host. These rules compare names without regard to case and invisible characters, because a
+file system may not distinguish them. Regular files are identified by their hash (`Hashes`), and a
 `Manifest` lists all files of a store that travel. Files are cut into pieces. The size of a message
 is adapted to the speed of the link and is at most `CHUNK_BYTES`.
 
@@ -117,7 +118,7 @@ _OVERLAP_BYTES = 16
 
 
 def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for paths with a part that matches any of `patterns`."""
+    """Return a pattern for paths in which a file or folder name matches any of `patterns`."""
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 
 
@@ -125,15 +126,18 @@ _SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(BELIEVED)
 
 
 def is_believed(path: str) -> bool:
-    """Return whether shells, ssh, git, Python or this package run or obey a file at `path`."""
+    """Return whether a tool would run a file at `path` or read it as settings, unasked.
+
+    The tools are shells, ssh, git, Python and this package.
+    """
     return _BELIEVED.fullmatch(known_as(path)) is not None
 
 
 class PathFileCheck:
-    """Checker that tells an arriving checkpoint from a path file of Python; both end in `.pth`.
+    """Checks that an arriving file with the suffix `.pth` is a checkpoint of torch.
 
-    In folders where Python looks for packages, it runs those lines of a `.pth` file that begin with
-    `import`.
+    Python uses the same suffix for path files. In folders where Python looks for packages, it runs
+    those lines of a `.pth` file that begin with `import`.
     """
 
     def __init__(self) -> None:
@@ -154,7 +158,7 @@ class PathFileCheck:
 
 
 def known_as(path: str) -> str:
-    """Return a normal form of `path`, equal for all paths that any file system may confuse."""
+    """Return a normal form of `path`, in which paths are equal if some file system equates them."""
     seen = path.lower()
     if not path.isascii():
         seen = unicodedata.normalize("NFKC", path).casefold()
@@ -166,9 +170,9 @@ class Ignore:
     """Patterns of files that do not travel.
 
     Args:
-        lines: Lines of a `.taasignore`, in gitignore's syntax. They come after the defaults, so
-            that `!__pycache__/` includes a folder of the defaults and `!.env` includes a secret.
-            `!*/` includes neither: each must be named.
+        lines: Lines of a `.taasignore`, in gitignore's syntax. They can override the defaults:
+            after `!__pycache__/` such folders travel, and after `!.env` that secret does. A line
+            that names no file, such as `!*/`, overrides neither.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -210,7 +214,7 @@ class Ignore:
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether an ignore rule matches `path`, as a file, as a folder, or by a parent."""
+        """Return whether a rule matches `path` (as a file or a folder) or a parent folder of it."""
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
@@ -219,7 +223,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _takes_any_folder_back(line: str) -> bool:
-    """Return whether a line includes any folder again without naming it: `!*/`, `!*`, `!.*/`."""
+    """Return whether a line overrides the rules for all folders: `!*/`, `!*` or `!.*/`."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 
@@ -228,7 +232,10 @@ _ALWAYS = Ignore()
 
 
 _FRESH_NS = 2_000_000_000
-"""Age in nanoseconds below which a file may change without a new time stamp: NFS counts seconds."""
+"""Nanoseconds after a change in which a further change may leave the file's time stamp the same.
+
+The time stamps of NFS may be in whole seconds.
+"""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -236,7 +243,7 @@ Key = tuple[int, int, int, int]
 _NO_KEY = (0, 0, 0, 0)
 
 FOLDER = "folder"
-"""Value that a folder has in place of a hash."""
+"""Value that is stored for a folder instead of a hash."""
 
 
 class Hashes:
@@ -310,7 +317,10 @@ class Hashes:
         return known is not None and known[1] == sha256
 
     def is_same(self, path: str, status: os.stat_result) -> bool:
-        """Return whether a file is the known one; ctime may differ, since a move changes it."""
+        """Return whether a file is unchanged since its hash was recorded, by its status.
+
+        Its ctime may differ, because a move changes it.
+        """
         known = self._known.get(path)
         return known is not None and known[0][:3] == _key(status)[:3]
 

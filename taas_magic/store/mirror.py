@@ -56,7 +56,7 @@ class Mirror:
 
     Attributes:
         path: Path of the copy; the ranks' working directory.
-        tree: Tree of the copy, for changes.
+        tree: The copy, for safe access to its files.
         staging: Descriptor of the folder in which arriving files are written.
         hashes: Files and folders known to be the same in the copy and in the store.
 
@@ -176,7 +176,11 @@ def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
 
 
 def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
-    """Change the mirror to the manifest `want`; return the files that did not arrive."""
+    """Make the mirror's content equal to the manifest `want`.
+
+    Returns:
+        Paths of the files that could not be fetched, or arrived damaged.
+    """
     tree, there = mirror.tree, _look(mirror, {entry.path for entry in want.entries})
     kinds = {entry.path: entry.is_folder for entry in want.entries}
     folders = [path for path, is_folder in kinds.items() if is_folder]
@@ -215,10 +219,16 @@ def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry
 
 
 def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
-    """Return the files and folders of a mirror by path, outer folders first; hash the files.
+    """List and hash the files of a mirror that may be useful, and remove all others.
 
-    Other entries are removed: files that are neither wanted nor known, and files that cannot be
-    read.
+    Useful are files that the new content needs, and files with a known hash, which may be copied.
+
+    Args:
+        mirror: The mirror.
+        wanted: Paths of the new content.
+
+    Returns:
+        The remaining files and folders by path, outer folders first.
     """
     found: dict[str, Entry] = {}
     for seen in mirror.tree.walk():
@@ -231,10 +241,15 @@ def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Make the file of `entry` from `source`, a file of the mirror with the same content.
+    """Make the file that `entry` describes by copying a file of the mirror.
+
+    Args:
+        mirror: The mirror.
+        entry: The file to make.
+        source: Path of a file in the mirror with the same content.
 
     Returns:
-        Whether that succeeded.
+        Whether the file was made.
     """
     with suppress(OSError), mirror.tree.open_file(source) as file:
         arrival = Arrival(mirror.staging)
@@ -315,14 +330,14 @@ class News:
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread after the changes that it is applying now, and wait for it."""
+        """Stop the thread and wait for it; changes that it is applying now are completed."""
         self._over.set()
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Apply all changes since the last call.
+        """Fetch and apply all changes of other hosts since the last call.
 
-        A file that changes while it is fetched is in the next list of changes, too.
+        If a file changes while it is fetched, the next call fetches it again.
         """
         told = self._ask(ListChanges(self._number))
         for path in told.removed:
@@ -345,7 +360,10 @@ class News:
         return self._mirror.tree.remove(path)
 
     def _makes_way(self, entry: Entry) -> bool:
-        """Remove a file in the way of a new folder, or a folder in the way of a new file.
+        """Remove a file at the path of a new folder, or a folder at the path of a new file.
+
+        Args:
+            entry: The new file or folder.
 
         Returns:
             Whether the new file or folder can be made.

@@ -1,12 +1,12 @@
 """Send files that are written in a mirror back to the project store, as soon as they are closed.
 
-An event only marks a path to be checked; `_Sender` sends what it then finds at the path. This has
-four consequences:
+An event of inotify(7) only marks a path to be checked; `_Sender` sends what it then finds at the
+path. This has four consequences:
 
 - A file that is rewritten a thousand times is sent as it is when the sender gets to it.
 - A temporary file that was renamed is not sent.
 - A file that is still being written is sent after it is closed.
-- If events were lost, or inotify(7) is missing, checking all paths is enough.
+- If events were lost, or inotify is missing, all paths are checked, and no change is missed.
 
 Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
@@ -211,9 +211,12 @@ class _Sender:
         self.refused: dict[str, str] = {}
 
     def send(self, paths: Iterable[str]) -> None:
-        """Send the changes at `paths`, which come with outer folders first.
+        """Send the changes at `paths`, except the content of large files.
 
-        Large files are only added to `large`; `send_large` sends them.
+        Large files are added to `large`; `send_large` sends them.
+
+        Args:
+            paths: Paths relative to the mirror; a folder comes before its contents.
         """
         for path in paths:
             try:
@@ -251,7 +254,8 @@ class _Sender:
     def _pieces(self, path: str) -> Iterator[Piece]:
         """Yield the pieces of a file; a small file is one piece.
 
-        If the file is being written, the iterator ends: an event follows when the file is closed.
+        If the file is being written or changes meanwhile, the iterator ends early. The file is sent
+        again after the event that follows when it is closed.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -302,7 +306,7 @@ class _Sender:
             self._asked.pieces.append(Piece(Entry.of(seen, FOLDER), 0, b""))
 
     def _add_gone(self, path: str) -> None:
-        """Queue the removal from the store of all that is known at `path` and below it."""
+        """Queue the removal from the store of the file or folder at `path`, with its contents."""
         hashes = self._mirror.hashes
         self.refused.pop(path, None)
         gone = [path] if path in hashes else []
@@ -316,7 +320,7 @@ class _Sender:
         self._asked.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a small file, or add a large one to `large`, if it differs from the store's."""
+        """Queue a file for sending if it differs from the store's; a large one goes to `large`."""
         if status.st_size > SMALL_BYTES:
             # a recent time stamp may not change with the next write
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
@@ -423,7 +427,13 @@ class Outbound:
             self._note(f"what is written no longer gets into the project store: {error}")
 
     def _mark(self, paths: Iterable[str], everything: bool) -> None:
-        """Schedule checks of `paths`; if `everything`, also of all paths that differ."""
+        """Schedule checks of paths.
+
+        Args:
+            paths: Paths at which something has changed.
+            everything: Whether to check also all other paths at which the mirror differs from the
+                store, because events may be missing.
+        """
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*paths, *(self._differing() if everything else ())):
@@ -431,7 +441,10 @@ class Outbound:
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
 
     def _is_sent(self, path: str) -> bool:
-        """Return whether changes at `path` are sent, by the shared folders and ignore rules."""
+        """Return whether this host sends changes at `path`, by its ignore rules and shared folders.
+
+        A host without rank 0 sends only what is in shared folders.
+        """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_within(path)
 

@@ -1,10 +1,10 @@
 """Rules for which files of a project store belong to the user, and which to runs.
 
 A host that does not share the store sends the files that rank 0 wrote. It may replace and remove
-files that runs made and that nobody changed since. A file of the user stays: rank 0's version is
-kept beside it. In the user's own folders a host may not make hidden files, programs or modules,
-because shells, tools and Python find these by themselves. `[store] overwrite` in taas.toml names
-exceptions.
+files that runs made and that nobody changed since. All other files belong to the user and stay;
+rank 0's version of such a file is kept beside it. In the user's own folders a host may not make
+hidden files, programs or modules, because shells, tools and Python would use them without being
+asked. `[store] overwrite` in taas.toml names exceptions.
 
 The list of files and folders that runs made is in the state folder, never in the store.
 """
@@ -67,7 +67,7 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_start_up(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether a host may not make a new file or folder with this name.
+    """Return whether some tool may run a new file of this name unasked, so that it is refused.
 
     Args:
         name: Last part of the path, as normalized by `manifest.known_as`.
@@ -194,7 +194,7 @@ class RunsFiles:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return a key that differs if a file was changed or replaced."""
+    """Return inode, size and modification time, which differ if a file was changed or replaced."""
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -211,7 +211,7 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class Exceptions:
-    """Paths that hosts may write by `[store] overwrite`.
+    """The user's paths that hosts may write, because `[store] overwrite` in taas.toml names them.
 
     Args:
         patterns: Patterns in gitignore's syntax.

@@ -19,11 +19,11 @@ from taas_magic.errors import StoreError
 from taas_magic.shared_files import lock
 
 SAVES = "TAAS_SAVES"
-"""Environment variable with the folder to which a job's `taas.save` writes instead of the store."""
+"""Environment variable with the folder for files that a farm's job saves by `taas.save`."""
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
-"""Parts of torch's RuntimeErrors for a full disk, which name neither the path nor the disk."""
+"""Texts by which torch's errors for a full disk are recognized; they name no path and no disk."""
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
@@ -152,7 +152,10 @@ def _force_to_disk(path: str) -> None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Clear the frames of the failed calls, which hold torch's writer and the file's disk space."""
+    """Clear the local variables of failed calls, so that the system frees the file's disk space.
+
+    One of these variables is torch's writer, which holds the unfinished file open.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

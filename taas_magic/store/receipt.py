@@ -1,4 +1,4 @@
-"""Receipt of a run: files that rank 0 wrote to the store, and files of other ranks kept out.
+"""Receipt of a run: the files that rank 0 wrote to the store, and other ranks' refused writes.
 
 Rank 0 notes the files that its Python code opens for writing. Files from its subprocesses and C++
 writers are found afterwards by a search of the store for files that changed since the run began.
@@ -79,7 +79,9 @@ class Receipt:
 
 
 class Ledger:
-    """Collector of the store messages from one host's ranks; any thread may call it.
+    """Collects the messages of one host's ranks about files that they wrote, for the receipt.
+
+    Any thread may call it.
 
     Args:
         store: Path of the store, absolute and without symbolic links.

@@ -5,8 +5,9 @@ and torch except for its C++ writers. `install` replaces these functions in the 
 code runs. `libraries.py` redirects the C, C++ and Rust writers of other libraries. Writes that
 bypass both (subprocesses, ctypes) are stopped by `guard.py`.
 
-A view maps paths only. Rank 0 has a `Watched` view: it writes to the store, and each written path
-is noted. The other ranks have `Discarded` or `Refused` views (`--store-writes`).
+A view is an object that decides which path a call really uses. Rank 0 has a `Watched` view: it
+writes to the store, and each written path is noted. The other ranks have `Discarded` or `Refused`
+views (`--store-writes`).
 """
 
 import contextlib
@@ -35,7 +36,7 @@ COPY_LIMIT_BYTES = 1 << 30
 """Largest file of the store that is copied for a rank that appends to it or changes it."""
 
 _SHARDS = (".distcp",)
-"""Suffixes of files that every rank must write: without one the checkpoint would be broken."""
+"""Suffixes of checkpoint files of which every rank writes one; all are needed to load it."""
 
 Path = Any
 """Path argument of a file call: str, bytes, PathLike or a descriptor."""
@@ -68,11 +69,14 @@ class Watched:
         self._busy = threading.local()
 
     def target(self, place: str, *, keep: bool = False) -> str | None:
-        """Return the path to write instead of `place`; None for `place` itself.
+        """Return the path that a call which writes or makes a file must use instead of `place`.
 
         Args:
             place: Absolute path in the store.
             keep: Whether the call needs the existing content, to append to it or to change it.
+
+        Returns:
+            The path; None for `place` itself.
 
         Raises:
             OSError: The rank may not write there.
@@ -81,11 +85,16 @@ class Watched:
         return None
 
     def subject(self, place: str, *, folder: bool = False) -> str | None:
-        """Return the path to remove, or whose attributes to change; None for `place` itself.
+        """Return the path that a call which removes or changes `place` must use instead.
+
+        Such calls are, for example, `os.remove` and `os.chmod`.
 
         Args:
             place: Absolute path in the store.
             folder: Whether the call accepts only folders.
+
+        Returns:
+            The path; None for `place` itself.
         """
         return None
 
@@ -98,11 +107,19 @@ class Watched:
         return None
 
     def own(self, place: str) -> str | None:
-        """Return the path of the rank's own version of `place`, or None if it has none."""
+        """Return the path of the version of `place` that this rank wrote to its scratch folder.
+
+        Returns:
+            The path; None if the rank wrote no version of its own.
+        """
         return None
 
     def asked(self, path: Path) -> Path:
-        """Return the path in the store if `path` is in the scratch folder; else `path` itself."""
+        """Return the path in the store that the rank means by `path`.
+
+        A path in the rank's scratch folder means the corresponding path in the store. Any other
+        path is returned as it is.
+        """
         return path
 
     def ask(
@@ -113,17 +130,18 @@ class Watched:
         *,
         follow: bool = True,
     ) -> str | None:
-        """Return `decide(place)` for the place in the store that `path` resolves to.
+        """Return the path that a file call must use instead of `path`; None for `path` itself.
 
         Args:
-            decide: Maps a place to the path to use, or to None for the place itself.
+            decide: Method that maps a place in the store to the path to use, such as `target`.
             path: Path argument of the file call.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link at the end of the path.
 
         Returns:
-            The result of `decide`. None if the path is outside the store or in a folder open to
-            all ranks, or if this thread is already inside a redirected call.
+            The result of `decide` for the place that `path` resolves to. None if that is outside
+            the store or in a folder open to all ranks, or if this thread is already inside a
+            redirected call.
         """
         if self.busy:
             return None
@@ -148,12 +166,11 @@ class Watched:
         return None if any(is_below(place, shared) for shared in self._open_folders) else place
 
     def note(self, place: str) -> None:
-        """Call `note` once for a place that the rank wrote or would have written.
+        """Report, once, a place that the rank wrote or would have written without redirection.
 
-        Bytecode files are not noted: Python writes them, not the user's code.
-
-        Forked children of the rank note nothing: the channel that `note` writes to may have been in
-        use at the fork.
+        Bytecode files are left out, because Python writes them and not the user's code. Forked
+        children of the rank report nothing, because the channel for reports may have been in use at
+        the fork.
         """
         known = place in self._noted or "/__pycache__/" in place
         if not known and os.getpid() == self._pid:
@@ -161,12 +178,12 @@ class Watched:
             self._note(place)
 
     def begin_run(self) -> None:
-        """Note each path again: another run begins in this process."""
+        """Forget which paths were noted, because another run begins in this process."""
         self._noted = {self.store}
 
     @property
     def busy(self) -> bool:
-        """Whether this thread is inside a redirected call, whose own calls are not redirected."""
+        """Whether this thread is inside a redirected call; calls made there are not redirected."""
         return getattr(self._busy, "flag", False)
 
     @contextlib.contextmanager
@@ -194,9 +211,9 @@ class Refused(Watched):
 class Discarded(Watched):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Only the state of the scratch folder decides whether a call succeeds. So if every rank makes the
-    same call, it cannot fail on one rank because rank 0 was faster: all ranks may `mkdir` the same
-    folder or remove the same file. If the call itself is wrong, it fails on rank 0.
+    Only the state of the scratch folder decides whether a call succeeds. So all ranks may `mkdir`
+    the same folder or remove the same file, and no call fails because rank 0 has already made it. A
+    call that is wrong in itself still fails on rank 0.
 
     Args:
         *args: See `Watched`.
@@ -263,7 +280,10 @@ class Discarded(Watched):
         return path
 
     def subject(self, place: str, *, folder: bool = False) -> str:
-        """Return the rank's own version of `place`, or a new empty stand-in for rank 0's."""
+        """Return the rank's own version of `place`, or a new empty file or folder if it has none.
+
+        The call then changes or removes the empty one, and the file in the store stays as it is.
+        """
         self.note(place)
         return self.own(place) or self._stand_in(folder or os.path.isdir(place))
 
@@ -278,7 +298,7 @@ class Discarded(Watched):
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _stand_in(self, folder: bool) -> str:
-        """Make an empty file or folder that receives a change meant for one of rank 0's."""
+        """Make an empty file or folder for a call that would change or remove one in the store."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
@@ -303,7 +323,7 @@ _installed: list[Watched] = []
 
 
 def begin_run() -> None:
-    """Start a new run in this process: paths noted in an earlier run are noted again."""
+    """Forget which paths were noted in an earlier run of this process, because a new one begins."""
     for view in _installed:
         view.begin_run()
 
@@ -458,7 +478,10 @@ def _lead(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the path, and the `dir_fd` at which it starts, to call with; see `Watched.ask`."""
+    """Return the arguments with which to call a function of `os`: the path, and its `dir_fd`.
+
+    See `Watched.ask` for the parameters.
+    """
     led = view.ask(decide, path, folder, follow=follow)
     return (path, folder) if led is None else (led, None)
 
@@ -505,7 +528,7 @@ def _look(
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path to which a library's call is redirected, or the path itself."""
+    """Return the path with which to call a library's function; see `Watched.ask`."""
     led, _ = _lead(view, decide, path, follow=True)
     return led
 
@@ -599,7 +622,14 @@ def _access(
 
 
 def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder; `join` merges the entries in the store with the rank's own entries."""
+    """List a folder, with the entries in the store and those that only the rank itself has.
+
+    Args:
+        view: The rank's view.
+        join: Merges both lists of entries.
+        real: The function that lists a folder.
+        path: The folder.
+    """
     path = "." if path is None else path
     own = _own_file(view, path)
     if own is None:
@@ -668,7 +698,10 @@ def _lead_torch_writer(view: Watched) -> None:
 
 
 def _lead_torch_reader(view: Discarded) -> None:
-    """Redirect the C++ reader of `torch.export.load` and `torch.package` to the rank's files."""
+    """Redirect torch's C++ reader of files, so that it finds files that only the rank itself has.
+
+    `torch.export.load` and `torch.package` use it.
+    """
     import torch
 
     real: Any = torch._C.PyTorchFileReader

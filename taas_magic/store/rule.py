@@ -1,8 +1,9 @@
 """The project store of a run: choose it, check that it can be written, lock it, identify it.
 
-On one running kernel, file system and inode identify a folder. Between machines they do not: two
-clones of one disk agree in both. Another machine therefore looks for a file with a random name,
-which stays in the store while the run lasts.
+On one machine, from its start to its shutdown, the numbers of file system and inode identify a
+folder. Between machines they do not, because two clones of one disk have the same numbers. Another
+machine therefore looks for a file with a random name, which the notebook's machine makes in the
+store for the time of the run.
 """
 
 import contextlib
@@ -304,7 +305,7 @@ class Identity(Struct, frozen=True):
 
         Args:
             token: Function that makes the notebook's machine create a file in the folder, and that
-                returns the file's name. Not called on the notebook's own kernel.
+                returns the file's name. On the notebook's own machine it is not called.
         """
         try:
             here = Identity.of(self.path)

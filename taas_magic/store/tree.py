@@ -1,4 +1,4 @@
-"""Access to a folder by descriptors only (`Tree`), and atomic arrival of a file (`Arrival`).
+"""Access to a folder that no symbolic link can redirect (`Tree`), and atomic writing (`Arrival`).
 
 Paths are relative, with parts joined by `/`. A path is checked, then opened part by part (openat(2)
 with O_NOFOLLOW). So a symbolic link stops the access instead of redirecting it, even if the link
@@ -43,7 +43,7 @@ _KINDS = {
 
 
 def why_astray(path: str) -> str:
-    """Return why a path does not stay inside a tree; "" if it does."""
+    """Return why a relative path may lead out of a folder; "" if it cannot."""
     if not path:
         return "it has no name"
     if "\0" in path:
@@ -93,9 +93,9 @@ def folders_of(path: str) -> Iterator[str]:
 
 
 class Cases:
-    """Detector of paths that are equal on a file system that ignores case.
+    """Finds paths that differ by case alone, and so are equal on a file system that ignores case.
 
-    Of two such paths, the first one stays known.
+    Of two such paths, the first one is kept as known.
     """
 
     def __init__(self) -> None:
@@ -380,7 +380,7 @@ class Arrival:
             raise DamagedError(path, size, self.received)
 
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
-        """Move the file to `path`, replacing an old file but keeping its mode.
+        """Move the file to `path`; an old file there is replaced, and its mode is kept.
 
         Args:
             tree: Tree of the destination.
