@@ -1,8 +1,8 @@
-"""Distinguishes a process that is slow to start from one that is stuck.
+"""Functions that tell a process that is slow to start from one that is stuck.
 
 An import from a cold network disk or on a busy machine may take minutes. So the start of a process
-has no fixed time limit. A process counts as stuck if it has used no processor time and has read and
-written nothing for the pool's `start_timeout_s`.
+has no fixed time limit. A process counts as stuck if, for the pool's `start_timeout_s`, it has used
+no CPU time and has read and written nothing.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ class Usage(NamedTuple):
 
     Attributes:
         at_s: Time of the sample, on the monotonic clock.
-        cpu_s: Total processor seconds.
+        cpu_s: Total CPU seconds.
         calls: Number of reads and writes, plus the bytes that the system read from disk.
         pids: Ids of the processes.
     """
@@ -36,16 +36,16 @@ class Usage(NamedTuple):
 
 
 def last_active(before: Usage | None, now: Usage) -> Usage:
-    """Return `now` if the processes have worked since `before`, else `before`.
+    """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    So `now.at_s - last_active(before, now).at_s` is the number of seconds without work. A new or
-    ended process counts as work.
+    If the result is passed as `before` with the next sample, its time is always that of the last
+    sample that showed work. A new or ended process counts as work.
     """
     return now if before is None or before[1:] != now[1:] else before
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> Usage:
-    """Return a sample of the given processes. Processes that have ended are left out."""
+    """Take a sample of processes; ignore those that have ended or belong to another user."""
     cpu_s, calls, pids = 0.0, 0, set()
     for process in processes:
         try:
@@ -69,7 +69,7 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 class IdleTimer:
-    """Timer of the seconds for which a process has done no work.
+    """Meter of the time for which a process has used no CPU time and read and written nothing.
 
     Args:
         with_children: Whether work of the process's descendants counts too.
@@ -88,7 +88,7 @@ class IdleTimer:
 
 
 def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout_s: float) -> bool:
-    """Wait until a process reports that it has started, or ends.
+    """Wait until a process has started, has ended or counts as stuck.
 
     Args:
         ready: A descriptor that becomes readable, or closes, when the process has started or ended.

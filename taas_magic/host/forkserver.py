@@ -4,10 +4,10 @@ Two processes import this module:
 
 - The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
   processes. A fork takes tens of milliseconds, and is as clean as a new process that imported the
-  same modules. The agent passes the function for a fork to run by its dotted name.
-- The forkserver runs `_preload` when it imports this module. It imports the remaining modules
-  (`LATER`) when it has no child (`start_importing_rest`). This may take a minute, in which a fork
-  of the forkserver (`_StandIn`) starts processes in its place.
+  same modules. The agent passes the dotted name of the function that the fork calls.
+- The forkserver runs `_preload` when it imports this module. Later, when it has no child, it
+  imports the remaining modules (`LATER`, `start_importing_rest`). This may take a minute. Until
+  then, a fork of the forkserver (`_StandIn`) starts processes instead of it.
 """
 
 import gc
@@ -39,14 +39,14 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""Modules that the forkserver imports when no cell waits. If it has not, each rank imports them at
-its first optimizer step, which takes 1 s."""
+"""Modules that the forkserver imports when no cell waits. If a rank starts before that, the rank
+imports them itself at its first optimizer step, which takes 1 s."""
 
 _PRELOAD = "TAAS_PRELOAD"
 """Environment variable with the modules that the pool's settings add, separated by commas."""
 
 _AGENT_PID = "TAAS_AGENT_PID"
-"""Environment variable with the agent's pid. The forkserver ends with that process."""
+"""Environment variable with the agent's pid. The forkserver ends when the agent ends."""
 
 _IMPORTS = "TAAS_IMPORTS"
 """Environment variable with the path of the file that names the module being imported."""
@@ -55,10 +55,10 @@ _FORGET_S = 1.0
 """Seconds for the forkserver to report that a killed process has ended."""
 
 _LOST = 255
-"""Exit code that multiprocessing assigns to a process whose forkserver ended before it."""
+"""Exit code that multiprocessing assigns to a process if its forkserver ended first."""
 
 _SEEN_S = 1.0
-"""Seconds between the moment when a forkserver's pipes close and the moment when it has ended."""
+"""Maximum seconds from the closing of a forkserver's pipes until the system shows its end."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -71,26 +71,27 @@ _lock = threading.RLock()
 _server: psutil.Process | None = None
 _stand_in: "_StandIn | None" = None
 _stand_ins: list["_StandIn"] = []
-"""The stand-in that starts processes now, if any, and earlier ones that may still have children."""
+"""All stand-ins that were started, including earlier ones that may still have children."""
 
 _has_rest = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
-"""Idle timer of the process that is starting another one; None if none is being started."""
+"""Idle timer of the forkserver or stand-in while it starts a process; None otherwise."""
 
 _start_timeout_s = START_TIMEOUT_S
 _imports_file = Path()
 _imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
-"""Pid of the forkserver, set in the forkserver and its forks."""
+"""In the forkserver and its forks: pid of the forkserver, or of the stand-in. None in the agent."""
 
 _problems: list[str] = []
-"""Messages about modules of the pool's settings that could not be imported; in the forkserver."""
+"""In the forkserver and its forks: messages about modules of the pool's settings that could not be
+imported."""
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Start the forkserver, and return while it still imports modules.
+    """Start the forkserver. Do not wait for its imports.
 
     Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
 
@@ -113,7 +114,7 @@ def begin(modules: Sequence[str]) -> None:
 
 
 def importing() -> tuple[str, float]:
-    """Return the module that the forkserver is importing, and the seconds for which it has.
+    """Return the name of the module that the forkserver is importing, and for how many seconds.
 
     The name is "" if the forkserver is importing nothing.
     """
@@ -135,9 +136,9 @@ def _say_import(file: Path, name: str) -> None:
 
 
 def _watch() -> None:
-    """End the forkserver if it is stopped or stuck for too long.
+    """End the forkserver if it is stopped or stuck for too long. Runs in a thread of the agent.
 
-    Callers that wait for the forkserver then notice that it has ended, and the host is replaced.
+    Callers that wait for the forkserver then get an error, and the pool replaces the host.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -161,13 +162,18 @@ def _watch() -> None:
 
 
 def _servers() -> list[psutil.Process]:
-    """Return the forkserver and its stand-ins: this host's ranks and fetchers end with them."""
+    """Return the forkserver and its stand-ins, which are the parents of all ranks and fetchers."""
     servers = [_server] if _server is not None else []
     return servers + [it.process for it in list(_stand_ins)]
 
 
 def _end(server: psutil.Process, what: str) -> None:
-    """Kill the forkserver and its stand-ins because `server` failed as `what` describes."""
+    """Kill the forkserver and its stand-ins because one of them failed.
+
+    Args:
+        server: The one that failed.
+        what: Description of the failure, such as "was stopped".
+    """
     global _why, _is_over
     _is_over = True
     _why = f"this host's forkserver (process {server.pid}) {what}, and was ended"
@@ -208,11 +214,11 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 class _StandIn:
     """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
-    It runs multiprocessing's own server on a separate socket. It ends when the last process that it
-    has started has ended, or with the forkserver.
+    It runs multiprocessing's own server on a separate socket. After the import, it starts no more
+    processes, and ends when all its children have ended. It also ends if the forkserver ends.
 
     Attributes:
-        children: Processes that it has started.
+        children: Processes that it has started and that may still run.
     """
 
     def __init__(self) -> None:
@@ -230,13 +236,19 @@ class _StandIn:
         self._started = started
 
     def has_failed(self) -> bool:
-        """Return whether the stand-in has failed. The processes that it started end with it."""
+        """Return whether the stand-in has ended too early. Its children have then ended too."""
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
         return exitcode(self._started) not in (None, 0)
 
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Replace `forkserver.connect_to_new_process`: ask this stand-in to fork a process."""
+        """Ask this stand-in, instead of the forkserver, to fork a process.
+
+        Takes the place of multiprocessing's `forkserver.connect_to_new_process`.
+
+        Returns:
+            The ends of the pipes from and to the new process.
+        """
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self._address)
             from_child, child_writes = os.pipe()
@@ -258,8 +270,8 @@ class _StandIn:
     def end_if_over(self) -> None:
         """Let the stand-in end if it is no longer used and all its children have ended.
 
-        The stand-in must have reported each child's exit code before: it could end before it
-        reports the last one, if only that child kept it running.
+        A child counts as ended only once the stand-in has reported its exit code. Otherwise the
+        stand-in could end before it reports the last exit code.
         """
         if self is _stand_in or self._held.closed:
             return
@@ -269,7 +281,12 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, held: Connection) -> None:
-    """Start processes until all write ends of `held` are closed. Runs in a fork."""
+    """Run the server of a stand-in until all write ends of `held` are closed. Runs in a fork.
+
+    Args:
+        listener: Socket on which requests for new processes arrive.
+        held: Read end of a pipe. The agent and the stand-in's children hold the write end.
+    """
     global _own_pid
     _own_pid = os.getpid()
     forkserver.main(listener.detach(), held.fileno(), [])
@@ -278,8 +295,8 @@ def stand_in(listener: socket.socket, held: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    Does nothing while the forkserver has children, since it would not notice their ends during the
-    import. Call again when the children have ended.
+    Does nothing while the forkserver has children, because it could not report their ends during
+    the import. So callers call this again when the children have ended.
     """
     threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
@@ -333,10 +350,13 @@ def wait_while_stopped() -> None:
 
 
 def took_along(codes: Collection[int | None]) -> bool:
-    """Return whether processes with these exit codes ended because the forkserver ended.
+    """Return whether the forkserver has ended, and so has ended the processes that it started.
 
     The forkserver's pipes, which report the ends of its processes, close a moment before the system
     shows that the forkserver has ended. So this waits up to `_SEEN_S` if a code is `_LOST`.
+
+    Args:
+        codes: Exit codes of processes that have ended.
     """
     deadline = time.monotonic() + (_SEEN_S if _LOST in codes else 0.0)
     while is_alive():
@@ -357,7 +377,7 @@ def start(function: str, *arguments: Any) -> Any:
         The `multiprocessing.Process`.
 
     Raises:
-        PoolError: The forkserver has ended. This host will end too.
+        PoolError: The forkserver has ended. The pool replaces this host.
     """
     global _starting
     process = _context.Process(target=call, args=(function, *arguments))
@@ -381,7 +401,10 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return an idle timer for the process that starts the next fork; None if there is none."""
+    """Return an idle timer for the stand-in, or else the forkserver, that starts the next process.
+
+    Returns None if the forkserver is not running yet.
+    """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
     # An import may start programs. After the first import, the forkserver's children are ranks.
@@ -390,12 +413,12 @@ def _start_timer() -> IdleTimer | None:
 
 
 def why_ended() -> str:
-    """Return the error message for a forkserver that has ended."""
+    """Return a message for the user about the end of the forkserver: why, and what happens next."""
     return f"{_why}; another host takes its place"
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function by its dotted name. Runs in a fork, which ends with the forkserver."""
+    """Call a function by its dotted name in a new fork, which ends if the forkserver ends."""
     if _own_pid is not None:
         die_with_parent(_own_pid)
         _leave_resource_tracker()
@@ -405,10 +428,10 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def _leave_resource_tracker() -> None:
-    """Disconnect this process from the agent's resource tracker; it starts its own when needed.
+    """Disconnect this fork from the agent's resource tracker.
 
-    The agent's tracker keeps running after the run has ended, so it would not remove semaphores and
-    shared memory that the run left.
+    Multiprocessing starts a new tracker for the fork when needed. The agent's tracker continues
+    after the run has ended, so it would not remove semaphores and shared memory that the run left.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -417,7 +440,10 @@ def _leave_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether a process runs, as far as reported. A forgotten one counts as ended."""
+    """Return whether no exit code of a process has been reported yet.
+
+    A process that was passed to `forget` counts as ended.
+    """
     try:
         return exitcode(process) is None
     except ValueError:  # `forget` has closed the process
@@ -440,15 +466,15 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send `_problems` to the agent. Runs in a fork."""
+    """Send the forkserver's `_problems` to the agent. Runs in a fork that exists only for this."""
     control.send(_problems)
 
 
 def _preload() -> None:
-    """Import modules and prepare the forkserver, so that each rank inherits the result.
+    """Import modules and prepare the forkserver, so that each fork inherits the result.
 
-    This must create no CUDA context and no thread: a fork's CUDA context is broken, and threads do
-    not exist in a fork.
+    This must create no CUDA context and no thread: an inherited CUDA context does not work, and a
+    fork does not inherit threads.
     """
     global _own_pid
     _own_pid = os.getpid()
@@ -476,8 +502,8 @@ def _preload() -> None:
 def _close_input() -> None:
     """Make standard input empty, here and in forks.
 
-    The inherited standard input is the agent's, which never ends. Programs that a cell starts, such
-    as ssh and ffmpeg, may read it.
+    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. The one that the
+    forkserver inherits from the agent never ends, so they would wait forever.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -485,7 +511,7 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `LATER` on the agent's signal. Runs in the forkserver's only thread, between forks."""
+    """Import `LATER` when the agent sends SIGUSR1. Runs in the forkserver's only thread."""
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module raises the same error to the user
@@ -497,7 +523,10 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _settle() -> None:
-    """Prepare imported objects for forks: drop exit finalizers and freeze the collector."""
+    """Prepare imported objects for forks.
+
+    Disables exit finalizers, and exempts all objects from garbage collection.
+    """
     # A rank must not run this process's finalizers when it exits: torch alone has hundreds, and the
     # first rank would remove a temporary folder of all.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

@@ -1,16 +1,17 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-torchrun's agent serves the store itself, but this package's agent does not import torch. So the
-agent binds the port, which lets all hosts know the port at once. When the ranks have been started,
-the agent starts a process of the forkserver that serves the store on the port. Each attempt has a
-new store, since an old one holds the addresses at which the last attempt's ranks listened.
+This package's agent cannot serve the store itself, as torchrun's agent does, because it does not
+import torch. It only binds the port, so that all hosts can know the port at once. When the agent
+has started the ranks, it starts a fork of the forkserver, which serves the store on the port. Each
+attempt has a new store, since an old one holds the addresses at which the last attempt's ranks
+listened.
 
 Ranks of several hosts use the store to wait for one another before they end (`await_all`). Ranks
 without fetchers use it to agree on the contents of their loaders (`LoaderAgreement`).
 
-Horovod's ranks find each other through an HTTP server of horovod's. The process that serves the
-store runs that server too, and puts its port into the store. From the port, ranks build the
-variables that `horovodrun` would set.
+Horovod's ranks find each other through an HTTP server that is part of horovod. The process that
+serves the store also runs the HTTP server, and puts its port into the store. Ranks read the port
+and build the environment variables that `horovodrun` would set.
 """
 
 import functools
@@ -38,16 +39,16 @@ _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
 _ANSWER_S, _LOOK_S = 5.0, 0.01
 _AGREE_S = 60.0
-"""Seconds to wait for a rank to publish the order of an epoch after it has run the sampler."""
+"""Seconds to wait for another rank, which runs the sampler, to publish the order of an epoch."""
 
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
-    """The rendezvous of one attempt, on the run's first host. Used in the agent.
+    """The rendezvous of one attempt. The agent of the run's first host creates it.
 
     Attributes:
-        port: Port chosen by the system.
+        port: Port of the store, which the system has chosen.
     """
 
     def __init__(self, address: str) -> None:
@@ -58,12 +59,12 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Start the process that serves the store. Connections made before wait in the backlog."""
+        """Start the process that serves the store. Earlier connections wait until then."""
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def close(self) -> None:
-        """End the rendezvous. Called when the attempt's ranks have ended."""
+        """Kill the process that serves the store. Called when the attempt's ranks have ended."""
         self._listener.close()
         if self._server is not None:
             self._server.kill()
@@ -72,7 +73,11 @@ class Rendezvous:
 
 
 def reach(address: str, port: int) -> None:
-    """Check from another host that the run's first host can be reached. Blocks.
+    """Check from this host that the rendezvous on the run's first host can be reached. Blocks.
+
+    Args:
+        address: Address of the first host.
+        port: Port of the rendezvous.
 
     Raises:
         PoolError: The first host cannot be reached.
@@ -88,9 +93,9 @@ def reach(address: str, port: int) -> None:
 
 
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
-    """Wait until all ranks of the attempt are ending, or `limit_s` have passed.
+    """Tell the other ranks that this rank is ending, and wait until all ranks are ending.
 
-    Runs in each rank that is about to end.
+    The wait ends after `limit_s` in any case.
 
     Args:
         environ: torchrun's variables of this rank.
@@ -114,7 +119,9 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
 
 
 class LoaderAgreement:
-    """Values about loaders that an attempt's ranks share through its store. Thread-safe.
+    """Access to the store for values about loaders that all ranks of an attempt must agree on.
+
+    Thread-safe.
 
     Args:
         environ: torchrun's variables of this rank, from before the cell could change them.
@@ -129,12 +136,12 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Set `key` to `value` unless a rank has set it before; return the value that is stored."""
+        """Store `value` under `key` unless a rank has done so before; return the stored value."""
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store `value` under `key` for the other ranks; remove the key `replaced`."""
+        """Store `value` under `key` for the other ranks; remove the older key `replaced`."""
         store = self._client()
         store.set(self._prefix + key, value)
         store.delete_key(self._prefix + replaced)
@@ -165,7 +172,14 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve a store on `listener` until this process, a fork of the forkserver, is killed."""
+    """Serve the ranks' store on `listener`, and horovod's server, until this process is killed.
+
+    Runs in a fork of the forkserver.
+
+    Args:
+        listener: Listening socket, which the agent has bound.
+        address: Address of this host.
+    """
     import torch.distributed as dist
 
     make_store = functools.partial(
@@ -187,7 +201,10 @@ def serve(listener: socket.socket, address: str) -> None:
 
 @functools.cache
 def has_horovod() -> bool:
-    """Return whether horovod is installed. The forkserver checks once, and its forks inherit it."""
+    """Return whether horovod is installed.
+
+    The result is cached. The forkserver calls this first, so that its forks inherit the result.
+    """
     return importlib.util.find_spec("horovod") is not None
 
 
@@ -210,9 +227,9 @@ def _serve_horovod(address: str) -> str:
 
 
 def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
-    """Return the variables that `horovodrun` would set for this rank.
+    """Return the environment variables that `horovodrun` would set for this rank.
 
-    Blocks until the first host has started horovod's server, or has failed to.
+    Blocks until the first host has started horovod's server or has failed to start it.
 
     Args:
         environ: torchrun's variables of this rank.
@@ -234,7 +251,7 @@ def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict
 
 
 def horovod_variables(environ: Mapping[str, str], port: str) -> dict[str, str]:
-    """Return horovod's variables of a rank.
+    """Return the environment variables that `horovodrun` would set for a rank.
 
     Args:
         environ: torchrun's variables of the rank.

@@ -2,15 +2,15 @@
 
 Runs in the agent; imports neither torch nor IPython. Stacks are collected in four ways, in order:
 
-1. A rank is asked. Its heartbeat thread responds with the stacks of all its threads and the pending
-   collectives of torch's flight recorder.
-2. A rank that cannot respond, children that it forked, fetchers and their workers are sent
-   `SIGNAL`. Python then writes the stacks between two instructions of the main thread
-   (`tracebacks.listen`).
-3. If the main thread is in a C call, the process is sent `SIGNAL_IN_C`. faulthandler then writes
-   the main thread's stack at once, without a lock. This would crash a process that runs Python
-   code at that moment.
-4. For programs that a rank started, only /proc is read.
+1. The agent sends a request to the rank. The rank's heartbeat thread responds with the stacks of
+   all its threads and the pending collectives of torch's flight recorder.
+2. The agent sends `SIGNAL` to a rank that does not respond, to children that the rank forked, and
+   to fetchers and their workers. Python handles the signal between two instructions of the main
+   thread, and writes the stacks to a file (`tracebacks.listen`).
+3. If the main thread is in a C call, Python cannot handle `SIGNAL`, and the agent sends
+   `SIGNAL_IN_C`. faulthandler then writes the main thread's stack at once, without a lock. This
+   could crash a process that runs Python code at that moment, so it is only the third way.
+4. For a program that a rank started, the agent only reads /proc.
 """
 
 import os
@@ -49,18 +49,18 @@ ANSWER_S = 3.0
 """Seconds for a rank to respond. Its heartbeat thread needs the interpreter's lock for that."""
 
 WRITE_S = 2.0
-"""Seconds for a process to write its stack. A process in an uninterruptible call never does."""
+"""Seconds for a process to write its stack. A process in an uninterruptible system call cannot."""
 
 IN_C_S = 1.0
-"""Seconds without a response to `SIGNAL` after which a main thread that could run must be in a C
-call."""
+"""Seconds for a process to respond to `SIGNAL`. A main thread that has not responded by then is in
+a C call, unless it could not run because the CPU was busy."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between samples of the CPU time of ranks and of the processes below them."""
 
 COMPUTES_SHARE = 0.02
-"""Share of one core above which a rank counts as making progress. A waiting rank uses a tenth of
-this."""
+"""Fraction of one core that a rank must use to count as making progress. A waiting rank uses about
+a tenth of this."""
 
 _BEATS_S = 5.0  # a rank with a beat in the last 5 s can respond, if not at once
 _GONE = "gone"
@@ -85,7 +85,8 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""What a thread waits for, by the file of the standard library in which it waits."""
+"""Descriptions of what a thread waits for, by the file of the standard library in which it
+waits."""
 
 _POLL = "a connection, in a C call"
 if sys.version_info < (3, 11):  # there, time.sleep calls select(2)
@@ -105,7 +106,9 @@ _Stand = TypeVar("_Stand", bound=ProcessStand)
 
 @dataclass
 class Sight:
-    """Raw data about one process and its children. Fields not listed are as in `ProcessStand`.
+    """Data about one process and its children, from which a stack report is made.
+
+    Fields that are not listed here are as in `ProcessStand`.
 
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
@@ -131,9 +134,10 @@ class Sight:
         return next(iter(self.threads.values()), [])
 
     def stand(self, kind: type[_Stand], **more: Any) -> _Stand:
-        """Return the data as a text report of the class `kind`.
+        """Return the stack report about this process and its children, in which frames are text.
 
         Args:
+            kind: Class of the report.
             more: Values of the fields that `kind` adds to `ProcessStand`.
         """
         return kind(
@@ -150,9 +154,10 @@ class Sight:
 
 
 def place(frames: Sequence[StackFrame]) -> str:
-    """Return the innermost notebook line of a thread.
+    """Return a thread's position in the user's code: its innermost frame in a cell, as text.
 
-    Without one, return the innermost frame outside this package, or "" if there is none.
+    If the thread is in no cell, return its innermost frame outside this package; "" if there is
+    none.
     """
     cells = [frame for frame in frames if frame.file.startswith("Cell In[")]
     users = [frame for frame in frames if _OURS not in frame.file]
@@ -189,7 +194,12 @@ def waits_for(sight: Sight) -> str:
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
-    """Return a collective's name: the called function and the flight recorder's entry for it."""
+    """Return a description of a pending collective, for the user.
+
+    Args:
+        function: Function of torch.distributed that the rank has called.
+        pending: The flight recorder's entries for collectives that have not finished.
+    """
     begun = next(iter(pending), "")
     if begun and begun.partition(" ")[0] != function:
         begun = f"{function} ({begun})"  # all_gather_object, for example, calls all_gather twice
@@ -197,9 +207,11 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Return the file of the innermost frame outside the standard library, and its callee's file.
+    """Return which file called the standard library, and which of its files that call is in.
 
-    The callee's file is a name without folders; "" if that frame called no standard library.
+    Returns:
+        The file of the innermost frame outside the standard library, and the name without folders
+        of the file that this frame called; "" if the thread is not in the standard library.
     """
     called = ""
     for frame in reversed(frames):
@@ -210,7 +222,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sight: Sight) -> str:
-    """Return the pid and notebook line of the first child that runs the user's code, else ""."""
+    """Return a note on the first child that runs code of a cell: its pid and position; else ""."""
     for child in sight.children:
         where = place(child.main)
         if where.startswith("Cell In["):
@@ -239,7 +251,7 @@ class Stand:
         self._collecting = threading.Lock()
 
     def look(self, now: float) -> None:
-        """Update which ranks make progress. If none has for too long, send a `Hang` event.
+        """Record which ranks make progress. If no rank has for too long, send a `Hang` event.
 
         Does not block: stacks for the event are collected in a thread.
 
@@ -265,19 +277,22 @@ class Stand:
             threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, Sight]]:
-        """Collect the stacks of all ranks. Takes some seconds if a rank does not respond."""
+        """Collect the stacks of all ranks and their children.
+
+        Takes some seconds if a rank does not respond.
+        """
         with self._collecting:
             states = self._ranks.states()
             self._ask([state for state in states if not state.ended])
             cells = _cells(self._payload)
             found = [(state, self._sight(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
-            self._own_s = {pid: _cpu_s(pid) for pid in pids}  # responding is no progress
+            self._own_s = {pid: _cpu_s(pid) for pid in pids}  # a response is no progress
             self._all_s = _cpu_s_below(pids)
             return found
 
     def rows(self, found: Iterable[tuple[RankState, Sight]]) -> list[RankStand]:
-        """Return the collected data as reports for `%taas stacks` and the run's head."""
+        """Turn the data that `collect` returned into stack reports of ranks."""
         now = time.monotonic()
         return [
             sight.stand(RankStand, rank=state.rank, quiet_s=now - state.forward_at)
@@ -285,7 +300,7 @@ class Stand:
         ]
 
     def _say(self, still_s: float) -> None:
-        """Collect stacks and send a `Hang` event, unless a rank has moved meanwhile.
+        """Collect stacks and send a `Hang` event, unless a rank has made progress meanwhile.
 
         If a rank waits in a collective, the event is sent after `COLLECTIVE_S`, otherwise after
         `hang_s`.
@@ -297,7 +312,7 @@ class Stand:
         waits = any(waits_for(sight).endswith("of torch.distributed") for _, sight in found)
         limit_s = min(self._hang_s, COLLECTIVE_S) if waits else self._hang_s
         now = time.monotonic()
-        has_moved = any(  # moved or ended while the stacks were collected
+        has_moved = any(  # made progress or ended while the stacks were collected
             state.ended or now - state.forward_at < self._hang_s / 4
             for state, sight in found
             if sight.state != _GONE
@@ -308,10 +323,10 @@ class Stand:
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
-        """Record which ranks have written or computed since the last sample.
+        """Record progress for each rank that has written output or computed since the last sample.
 
-        Processes below the ranks are sampled only if no rank has computed itself, because that
-        requires reading all processes of the host.
+        Samples the ranks' descendants only if no rank has computed itself, because this requires
+        reading all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -373,11 +388,15 @@ class Stand:
 
 
 Cells = Mapping[str, "CellSource"]
-"""The notebook's cells, by the file names that the kernel gave them."""
+"""Type of a mapping from the file names that the kernel gave the notebook's cells to the cells."""
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells of a run's payload; none if the payload is gone, as at the run's end."""
+    """Return the cells in a run's payload; empty if the payload is gone, as at the run's end.
+
+    Args:
+        path: Path of the payload.
+    """
     from taas_magic.capture import payload  # imported here, since most agents never need it
 
     try:
@@ -404,7 +423,11 @@ def of_fetcher(pid: int, path: Path) -> Sight:
 
 
 def _complete(sight: Sight, path: Path, cells: Cells) -> None:
-    """Add the missing stacks of a process and its children: signal one process after the other."""
+    """Add the stacks that `sight` and its children lack. Signals one process after the other.
+
+    Args:
+        path: File to which the processes write their stacks.
+    """
     if not sight.threads and sight.state != psutil.STATUS_STOPPED:
         found = _written_on_signal(sight.pid, path)
         sight.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
@@ -413,7 +436,7 @@ def _complete(sight: Sight, path: Path, cells: Cells) -> None:
 
 
 def _of_system(pid: int) -> Sight:
-    """Return the operating system's data about a process and its descendants."""
+    """Return data about a process and its descendants from /proc, without stacks."""
     try:
         process = psutil.Process(pid)
         sight = Sight(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
@@ -424,7 +447,7 @@ def _of_system(pid: int) -> Sight:
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
-    """Return a cell's frame with the cell's label and source line; other frames unchanged."""
+    """Return `frame` with its cell's label and source line. Other frames are unchanged."""
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -446,7 +469,11 @@ def _written_on_signal(pid: int, path: Path) -> dict[str, list[StackFrame]]:
 
 
 def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
-    """Return a process's last response to SIGNAL. Other processes may have written late ones."""
+    """Return the stacks of the last response to SIGNAL from a process; empty if there is none.
+
+    Args:
+        written: Text of the file. It may also contain late responses of other processes.
+    """
     for line in reversed(written.splitlines()):
         who, _, answer = line.partition(" ")
         if who == str(pid):
@@ -457,16 +484,18 @@ def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
 
 
 def _in_c(written: str) -> dict[str, list[StackFrame]]:
-    """Parse the stack that faulthandler wrote on SIGNAL_IN_C, which starts at the innermost frame.
+    """Parse the stack that faulthandler has written on SIGNAL_IN_C.
 
-    The returned frames start at the outermost.
+    Returns:
+        The main thread's frames, outermost first (faulthandler writes the innermost first); empty
+        if nothing has been written yet.
     """
     frames = [StackFrame(it[1], int(it[2]), it[3]) for it in _FRAME.finditer(written)]
     return {"MainThread": frames[::-1]} if frames else {}
 
 
 def _sent(pid: int, number: int) -> bool:
-    """Send a signal to a process if the process handles it; return whether it was sent."""
+    """Send a signal to a process that has a handler for it; return whether the signal was sent."""
     if not _mask(pid, "SigCgt", number):
         return False
     try:
@@ -496,8 +525,8 @@ def _is_in_c(pid: int, ran_s: float) -> bool:
     """Return whether a main thread that did not respond to SIGNAL is in a C call.
 
     Args:
-        ran_s: CPU seconds of the main thread when SIGNAL was sent. A thread that has had no CPU
-            time since may still be running Python code.
+        ran_s: CPU seconds of the main thread when SIGNAL was sent. If the thread has got little CPU
+            time since then, it may be running Python code and just not have responded yet.
     """
     try:
         is_runnable = psutil.Process(pid).status() == psutil.STATUS_RUNNING
@@ -508,7 +537,10 @@ def _is_in_c(pid: int, ran_s: float) -> bool:
 
 
 def _is_busy_with(pid: int) -> bool:
-    """Return whether SIGNAL_IN_C is pending, or blocked because its handler is running."""
+    """Return whether a process has not finished handling SIGNAL_IN_C.
+
+    The signal is then pending, or blocked because its handler is running.
+    """
     return any(_mask(pid, name, SIGNAL_IN_C) for name in ("SigPnd", "ShdPnd", "SigBlk"))
 
 

@@ -1,17 +1,18 @@
 """The first process on a host: starts the agent, and ends all processes that the agent leaves.
 
-An engine starts the supervisor (`spawn_command`). The supervisor's standard input is its lease. The
-supervisor passes the first line, which the engine writes, to the agent. When standard input closes,
-because the pool's process has ended for whatever reason, the supervisor ends everything on the
-host. Over a network, a cut cable does not close standard input. There the engine also writes a byte
-regularly.
+An engine starts the supervisor (`spawn_command`) and holds the other end of the supervisor's
+standard input. The first line that the engine writes is for the agent. When standard input closes,
+because the pool's process has ended for whatever reason, the supervisor ends all processes of this
+package on the host. Over a network, a cut cable does not close standard input. So the engine then
+also writes a byte regularly, and the supervisor ends the host if no byte arrives in time.
 
 The first argument is the number of seconds without input after which the supervisor ends the host
-(0: never). The second argument is passed to the agent: the modules that its forkserver imports. The
-supervisor imports neither torch nor Dask, so it can neither run out of memory nor hang with them.
+(0: never). The second argument lists the modules that the pool's settings add to the forkserver's
+imports; the supervisor passes it to the agent. The supervisor imports neither torch nor Dask, so it
+can neither run out of memory nor hang because of them.
 
-The supervisor is a subreaper, which inherits every orphan below it (prctl(2)). So it finds even a
-cell's daemon that forked twice or called setsid.
+The supervisor is a subreaper (prctl(2)): it becomes the parent of every orphan among its
+descendants. So it finds even a cell's daemon that forked twice or called setsid.
 
 All temporary files of a host are in one folder:
 
@@ -52,7 +53,7 @@ GRACE_S = 3.0
 
 
 def main() -> int:
-    """Run until the agent or the lease ends; return the agent's exit code."""
+    """Run the supervisor until the agent or the lease ends; return the agent's exit code."""
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,7 +89,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
 
 
 def _leave(*_: object) -> None:
-    """Handle the first SIGTERM: exit, and ignore SIGTERM from then on during the cleanup."""
+    """Handle the first SIGTERM: exit. A further SIGTERM cannot interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
@@ -96,7 +97,11 @@ def _leave(*_: object) -> None:
 def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, end the host.
 
-    Runs in a thread. To end the host, it sends SIGTERM to the main thread.
+    Runs in a thread. To end the host, sends SIGTERM to the main thread, which exits and cleans up.
+
+    Args:
+        lease_s: Seconds without input after which the lease ends. If None, it ends only when
+            standard input closes.
     """
     assert agent.stdin is not None
     heard = b""
@@ -111,9 +116,10 @@ def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
 
 
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
-    """Kill the ranks before the agent, because the agent may be stopped or slow to end.
+    """Kill all processes below this one except the agent, which is ended afterwards.
 
-    The lease has ended, so the same ranks may start on another host, and only one rank 0 may write
+    The ranks must not wait for the agent, which may be stopped or slow to end. If the lease has
+    ended, the pool may already start the same ranks on another host, and only one rank 0 may write
     to the project store.
     """
     below = psutil.Process().children(recursive=True)
@@ -132,7 +138,7 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def host_folder() -> Iterator[Path]:
-    """Create the host's folder; remove it when the block ends.
+    """Create the host's folder for temporary files; remove it when the block ends.
 
     Raises:
         PoolError: The folder cannot be created.
@@ -157,7 +163,7 @@ def run_folder() -> Path:
 
 
 def sweep() -> None:
-    """Remove host folders of this user that killed supervisors have left."""
+    """Remove the folders of this user's supervisors that were killed before they could do so."""
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -174,7 +180,11 @@ def _make(prefix: str) -> Path:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a new folder. The lock file appears under its name only after it is locked."""
+    """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
+
+    The file is created and locked under another name, and then renamed to `lock`. So no other
+    supervisor ever sees an unlocked `lock` in a folder that is in use.
+    """
     beside = folder / ".lock"
     lock = take_lock(beside)
     assert lock is not None

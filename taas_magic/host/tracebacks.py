@@ -1,7 +1,7 @@
-"""Text of a rank's exceptions and of its threads' stacks, with the notebook's cells and lines.
+"""Functions that turn a rank's exceptions and its threads' stacks into text for the user.
 
-Frames of IPython and of this package before the user's first frame are removed. A file that is a
-cell is named like `Cell In[5]`.
+The text names cells like `Cell In[5]` and shows their source lines. It leaves out the frames of
+IPython and of this package before the user's first frame.
 """
 
 import errno
@@ -49,7 +49,7 @@ _ABOVE = (
 
 
 def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
-    """Register the notebook's cells with linecache.
+    """Register the notebook's cells with linecache, so that tracebacks show their source lines.
 
     Returns:
         The label of each registered cell, such as `Cell In[5]`, by its file name.
@@ -62,7 +62,10 @@ def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 
 
 def send(link: Link, failure: RankRaised) -> None:
-    """Send a failure to the agent. In a child that the cell forked, write it to standard error."""
+    """Send a rank's failure to the agent.
+
+    A child that the cell forked is no rank, so it writes the failure to standard error instead.
+    """
     if link.is_own:
         link.send(failure)
     elif not failure.is_logged:  # a child's failure is not the rank's, as under torchrun
@@ -70,7 +73,7 @@ def send(link: Link, failure: RankRaised) -> None:
 
 
 def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
-    """Return the message to the agent that describes an exception.
+    """Return the message with which a rank describes an exception to the agent.
 
     Args:
         text: The formatted traceback; None uses `plain(error)`.
@@ -85,9 +88,10 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
 
 
 def plain(error: BaseException) -> str:
-    """Return an exception as Python prints it, from the user's first frame on, with its causes.
+    """Return the traceback of an exception and its causes as text, as Python prints it.
 
-    The causes of a `TaasError` are left out: its message is complete.
+    It starts at the user's first frame. It leaves out the causes of a `TaasError`, because its
+    message is complete without them.
     """
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -144,9 +148,9 @@ def frames(error: BaseException) -> list[str]:
 
 
 def where(thread: int) -> list[StackFrame]:
-    """Return the user's innermost frames of a thread, outermost first.
+    """Return the last few frames of a thread, outermost first.
 
-    If they include no cell, the innermost cell's frame is put first.
+    The thread's innermost frame in a cell is always included: if it is further out, it comes first.
 
     Args:
         thread: Identifier of the thread.
@@ -180,9 +184,10 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
 def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by its identifier.
 
-    Before Python 3.12, a garbage collection may start inside `sys._current_frames`. If it runs a
-    `__del__` that releases the interpreter's lock, this process may deadlock, and so may a child
-    forked at that moment (python/cpython#106883, #112275). So collection is disabled meanwhile.
+    Disables garbage collection during the call: before Python 3.12, a collection may start inside
+    `sys._current_frames`. If that collection runs a `__del__` that releases the interpreter's lock,
+    this process may deadlock, and so may a child forked at that moment (python/cpython#106883,
+    #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -195,31 +200,36 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def _stack_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return a thread's frames from the user's first on; none if the thread has ended."""
+    """Return a thread's frames, outermost first, from the user's first frame on.
+
+    Args:
+        frame: The innermost frame; None if the thread has ended.
+    """
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     _tidy_frames(stack)
     return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
 
 
 def listen(path: Path) -> None:
-    """Install signal handlers that write the stacks of this process, or of its forks, to a file.
+    """Install signal handlers with which this process and its forks write their stacks to a file.
 
-    `SIGNAL` writes all threads' stacks. `SIGNAL_IN_C` writes the main thread's through
-    faulthandler.
+    On `SIGNAL`, Python writes all threads' stacks. On `SIGNAL_IN_C`, faulthandler writes the main
+    thread's stack.
 
     Args:
-        path: The file. It holds only stacks; the agent signals one process at a time.
+        path: The file, which is only for stacks. This process and its forks share it, because the
+            agent signals only one process at a time.
     """
     faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
     signal.signal(SIGNAL, functools.partial(_answer, path))
 
 
 def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
-    """Handle SIGNAL: write the pid and all threads' stacks, in one write.
+    """Handle SIGNAL: append the pid and all threads' stacks to the file, in one write.
 
-    No other thread can change its frames meanwhile, because this one holds the interpreter's lock.
-    This handler takes no other lock, because the interrupted main thread may hold it. So it does
-    not look up source lines or cell labels.
+    The handler takes no lock, because the interrupted main thread may hold that lock. So it does
+    not look up source lines or cell labels. Other threads' frames do not change meanwhile, because
+    this thread holds the interpreter's lock.
     """
     main = threading.main_thread().ident
     others = [frame for ident, frame in current_frames().items() if ident != main]
@@ -244,19 +254,22 @@ def _frames_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def is_group(error: BaseException | None) -> bool:
-    """Return whether `error` is an exception group (Python 3.11)."""
+    """Return whether `error` is an exception group, which exists from Python 3.11 on."""
     return hasattr(error, "exceptions") and hasattr(error, "split")
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print the exception that ended a thread. Installed as `threading.excepthook`."""
+    """Print the exception that ended a thread to standard error, as `plain` formats it.
+
+    Installed as `threading.excepthook`.
+    """
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         name = failed.thread.name if failed.thread is not None else "?"
         sys.stderr.write(f"Exception in thread {name}:\n{plain(failed.exc_value)}")
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
-    """Print an exception that has no caller, from `__del__` or atexit.
+    """Print an exception that no code can catch, because `__del__` or atexit raised it.
 
     Installed as `sys.unraisablehook`.
     """
@@ -266,9 +279,10 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text with a hint if there is one; a replacement if `__str__` fails.
+    """Return an exception's text, with a hint for the user if this module has one.
 
-    The text is cut to `MESSAGE_LIMIT_CHARS`.
+    If `__str__` fails, a text that says so takes its place. The text is cut to
+    `MESSAGE_LIMIT_CHARS`.
     """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
@@ -278,9 +292,9 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint for a missing path of the notebook's machine, else "".
+    """Return a hint if a path is missing because this host has only a copy of the project, else "".
 
-    Applies on a host that has only a copy of the project.
+    The path may exist on the notebook's machine, outside the project.
     """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
@@ -295,7 +309,7 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def cut(text: str, limit_chars: int) -> str:
-    """Cut the middle out of a text that is longer than `limit_chars`, and mark the cut."""
+    """Shorten a text to about `limit_chars` by a marked cut in the middle."""
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -321,7 +335,10 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 
 
 def _room_left(error: BaseException) -> str:
-    """Return a hint with the disk's folder and free bytes if a write found it full, else ""."""
+    """Return a hint if a write failed because the disk is full, else "".
+
+    The hint names the folder and the disk's free bytes.
+    """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     store = os.getcwd()
