@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 
 class _Placed:
-    """Mixin for accelerate's DataLoaderShard over a remote loader, which is already sharded.
+    """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
-    It moves batches to the accelerator's device and tells the accelerator when an epoch ends, which
-    gradient accumulation and `gather_for_metrics` need.
+    The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
+    moves batches to the accelerator's device, and tells the accelerator when an epoch ends.
+    Gradient accumulation and `gather_for_metrics` need to know that.
 
     Args:
         loader: The remote loader.
         device: Device to move batches to; None to leave them on the CPU.
         non_blocking: Whether moving a batch may overlap with the rank's computation.
-        skipped: Number of batches at the beginning of an epoch to fetch and discard.
+        skipped: Number of batches to discard at the beginning of an epoch.
     """
 
     reset: Callable[[], None]
@@ -53,7 +54,10 @@ class _Placed:
         self.dl_state_dict = self.base_dataloader.position()
 
     def begin(self) -> None:
-        """Begin an epoch without access to the dataset, which is in the fetchers."""
+        """Tell the accelerator that an epoch begins.
+
+        DataLoaderShard's own method reads the length of the dataset, which is in the fetchers.
+        """
         self.reset()
         loader = self.base_dataloader
         if loader.batch_size and not loader.drop_last and not loader.shape.iterable:
@@ -78,11 +82,11 @@ class _Placed:
 
 
 def teach_accelerate() -> None:
-    """Patch accelerate for registered loaders.
+    """Patch accelerate, so that it works with registered loaders.
 
-    `Accelerator.prepare` then wraps a registered loader instead of returning it unchanged.
-    `skip_first_batches` then skips batches that fetchers send; accelerate's own version would run
-    the loader's sampler in the rank.
+    Afterwards, `Accelerator.prepare` wraps a registered loader instead of returning it unchanged.
+    `skip_first_batches` discards the first batches that fetchers send; accelerate's own version
+    would run the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

@@ -1,8 +1,9 @@
 """Memory for batches: shared memory that workers write, and blocks that ranks receive into.
 
 Each worker writes its batches into one anonymous file (`Arena`: a memfd, which needs no /dev/shm).
-The server and the ranks on the same host map this file (`Mapping`). A rank receives batches from
-the network into `Blocks`, which it reuses when nothing refers to them.
+The server and the ranks on the same host map this file (`Mapping`). The memory of one batch in it
+is called a span. A rank receives batches from the network into `Blocks`, which it reuses when
+nothing refers to them.
 """
 
 import bisect
@@ -20,18 +21,19 @@ from typing import Any
 from taas_magic.data.protocol import SharedPlace, aligned
 
 _STEPS = 8
-"""Number of block sizes for each power of two."""
+"""Number of block sizes between a power of two and the next one."""
 
 _FIRST_BYTES = 1 << 30
-"""Initial size of an arena's file, which uses memory only for pages that were written.
+"""Initial size of an arena's file.
 
-When the file grows, each process maps it again, with a page fault for each page that it reads. That
-costs more than a copy of the data, so the initial size is large.
+It is large because growing is slow: each process must map the file again, with a page fault for
+each page that it reads, which takes longer than a copy of the data. The file uses memory only for
+pages that were written.
 """
 
 
 class Spans:
-    """First-fit allocator for the spans of an arena.
+    """Allocator for the memory of batches in an arena; uses the first hole that is large enough.
 
     Attributes:
         end: End of the last used span.
@@ -55,7 +57,7 @@ class Spans:
         return start
 
     def give_back(self, start: int) -> None:
-        """Free a span, and merge adjacent holes."""
+        """Free the span that begins at `start`, and merge it with adjacent holes."""
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
         if at < len(self._holes) and self._holes[at][0] == end:
@@ -76,11 +78,11 @@ def largest_file_bytes() -> int:
 
 
 class Mapping:
-    """Mapping of an arena, the anonymous file that one worker writes.
+    """A process's mapping of an arena, the anonymous file with the batches of one worker.
 
     Attributes:
         descriptor: Descriptor of the file; the mapping owns and closes it.
-        used_bytes: End of the part of the arena that was accessed.
+        used_bytes: Offset in the file up to which this process has accessed it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -89,7 +91,7 @@ class Mapping:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def mapped(self, end: int) -> memoryview:
-        """Return the arena's memory, mapped at least up to the offset `end`."""
+        """Return the arena's memory; if necessary, map the file again to reach offset `end`."""
         if end > self.used_bytes:
             self.used_bytes = end
             if end > len(self._whole):
@@ -99,12 +101,15 @@ class Mapping:
         return self._whole
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Return the memory of a span."""
+        """Return the `size` bytes at `offset`, which hold one batch."""
         return self.mapped(offset + size)[offset : offset + size]
 
 
 class Arena(Mapping):
-    """Worker's end of its arena; the kernel frees the file when its last user has ended."""
+    """A worker's mapping of its own arena, in which it allocates memory for batches.
+
+    The kernel frees the file when the last process that has it open or mapped has ended.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -139,10 +144,13 @@ class Arena(Mapping):
 
 
 class Lent:
-    """Registry of the spans of arenas that this process reads in place, or has released.
+    """A rank's record of the batches (spans) that it reads in a fetcher's shared memory.
+
+    A span is in use as long as the rank has a tensor in it. Afterwards `gone` returns the span, so
+    that the rank can tell the fetcher to reuse the memory.
 
     Args:
-        on_unused: Called once after `close`, when no span is in use.
+        on_unused: Called once, when `close` was called and no span is in use.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
@@ -153,7 +161,7 @@ class Lent:
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
-        """Add an arena; the descriptor is closed with it.
+        """Add an arena of the fetcher, and take over its descriptor.
 
         Args:
             arena: The server's number for the arena.
@@ -162,7 +170,7 @@ class Lent:
         self._arenas[arena] = Mapping(descriptor)
 
     def look(self, place: SharedPlace, size: int) -> memoryview:
-        """Return a span's memory; the span is in use until the last view of it is deleted."""
+        """Return the memory of a batch; its span is in use until the last view of it is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
         owner.lent = self  # keeps the connection open while the span is in use
@@ -170,24 +178,25 @@ class Lent:
         return memoryview(owner).cast("B")
 
     def gone(self) -> list[SharedPlace]:
-        """Return the spans that were released since the last call."""
+        """Return the spans that have come out of use since the last call."""
         places: list[SharedPlace] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
 
     def close(self) -> None:
-        """Call `on_unused` when no span is in use; spans in use stay valid."""
+        """Call `on_unused` as soon as no span is in use, now or later; used spans stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
 
     @property
     def held_bytes(self) -> int:
-        """Accessed size of all arenas."""
+        """Size of the fetcher's shared memory that this process has accessed."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _let_go(self, place: SharedPlace) -> None:
+        """Record that the last view of a span was deleted."""
         del self._read[place]
         self._gone.append(place)
         if self._is_closed and not self._read:
@@ -195,10 +204,12 @@ class Lent:
 
 
 def _references(blocks: Sequence[object]) -> list[int]:
+    """Return Python's reference count of each block."""
     return [sys.getrefcount(block) for block in blocks]
 
 
 _IDLE = _references([mmap.mmap(-1, 1)])[0]
+"""Reference count of a block to which only a list refers."""
 
 
 class Blocks:
@@ -209,7 +220,7 @@ class Blocks:
     when only this object refers to it.
 
     Args:
-        keep_bytes: Size above which the oldest blocks are dropped.
+        keep_bytes: Total size of all blocks above which the oldest ones are dropped.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -217,7 +228,7 @@ class Blocks:
         self._blocks: list[mmap.mmap] = []
 
     def take(self, size: int) -> memoryview:
-        """Return writable memory of exactly `size` bytes that is not in use."""
+        """Return `size` bytes of writable memory that is not in use; reuse a block if possible."""
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:
                 return memoryview(block)[:size]

@@ -1,9 +1,9 @@
 """Order of a map-style loader's batches in each epoch.
 
-The loader's own sampler gives the order, seeded by (seed, epoch): the order of a local DataLoader
-after `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or generator keeps state between
-epochs, it is replayed from its registered state, epoch by epoch. So an epoch's order depends only
-on the seed and the epoch's number.
+The loader's own sampler gives the order, seeded by (seed, epoch). This is the order of a local
+DataLoader after `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or generator keeps state
+between epochs, all earlier epochs are replayed from the state that it had when the loader was
+registered. So an epoch's order depends only on the seed and the epoch's number.
 """
 
 import copy
@@ -33,19 +33,21 @@ _UNSIZED_STEP = 1024
 """Number of batches to draw at once from a sampler without a length."""
 
 _KEEP_UNSIZED = 16 * _UNSIZED_STEP
-"""Number of latest batches to keep of a sampler without a length."""
+"""Number of latest batches whose indices are kept, for a sampler without a length."""
 
 _MOST_PASSED = 1 << 17
-"""Batches in an epoch above which a sampler without a length is assumed to be endless."""
+"""Number of batches in an epoch above which a sampler without a length is taken to be endless."""
 
 
 class Epoch(NamedTuple):
-    """Order of one epoch.
+    """Order of the batches in one epoch.
 
     Attributes:
-        indices: The indices of each batch, by slot: a list of indices, or one index.
+        indices: Indices of each batch's samples, by slot. For each batch, the sampler's value: a
+            list of indices, or one index.
         batches: Number of batches; None if the sampler has no length.
-        digest: Hash of the order. If the sampler has no length, the hash of the first batches.
+        digest: Hash of the indices of all batches, or of the first batches if the sampler has no
+            length.
     """
 
     indices: "Unsized | Packed | list[Any]"
@@ -54,10 +56,10 @@ class Epoch(NamedTuple):
 
 
 class Order:
-    """Cache of the orders of a loader's epochs; computes each order from the sampler.
+    """The orders of a loader's epochs: runs the sampler for each epoch, and keeps the latest ones.
 
     Args:
-        loader: A map-style loader (or its `LoaderParts`) in its registered state.
+        loader: A map-style loader (or its `LoaderParts`) in the state in which it was registered.
         seed: Seed of the loader.
     """
 
@@ -70,7 +72,7 @@ class Order:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return the order of an epoch; enumerate the sampler at the first call."""
+        """Return the order of an epoch; run the sampler if the order is not kept."""
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
@@ -84,10 +86,14 @@ class Order:
         return self._epochs[number]
 
     def _forgets(self) -> bool:
-        """Return whether the sampler keeps no state, so that all epochs begin in the same state."""
+        """Return whether the sampler and generator have the same state before every epoch.
+
+        If so, earlier epochs need not be replayed.
+        """
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> Epoch:
+        """Run the sampler for an epoch, and return the order."""
         sampler, generator, indices = self._begin(number)
         if not _has_length(sampler):
             unsized = Unsized(lambda: self._begin(number)[2])
@@ -97,7 +103,7 @@ class Order:
         return Epoch(packed, len(packed), digest)
 
     def _pass_by(self, number: int) -> None:
-        """Run the sampler through an epoch, and record its state and the generator's after it."""
+        """Replay an epoch only for the state of sampler and generator after it."""
         sampler, generator, indices = self._begin(number)
         most = None if _has_length(sampler) else _MOST_PASSED
         for _ in itertools.islice(indices, most):
@@ -109,13 +115,17 @@ class Order:
         self._leave(number, sampler, generator)
 
     def _leave(self, number: int, sampler: Any, generator: Any) -> None:
-        """Record the sampler and generator after an epoch, as the start of the next epoch."""
+        """Save the state of sampler and generator after an epoch, as the start of the next one."""
         if not self._forgets():
             tell_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
-        """Return the sampler at the beginning of an epoch, its generator and its iterator."""
+        """Prepare the sampler for the beginning of an epoch, and seed all random generators.
+
+        Returns:
+            The sampler, its generator, and the iterator over the epoch's batches.
+        """
         start = self._starts[0] if self._forgets() else self._starts[number]
         sampler, generator = load_beside(start, self._dataset)
         tell_epoch(sampler, number, "sampler")
@@ -139,7 +149,7 @@ def _has_length(sampler: Any) -> bool:
 
 
 def tell_epoch(value: object, epoch: int, inner: str) -> None:
-    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps.
+    """Call `set_epoch` of a sampler or dataset and of the objects that it wraps, if they have it.
 
     Args:
         value: The sampler or dataset.
@@ -156,16 +166,17 @@ def tell_epoch(value: object, epoch: int, inner: str) -> None:
 
 
 class Unsized:
-    """Lazy sequence of the batches of a sampler without a length.
+    """Sequence of the batches of a sampler without a length, which runs only as far as needed.
 
-    It keeps the latest batches, and starts the sampler again to return an earlier one. The sampler
-    has its own random state, which is restored whenever the sampler continues.
+    The latest batches are kept; for an earlier one the sampler is started again. Between two
+    batches, other code may draw from the same random generators. So their state is restored
+    whenever the sampler continues.
 
     Args:
         begin: Seeds the process and returns the sampler's iterator.
 
     Attributes:
-        digest: Hash of the first batches.
+        digest: Hash of the indices of the first batches.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
@@ -178,10 +189,10 @@ class Unsized:
         self.digest = _pack(self._seen)[1]
 
     def __getitem__(self, batch: int) -> Any:
-        """Return the indices of a batch.
+        """Return the indices of a batch's samples.
 
         Raises:
-            IndexError: The sampler ended before it.
+            IndexError: The sampler ended before this batch.
             Exception: The exception that the sampler raised at this batch.
         """
         if batch < self._drawn - len(self._seen):
@@ -195,6 +206,7 @@ class Unsized:
         raise IndexError(batch)
 
     def _draw(self) -> None:
+        """Continue the sampler for `_UNSIZED_STEP` batches."""
         _set_random_state(self._random)
         try:
             for _ in range(_UNSIZED_STEP):
@@ -207,13 +219,17 @@ class Unsized:
         self._random = _random_state()
 
     def _restart(self) -> None:
+        """Start the sampler from the beginning of the epoch."""
         self._seen, self._drawn = deque[Any](maxlen=_KEEP_UNSIZED), 0
         self._has_ended, self._raised = False, None
         self._rest, self._random = self._begin(), _random_state()
 
 
 class Packed:
-    """Compact sequence of lists of int, or of numpy's int64: 8 bytes an index; a list takes 36."""
+    """Compact sequence of batches, each a list of indices (int or numpy's int64).
+
+    An index takes 8 bytes; in a list of lists it would take 36.
+    """
 
     def __init__(self) -> None:
         self.flat, self.ends = array("q"), array("q", [0])
@@ -229,7 +245,10 @@ class Packed:
         return indices.tolist() if self._kind is int else [*map(self._kind, indices)]
 
     def takes(self, batch: Any) -> bool:
-        """Append a batch; return False without appending if the batch could not be restored."""
+        """Append a batch if it can be stored exactly; return whether it was appended.
+
+        Only lists of int, or only lists of numpy's int64, can be stored.
+        """
         if type(batch) is not list:
             return False
         kinds = set(map(type, batch))
@@ -247,7 +266,7 @@ class Packed:
 
 
 def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
-    """Return the batches of a sampler in compact form, and the hash of their order."""
+    """Return the indices of a sampler's batches in compact form, if possible, and their hash."""
     packed, others = Packed(), list[Any]()
     for batch in drawn:
         if others or not packed.takes(batch):
@@ -257,12 +276,14 @@ def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
     batches = [packed[at] for at in range(len(packed))] + others
     try:
         return batches, _hash(cloudpickle.dumps(batches, protocol=5))
-    except Exception:  # an index may be unpicklable; if a repr differs, the client requests ORDER
+    except Exception:  # an index may be unpicklable
+        # The repr may differ between workers that have the same order. Then the client requests the
+        # indices (ORDER) although it could do without.
         return batches, _hash(repr(batches).encode())
 
 
 def _copied(indices: Any) -> Any:
-    """Return a copy of mutable indices, because a sampler may reuse their memory."""
+    """Return a copy of indices if they are mutable, because a sampler may reuse their memory."""
     if isinstance(indices, torch.Tensor):
         return indices.clone()
     if type(indices) is list:
@@ -272,12 +293,15 @@ def _copied(indices: Any) -> Any:
 
 
 def _hash(data: bytes) -> int:
-    """Return a 32-bit hash, never 0."""
+    """Return a 32-bit hash that is never 0, because 0 stands for "no hash"."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
 def dump_beside(value: object, dataset: object) -> bytes:
-    """Pickle `value` with a placeholder for each reference to `dataset`."""
+    """Pickle `value` without the dataset to which it may refer.
+
+    The pickle has a placeholder in place of each reference to `dataset`; see `load_beside`.
+    """
     pickler = _PicklerBeside(dataset)
     pickler.add(value)
     return pickler.pickled().data
@@ -289,7 +313,7 @@ def load_beside(data: bytes, dataset: object) -> Any:
 
 
 class _PicklerBeside(ValuePickler):
-    """Pickler that writes a placeholder for one dataset."""
+    """Pickler that writes a placeholder in place of one dataset."""
 
     def __init__(self, dataset: object) -> None:
         super().__init__(to="fetchers")
@@ -300,6 +324,8 @@ class _PicklerBeside(ValuePickler):
 
 
 class _UnpicklerBeside(pickle.Unpickler):
+    """Unpickler that puts a dataset in place of the placeholders of `_PicklerBeside`."""
+
     def __init__(self, data: bytes, dataset: object) -> None:
         super().__init__(io.BytesIO(data))
         self._dataset = dataset
@@ -320,11 +346,13 @@ def seed_all(seed: int) -> None:
 
 
 def _random_state() -> Any:
+    """Return the state of all generators that `seed_all` seeds."""
     numpy_state = _numpy.random.get_state() if _numpy else None
     return torch.default_generator.get_state(), random.getstate(), numpy_state
 
 
 def _set_random_state(state: Any) -> None:
+    """Restore a result of `_random_state`."""
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)

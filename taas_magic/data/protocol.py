@@ -1,4 +1,4 @@
-"""The protocol of ranks, a fetcher's server and its workers: messages, frames, authentication.
+"""Messages between a rank and a fetcher's server, and between the server and its workers.
 
 Each message is a typed struct and is validated when it is decoded. This module only converts
 between bytes and messages; it uses no sockets, no pickle and no torch.
@@ -13,10 +13,11 @@ allowed and how large message and body may be; anything else is a `ProtocolError
                             ◄─────  Proof           (the run's key; HMAC-SHA256)
     Welcome | Rejected      ─────►                  (now both know that the run is the same)
                             ◄─────  Requests        without side effects, so they can be repeated
-    Alive … Response        ─────►                  in the requests' order, for one or several
-                            ◄─────  Free            spans of shared memory no longer in use
-                            ◄─────  Cancel          drops all pending requests
-    Cancelled               ─────►                  after the last response to those
+    Alive … Response        ─────►                  in the order of the requests; one Response may
+                                                    answer several requests
+                            ◄─────  Free            shared memory that the rank no longer reads
+                            ◄─────  Cancel          cancels all pending requests
+    Cancelled               ─────►                  after the last response to cancelled requests
 
 A server sends `Orders` to a worker, and the worker sends lists of `Reply`.
 """
@@ -56,7 +57,7 @@ _Units = Annotated[int, Meta(ge=UNHINTED)]
 
 
 class RequestKind(enum.IntEnum):
-    """Kind of a request (`LoaderRequest.kind`)."""
+    """Kind of a request; `LoaderRequest` explains each kind."""
 
     OPEN = 1
     GET = 2
@@ -67,11 +68,11 @@ class RequestKind(enum.IntEnum):
 
 
 class ResponseKind(enum.IntEnum):
-    """Kind of a response.
+    """Kind of a response, which says what its body is.
 
-    BATCH, PEEKED (a batch's units), VOID (the slot has no batch), OPENED (an epoch's `Opened`),
-    VALUE (an encoded object), ERROR (an exception of the user's code), LOST (workers ended each
-    time they prepared the batch).
+    BATCH (a batch), PEEKED (only the batch's units, no body), VOID (the slot has no batch), OPENED
+    (an epoch's `Opened`), VALUE (an encoded object), ERROR (an exception of the user's code), LOST
+    (a text: workers ended each time they prepared the batch).
     """
 
     BATCH = 11
@@ -91,9 +92,10 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
             (an item of the dataset), ORDER (the indices of one batch or of all batches), STATE (get
             or set the dataset's own state).
         epoch: Number of the epoch.
-        slot: The batch's place in the epoch's order.
-        detail: Further data. GET: indices to use. SAMPLE: the index. ORDER: not empty to request
-            all batches. STATE: a state to start the stream from; empty to get the state.
+        slot: Number of the batch in the epoch's order.
+        detail: Further data. GET: the indices of the batch's samples; empty for those of the
+            worker's own order. SAMPLE: the index. ORDER: not empty to request the indices of all
+            batches. STATE: the state from which the stream is to start; empty to get its state.
     """
 
     kind: RequestKind
@@ -158,35 +160,41 @@ class Requests(Struct, frozen=True, array_like=True, tag=5):
 
 
 class SharedPlace(NamedTuple):
-    """Start of a span of shared memory: the server's number of the arena, and the byte offset."""
+    """Position of a batch in shared memory.
+
+    Attributes:
+        arena: Number of the arena, the shared memory of one worker; unique in the server.
+        offset: Byte offset in the arena.
+    """
 
     arena: int
     offset: int
 
 
 class Free(Struct, frozen=True, array_like=True, tag=6):
-    """Spans of shared memory that the rank no longer reads."""
+    """Message of a rank that it no longer reads some batches in shared memory."""
 
     places: list[SharedPlace]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=7):
-    """Cancellation of all pending requests."""
+    """Message of a rank that cancels all its pending requests."""
 
 
 class Cancelled(Struct, frozen=True, array_like=True, tag=8):
-    """Reply to `Cancel`; later responses belong to requests sent after `Cancel`."""
+    """Reply to `Cancel`: the responses that follow belong to requests sent after `Cancel`."""
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=9):
-    """Sign of life of a server that has no response yet."""
+    """Sign of life of a server to a rank that waits, because no response is ready yet."""
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
-    """Body in shared memory, which the rank reads in place until it sends `Free`.
+    """Position and size of a body in shared memory, which the rank reads until it sends `Free`.
 
     Attributes:
-        is_new: Whether the message carries the arena's descriptor.
+        is_new: Whether the message carries the descriptor of the arena's file, because the rank
+            does not have it yet.
     """
 
     place: SharedPlace
@@ -259,13 +267,13 @@ class Role(enum.Enum):
 
 
 class _State:
-    """State of one side of a connection: the allowed messages and their size limits.
+    """State of one side of a connection: the messages that it may receive, and their size limits.
 
     Args:
-        name: Name of the state, for messages.
-        most_bytes: Size limit of a message.
-        most_body: Size limit of a body.
-        messages: Type or union of types of the allowed messages.
+        name: Name of the state, for error messages.
+        most_bytes: Size limit of a message, in bytes.
+        most_body: Size limit of a body, in bytes.
+        messages: Type of the allowed messages, or a union of types.
     """
 
     def __init__(self, name: str, most_bytes: int, most_body: int, messages: Any) -> None:
@@ -285,7 +293,7 @@ _STATES = {
         _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
-"""States of each side; every message leads to the next state, and the last state stays."""
+"""States of each side, in order: each received message leads to the next state, until the last."""
 
 
 class Heard(NamedTuple):
@@ -297,7 +305,9 @@ class Heard(NamedTuple):
 
 
 class ProtocolState:
-    """Protocol state of one side of a connection; decodes and checks received messages.
+    """Decoder of the messages that one side of a connection receives.
+
+    It knows the connection's state, and rejects messages that are not allowed in that state.
 
     Args:
         role: The side that receives the messages.
@@ -342,6 +352,11 @@ class ProtocolState:
         return Heard(message, header_bytes, body_bytes)
 
     def _read(self, packed: memoryview) -> Any:
+        """Decode a message that is allowed in the current state.
+
+        Raises:
+            ProtocolError: The message is of another type, or is not valid.
+        """
         try:
             return self._now.read(packed)
         except msgspec.DecodeError as error:
@@ -368,10 +383,12 @@ def _check_size(response: Response, body_bytes: int) -> None:
 
 
 class Assembler:
-    """Parser of a byte stream into messages with bodies; for servers, which receive small messages.
+    """Splitter of a received byte stream into messages with bodies.
+
+    It copies the data, so it is meant for servers, which receive only small messages.
 
     Args:
-        state: Checks which messages are allowed.
+        state: Decodes the messages, and checks which ones are allowed.
     """
 
     def __init__(self, state: ProtocolState) -> None:
@@ -422,7 +439,9 @@ def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):
-    """Server's command to the workers' parent to start a worker, or the parent's report of an end.
+    """Message between a server and the process that is the parent of its workers.
+
+    From the server it means: start a worker. From the parent process: a worker has ended.
 
     Attributes:
         number: Number of the worker.
@@ -454,10 +473,11 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Orders(Struct, frozen=True, array_like=True):
-    """Message of a server to a worker.
+    """Message of a server to a worker, with commands and memory to reuse.
 
     Attributes:
-        frees: Offsets of spans in the worker's arena that are no longer in use.
+        commands: Requests to answer, in order.
+        frees: Offsets of batches in the worker's arena that are no longer in use.
         oldest_epoch: First epoch that ranks may still request.
     """
 
@@ -471,7 +491,7 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         number: Number of the command.
-        offset: Offset of the body in the worker's arena.
+        offset: Byte offset of the body in the worker's arena.
         wall_s: Seconds that the preparation took.
         cpu_s: CPU time of the preparation, in seconds.
         on_disk: Whether the body is on disk instead of in the arena.
