@@ -92,7 +92,7 @@ class _LocalHost(Host):
         )
         self._supervisor = supervisor = engine.take_supervisor()
         assert supervisor.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the log says why
+        with contextlib.suppress(BrokenPipeError):  # the supervisor has ended; the log says why
             supervisor.stdin.write(pack(settings) + b"\n")
             supervisor.stdin.flush()
         well_at, has_joined = time.monotonic(), False
@@ -124,7 +124,7 @@ class _LocalHost(Host):
         if supervisor is None:
             return
         assert supervisor.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before it read its settings
+        with contextlib.suppress(BrokenPipeError):  # the supervisor ended before it read settings
             supervisor.stdin.close()
         supervisor.send_signal(signal.SIGCONT)  # a stopped supervisor would not notice the close
         try:

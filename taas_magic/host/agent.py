@@ -1,13 +1,13 @@
 """The agent of a host: a Dask worker without a nanny that runs the host's shares of runs.
 
 Each host has one agent. The agent does not import torch. It starts the forkserver (`forkserver`),
-which imports torch, and whose forks are the ranks and fetchers.
+which imports torch. Ranks and fetchers are forks of the forkserver.
 
-The supervisor starts the agent, and passes it one JSON line of the engine on standard input
-(`AgentSettings`). The line holds the scheduler's address and the agent's keys. The keys are not in
-the command line, because `ps` would show them. The command-line arguments are the supervisor's pid,
-the modules that the pool's settings add to the forkserver's imports (separated by commas), and the
-host's folder for temporary files.
+The supervisor starts the agent. On the agent's standard input, it passes one JSON line from the
+engine (`AgentSettings`), which holds the scheduler's address and the agent's keys. The keys are not
+on the command line, because `ps` would show them there. The command-line arguments are the
+supervisor's pid, the modules that the pool's settings add to the forkserver's imports (separated by
+commas), and the host's folder for temporary files.
 """
 
 import gc
@@ -25,7 +25,7 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def main() -> int:
-    """Run until the pool ends the host or the pool is lost; return the process's exit code."""
+    """Run the agent until the pool ends the host or is lost; return the process's exit code."""
     supervisor, preload, folder = sys.argv[1:]
     die_with_parent(int(supervisor))
     _leave_the_notebooks_folder()
@@ -52,8 +52,8 @@ def main() -> int:
 def _make_temporary_folders(folder: str) -> None:
     """Use the host's folder for temporary files. If its path is too long, use /tmp for sockets.
 
-    A Unix socket's path may have at most 107 characters. From version 3.14 on, Python itself falls
-    back to /tmp.
+    A Unix socket's path may have at most 107 characters. Python 3.14 and later use /tmp in this
+    case by themselves.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -62,11 +62,11 @@ def _make_temporary_folders(folder: str) -> None:
 
 
 def _leave_the_notebooks_folder() -> None:
-    """Leave the notebook's folder, so that no module is imported from it.
+    """Change to the folder / and remove the notebook's folder from PYTHONPATH.
 
-    A random.py or torch.py in the folder would otherwise replace the real module, here and in the
-    forkserver: Python starts the forkserver with the current folder on its import path, and folders
-    in PYTHONPATH come before Python's own modules.
+    Otherwise a random.py or torch.py in the notebook's folder would replace the real module, here
+    and in the forkserver: Python starts the forkserver with the current folder on its import path,
+    and folders in PYTHONPATH come before Python's own modules.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -1,13 +1,15 @@
-"""The main module of a child that a rank starts by spawn or forkserver. It imports little.
+"""The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. For a script, that module is the script's file. For a cell, it is this module, because the
-`__spec__` of a rank's `__main__` names this module, as `python -m` would.
+by name. For a script, the main module is the script's file. For a cell, it is this module, because
+the `__spec__` of a rank's `__main__` names this module, as `python -m` would.
 
-Names are loaded when the first one is looked up. Names of earlier cells come from the run's
-payload. Names of the `%%taas` cell come from running its top level. If the cell has an
+When the child first looks up a name, all names are loaded. Names of earlier cells come from the
+run's payload. Names of the `%%taas` cell come from running the cell's top level. If the cell has an
 `if __name__ == "__main__":`, all of its top level runs, as for a script. Otherwise only its
 imports, functions, classes and constants run, so that no child starts the training again.
+
+The module itself imports little, because each such child imports it.
 """
 
 import ast
@@ -25,10 +27,10 @@ _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Return the statements of a cell that a child runs.
+    """Return the statements of a cell that a child process runs.
 
-    These are all statements if the cell has an `if` that tests `__name__`. Otherwise they are only
-    the definitions.
+    If the cell has an `if` that tests `__name__`, these are all statements. Otherwise they are only
+    imports, functions, classes and constants.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -73,7 +75,7 @@ def load(path: Path, namespace: dict[str, Any]) -> None:
 
 
 def _as_python(source: str) -> str:
-    """Return a cell's text with IPython's syntax translated to Python."""
+    """Return a cell's text as Python: magics and other syntax of IPython are translated."""
     try:
         ast.parse(source)
     except SyntaxError:
@@ -84,7 +86,10 @@ def _as_python(source: str) -> str:
 
 
 def _find(name: str) -> Any:
-    """Return a name of the main module (PEP 562). The first lookup loads all names."""
+    """Return the object of that name in the main module. The first lookup loads all names.
+
+    This becomes the main module's `__getattr__` (PEP 562).
+    """
     global _is_loaded
     main = sys.modules["__main__"].__dict__
     with _loading:
@@ -101,11 +106,11 @@ def _find(name: str) -> Any:
 
 
 def become_main(namespace: dict[str, Any]) -> None:
-    """Turn a child's main module into an empty one that looks up the notebook's names.
+    """Make a child's main module look up the notebook's names instead of this module's names.
 
-    This module's own names, such as `load` and `Path`, are removed, because they would hide the
-    notebook's. The project's modules are made importable at once, because the child's arguments may
-    be objects of their classes.
+    Removes this module's own names, such as `load` and `Path`, because they would hide the
+    notebook's. Makes the project's modules importable at once, because the child's arguments may be
+    objects of their classes.
 
     Args:
         namespace: The namespace of the child's main module.

@@ -1,7 +1,7 @@
 """A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
-The host's agent starts the fetcher before the ranks. The fetcher reports its address and its
-counts to the agent. It ends when the agent ends or requests it.
+The host's agent starts the fetcher before the ranks start. The fetcher reports its address and
+its statistics to the agent. It ends when the agent tells it to or has ended.
 """
 
 import os
@@ -37,14 +37,14 @@ from taas_magic.messages import (
 from taas_magic.store.guard import hold
 
 REPORT_S = 0.5
-"""Seconds between a fetcher's reports to the agent."""
+"""Seconds between reports with a fetcher's statistics to the agent."""
 
 
 class Fetcher:
     """Main object of a fetcher's process: serves all its loaders and reports to the agent.
 
     Attributes:
-        server: The server of the loaders.
+        server: Server to which ranks connect for batches.
     """
 
     def __init__(self, spec: FetcherSpec) -> None:
@@ -57,7 +57,10 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> LoaderPlaces:
-        """Return the address of each loader, for the `FolderDirectory` here and on other hosts."""
+        """Return where ranks find this fetcher, for each of its loaders, by the loader's name.
+
+        Each host writes it into its run folder, where ranks read it (`FolderDirectory`).
+        """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
         return {
@@ -68,7 +71,11 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and report to the agent, until `control` is closed or receives anything."""
+        """Serve ranks and report to the agent, until the agent ends or requests the end.
+
+        Args:
+            control: Connection to the agent. Any message on it, or its closing, ends this call.
+        """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
         started.workers, started.entry = self._workers, self.entry()
@@ -87,7 +94,7 @@ class Fetcher:
             _say(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _notes(self) -> list[str]:
-        """Return the messages for the user that were not returned before."""
+        """Return messages for the user that have come up since the last call."""
         spill, said = self._spec.spill, self.server.warnings()
         if spill is None or self._has_warned:
             return said
@@ -109,7 +116,7 @@ class Fetcher:
             shutil.rmtree(self._spec.spill, ignore_errors=True)
 
     def _served(self, place: int, loader: Served) -> ServedLoader:
-        """Return the server's description of a loader.
+        """Return a loader's settings in the form that `Server` needs.
 
         Args:
             place: Index of the loader in this fetcher, which names its spill folder.
@@ -136,9 +143,9 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
-    The fetcher sends messages that `messages.of_fetcher` reads: when it listens, every `REPORT_S`,
-    when it had to restart a worker, and when it fails. It ends when `control` is closed or receives
-    anything.
+    The fetcher sends a message to the agent when it listens for ranks, every `REPORT_S`, when it
+    had to restart a worker, and when it fails (`messages.of_fetcher` decodes them). It ends when
+    `control` is closed or receives anything.
 
     Args:
         spec: The fetcher's specification.
@@ -169,7 +176,13 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
 
 def _take(setting: ProcessSpec, number: int) -> None:
-    """Apply `setting` to this process; call it after the fork, before any thread starts."""
+    """Apply output, environment, import path and write protection to this new process.
+
+    Call this before any thread starts.
+
+    Args:
+        number: Number of the fetcher in the run.
+    """
     share = setting.share
     log = share.folder.path / "logs" / f"fetcher-{number}.log"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -194,7 +207,10 @@ def _take(setting: ProcessSpec, number: int) -> None:
 
 
 def _has_room(control: Connection) -> bool:
-    """Return whether a message to the agent would not block; ranks must not wait for the agent."""
+    """Return whether a message to the agent can be sent without blocking.
+
+    If not, the fetcher leaves the message out, so that ranks never wait for the agent.
+    """
     return bool(select.select([], [control], [], 0)[1])
 
 

@@ -1,9 +1,10 @@
 """Transfer of a run's files to and from a host: the run folder and the project store.
 
 Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
-host sends back what they left: results, logs, ledgers. A host that does not share the notebook's
-folders (`HostFiles`) sends its requests to the pool's process (`FileServer`). Files are transferred
-in small parts, so that they never block a slow link for long: the run's beats use the same link.
+host sends back the files that they wrote: results, logs and ledgers. If a host does not share the
+notebook's folders, its agent (`HostFiles`) sends requests for files to the pool's process
+(`FileServer`). Files are transferred in small parts, so that they never block a slow link for long:
+the run's beats use the same link.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ from taas_magic.store.tree import shown
 _T = TypeVar("_T")
 
 LOG_BYTES = 64 << 20
-"""Maximum size of a log that is sent back. Of a longer log, only the end is sent."""
+"""Maximum bytes of a log that are sent back. Of a longer log, only the end is sent."""
 
 _RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 _OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
@@ -63,7 +64,7 @@ class OwnedFiles:
 
     Attributes:
         numbers: Numbers of the host's ranks, or of its fetchers.
-        attempt: The run's attempt. Results of earlier attempts are refused.
+        attempt: The run's current attempt. The host may not write results of earlier attempts.
         senders: Ranks that may send results.
     """
 
@@ -72,7 +73,7 @@ class OwnedFiles:
     senders: Collection[int]
 
     def has(self, name: str, fetches: bool) -> bool:
-        """Return whether the host may write the file.
+        """Return whether the host may write a file of the run folder.
 
         Args:
             name: Path of the file, relative to the run folder.
@@ -86,7 +87,12 @@ class OwnedFiles:
 
 
 class RunFolderCopy:
-    """A host's copy of the run folder, below `cache`, if the host does not share the original."""
+    """The copy of the run folder on a host that does not share the notebook's run folder.
+
+    Args:
+        ask: Sends a request to the pool's process and returns the response.
+        cache: Folder in which the copy is created.
+    """
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._pace = ask, Pace()
@@ -97,7 +103,10 @@ class RunFolderCopy:
         self._folder.path.chmod(0o700)
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """Return the share, of the first or a later attempt, with this host's paths."""
+        """Return the share `spec` of an attempt with the paths of this copy.
+
+        Also records the attempt, because `send_back` leaves out results of earlier attempts.
+        """
         self._attempt = spec.attempt
         return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
 
@@ -105,10 +114,10 @@ class RunFolderCopy:
         """Copy the files that ranks and fetchers read to this host.
 
         Args:
-            is_wanted: Checked before each part. If it returns False, the transfer stops.
+            is_wanted: Called before each part of a file. If it returns False, the transfer stops.
 
         Returns:
-            Whether all files are complete.
+            Whether all files were copied completely.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -117,7 +126,7 @@ class RunFolderCopy:
         return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
-        """Send back the files that the run left here. Called when all its processes have ended.
+        """Send back logs, ledgers and results. Called when all processes of the run have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -165,7 +174,10 @@ class RunFolderCopy:
 
 
 def _is_same(spec: HostSpec) -> bool:
-    """Return whether this host shares the run folder: its plan must have the run's random id."""
+    """Return whether this host shares the notebook's run folder.
+
+    It does if the folder of that path here contains a plan with the run's random id.
+    """
     try:
         return spec.folder.plan().run_id == spec.plan.run_id
     except (OSError, ValueError):
@@ -173,13 +185,15 @@ def _is_same(spec: HostSpec) -> bool:
 
 
 class Travelling:
-    """The mirror of the project store on a host that does not share the store.
+    """The mirror that a share uses on a host that does not share the project store.
+
+    Keeps the mirror and the store in step while the share runs.
 
     Args:
         ask: Sends a request to the pool's process and returns the response.
         note: Called with messages for the user.
-        shares: The session's object, whose mirror a cell of the session uses; None creates a
-            separate mirror.
+        shares: For a cell in a session: the session's object, whose mirror the cell uses. If None,
+            this object has a mirror of its own.
 
     Raises:
         StoreError: The store cannot be copied to this host.
@@ -212,7 +226,7 @@ class Travelling:
             raise
 
     def local(self, spec: HostSpec) -> HostSpec:
-        """Return the share with this host's paths."""
+        """Return the share `spec` with paths in the mirror instead of the project store."""
         rule = self._rule
         shared = tuple(map(self._place, rule.shared))
         here = structs.replace(rule, path=self._mirror.path, shared=shared)
@@ -242,7 +256,7 @@ class Travelling:
         self._follow(sends)
 
     def finish(self) -> tuple[list[WrittenFile], list[UnsentFile]]:
-        """Send the remaining files. Called when no process of the run writes here any more.
+        """Send the remaining files to the store. Called when no process of the run writes any more.
 
         Returns:
             The files that were sent to the store, and those that the store did not accept.
@@ -299,7 +313,11 @@ def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:
 
 
 def _sends(spec: HostSpec) -> Sequence[str] | None:
-    """Return the folders of the store that this host may write, relative to it; None for all."""
+    """Return the folders of the project store that this host may write.
+
+    Returns:
+        Paths relative to the store; None if the host may write the whole store.
+    """
     rule = spec.plan.store
     if spec.reads_only or spec.fetches:
         return []
@@ -309,7 +327,10 @@ def _sends(spec: HostSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The files of a share of a run on this host. A share of fetchers writes none to the store."""
+    """The files of one share on this host: transfers them if the host lacks the shared folders.
+
+    A share of fetchers writes no files to the project store.
+    """
 
     def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
@@ -320,17 +341,20 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use the mirror that is the working directory of a session's ranks."""
+        """Use a session's mirror. Called for a cell in the session, before `bring_in`.
+
+        The session's ranks, which run the cell, have that mirror as their working directory.
+        """
         self._session = session
 
     def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
         """Copy all files that the share needs to this host.
 
         Args:
-            is_wanted: Returns False as soon as the share has ended.
+            is_wanted: Returns False as soon as the share is to end. The transfer then stops.
 
         Returns:
-            The share with this host's paths; None if the share ended meanwhile.
+            The share with this host's paths; None if the transfer was stopped.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -354,7 +378,7 @@ class HostFiles:
         return here
 
     def again(self, spec: HostSpec) -> HostSpec:
-        """Prepare the files for the next attempt; return its share with this host's paths.
+        """Prepare the files for the next attempt; return the share `spec` with this host's paths.
 
         Called when the ranks of the last attempt have ended.
 
@@ -367,12 +391,12 @@ class HostFiles:
         return self._local(spec)
 
     def take(self, rank: int, message: StoreMessage) -> None:
-        """Record a message from a rank about the store."""
+        """Record a rank's message about a file of the project store, for the receipt."""
         if self._ledger is not None:
             self._ledger.take(rank, message)
 
     def bring_home(self) -> None:
-        """Send back the files that the run left here, and the receipt.
+        """Send back the files that the run wrote on this host, and its receipt.
 
         Called when all processes of the run on this host have ended.
 
@@ -396,7 +420,7 @@ class HostFiles:
         return self._travelling.local(spec) if self._travelling else spec
 
     def _close_store(self) -> None:
-        """Finish all writes to the store and send the receipt."""
+        """Send this host's remaining files to the project store, then the receipt to the pool."""
         receipt = None
         # First remove what killed ranks left unfinished, so that it is not sent.
         if self._ledger is not None:
@@ -411,7 +435,10 @@ class HostFiles:
             self._emit(receipt)
 
     def _record(self, receipt: StoreReceipt) -> None:
-        """Record rank 0's files as written by a run. Used on the notebook's machine."""
+        """Record in the store's state folder that a run wrote these files of rank 0.
+
+        Called only on the notebook's machine.
+        """
         rule = self._spec.plan.store
         assert rule is not None
         with suppress(OSError):  # without the record, hosts store their versions as separate files
@@ -424,7 +451,9 @@ class HostFiles:
 
 
 class FileServer:
-    """Handler of file requests from the hosts of a share, in the pool's process.
+    """Handler of file requests from the hosts that run a run's ranks, or its fetchers.
+
+    It is part of the pool's process.
 
     Requests about the project store run in a separate thread, because they wait for the disk.
     """
@@ -436,10 +465,10 @@ class FileServer:
         self._is_closed = False
 
     async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
-        """Handle a host's request; return the response.
+        """Handle a host's request for files; return the response.
 
         Args:
-            host_rank: Number of the host in the run.
+            host_rank: Number of the host among those of the run's ranks, or of its fetchers.
             owned: Files of the run folder that the host may write.
 
         Raises:
@@ -455,7 +484,7 @@ class FileServer:
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
-        """Refuse further requests about the store, and finish those that have begun."""
+        """Refuse further requests about the store, and wait for those that have begun."""
         self._is_closed = True
         if self._desk is not None:
             loop = asyncio.get_running_loop()
@@ -512,7 +541,7 @@ class FileServer:
             rule = self._spec.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
-            # With these shares, other runs may use the store at the same time.
+            # While these ranks or fetchers run, other runs may use the store too.
             if self._spec.reads_only or self._spec.is_session:
                 self._desk = Desk(rule, folder / "readers", writer=-1)
             elif self._spec.fetches:

@@ -1,12 +1,13 @@
 """The agent as a worker of a Dask cluster: it joins the pool, handles its calls, and leaves.
 
-Dask provides membership, TLS and the stream. Runs are not Dask tasks but calls of the controller,
-because only the controller knows whether all hosts of a run are there (docs/decisions.md).
+From Dask, the agent uses the membership in a cluster, TLS and the stream to the scheduler. A run is
+no Dask task: the controller starts it by a call to the agents, because only the controller knows
+whether all hosts of a run are there (docs/decisions.md).
 
-A host that receives nothing from its pool ends itself, even if something hangs (`Lease`). The agent
-sends heartbeats, and the controller acknowledges each. A thread watches the lease, so that a hung
-event loop cannot keep the host alive. Only monotonic clocks are compared, because the system clocks
-of two hosts may differ by days.
+A host that receives nothing from its pool ends itself (`Lease`). The agent sends heartbeats, and
+the controller acknowledges each. A separate thread watches the lease, so that a hung event loop
+cannot keep the host alive. The lease uses only monotonic clocks, because the system clocks of two
+hosts may differ by days.
 """
 
 import asyncio
@@ -83,15 +84,15 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Return seconds since 1970, unaffected by changes of the system clock after the start."""
+    """Return the seconds since 1970. Later changes of the system clock have no effect on it."""
     return _started + time.monotonic()
 
 
 def use_steady_clock() -> None:
     """Make Dask's streams in this process, and the current event loop's timers, use `steady`.
 
-    A stream waits for the end of its batch by the system clock. If that clock were set back by an
-    hour, the stream would be silent for an hour, and the lease would end the host.
+    By default, they use the system clock. If that clock were set back by an hour, a stream would
+    wait an hour before it sends its next batch of messages, and the lease would end the host.
     """
     distributed.batched.time = steady
     IOLoop.current().time = steady  # type: ignore[method-assign]
@@ -102,15 +103,15 @@ EXPIRED = 75
 
 
 class Lease:
-    """A time limit for silence of the pool, renewed by each acknowledged heartbeat.
+    """Time limit after which a host ends itself, renewed by each acknowledged heartbeat.
 
-    The lease runs from the time at which the last acknowledged heartbeat was sent. The controller
-    counts from the heartbeat's arrival and allows one second more. So when the controller considers
-    a host lost, the host has ended itself already.
+    The host counts from the time at which it sent the last heartbeat that was acknowledged. The
+    controller counts from that heartbeat's arrival and allows one second more. So when the
+    controller considers a host lost, the host has already ended itself.
 
     Args:
         lease_s: Seconds until the lease expires.
-        expire: Function called in the watching thread when the lease expires. Does not return.
+        expire: Called in the watching thread when the lease expires. Must not return.
     """
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
@@ -144,20 +145,26 @@ class Lease:
 
 
 def end_agent(lease_s: float) -> None:
-    """End this agent at once. Its supervisor ends all processes that the agent leaves."""
+    """End this agent at once, because its lease has expired.
+
+    The supervisor then ends all processes that the agent leaves.
+
+    Args:
+        lease_s: Length of the lease, for the log.
+    """
     sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
 
 
 class ClosedWorker(Worker):
-    """A Dask worker that accepts no connections and uses only the one that it opened itself."""
+    """A Dask worker that accepts no connections and opens only the one to the scheduler."""
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because Dask's web pages would be open to everybody."""
+        """Do nothing instead of serving Dask's web pages, which everybody could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler, then close the port that joining opened. Called by Dask."""
+        """Join the scheduler; then close the port that Dask opens for this. Called by Dask."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
@@ -208,7 +215,7 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Wait until this host can start ranks, without a time limit, and return its properties.
+        """Wait until this host can start ranks; then return its properties. There is no time limit.
 
         Raises:
             PoolError: No run can start here any more. The pool then uses another host.
@@ -229,17 +236,17 @@ class AgentWorker(ClosedWorker):
         )
 
     async def facts(self, asked: GetFacts) -> list[Facts]:
-        """Return the facts about this host and this agent's Python."""
+        """Return facts about this host and its Python, such as versions and installed modules."""
         return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), Facts)]
 
     async def start_run(self, asked: StartShare) -> int:
-        """Start this host's share of a run in a new thread, or the next attempt of a share.
+        """Start this host's share of a run in a new thread, or the next attempt of that share.
 
         Returns:
-            The port of torch's key-value store on the run's first host; 0 on other hosts.
+            The port of the ranks' rendezvous if this is the run's first host, else 0.
 
         Raises:
-            PoolError: The run has ended here.
+            PoolError: The next attempt cannot start, because the run has ended here.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.again:
@@ -264,7 +271,9 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _maker(self, spec: HostSpec) -> Callable[..., HostShare]:
-        """Return the constructor for a share: of a run, fetchers, a session, or a session's cell.
+        """Return the constructor for a share of this kind.
+
+        The kinds are: ranks of a run, fetchers, ranks of a session, and a cell in a session.
 
         Raises:
             PoolError: The session of the cell has ended here.
@@ -281,7 +290,7 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def tell(self, told: Told) -> None:
-        """Pass a command to its share. Ignore it if the share has ended already."""
+        """Pass the controller's command to the share that it is for, unless the share has ended."""
         if share := self._shares.get(told.run_id):
             share.tell(told)
 
@@ -299,7 +308,7 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Send heartbeats until cancelled. During the start, they name the current import."""
+        """Send heartbeats until cancelled. Until the host can start ranks, they name its import."""
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
             if not self._warming.done():
@@ -311,7 +320,9 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool if the forkserver ends or cannot import a module that ranks need.
+        """Wait until the forkserver ends or fails to import a module; then leave the pool.
+
+        If a run is here, first waits for its end.
 
         Raises:
             PoolError: The forkserver could not import such a module.
@@ -341,7 +352,7 @@ class AgentWorker(ClosedWorker):
     def _ask(self, request: Request[_T]) -> _T:
         """Send a request to the controller and wait for the response.
 
-        Any thread but the event loop's may call this.
+        Any thread may call this, except that of the event loop.
 
         Raises:
             PoolError: The controller is not reachable or did not respond in time.
@@ -358,7 +369,7 @@ class AgentWorker(ClosedWorker):
             raise PoolError(f"the pool does not answer {request.op()}: {error}") from error
 
     def _emit(self, run_id: str, event: Event) -> None:
-        """Send an event of a run. Any thread may call this."""
+        """Send an event of a run to the controller. Any thread may call this."""
         message = {"op": EVENT, "run_id": run_id, "event": encode(event)}
         self.loop.add_callback(self.batched_send, message)
 
@@ -377,9 +388,9 @@ class AgentWorker(ClosedWorker):
 
 
 async def serve(words: bytes) -> None:
-    """Join the pool and serve it until the pool closes or loses this agent.
+    """Join the pool and handle its calls until the pool closes or the connection is lost.
 
-    The agent joins while the forkserver is still importing.
+    Does not wait for the forkserver's imports before it joins.
 
     Args:
         words: Packed `AgentSettings`.

@@ -1,8 +1,8 @@
 """Functions for this host's network addresses and processes.
 
-The process functions start processes, tie their lifetimes together, and find and end the processes
-that a run has left. This module imports neither torch nor any other module of this package, because
-supervisor, agent and ranks all use it.
+The functions for processes start them, make one end with another, and find and end those that a run
+has left. Supervisor, agent and ranks all use this module, so it imports neither torch nor any other
+module of this package.
 """
 
 import contextlib
@@ -19,16 +19,17 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable that marks the children of a run's ranks. Its value is the run's id."""
+"""Environment variable by which programs that a run's ranks start can be found. Its value is the
+run's id."""
 
 CALM_DASK = {
     "distributed.admin.tick.interval": "1s",
     "distributed.worker.profile.enabled": False,
 }
-"""Dask settings for every process of this package that uses Dask.
+"""Dask settings for every process of this package that uses Dask, to keep idle processes idle.
 
-With its defaults, Dask profiles its own process 150 times a second. That caused two thirds of the
-CPU time of an idle pool.
+With its default settings, Dask profiles its own process 150 times a second, which caused two thirds
+of the CPU time of an idle pool.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -53,7 +54,7 @@ def name_of(address: str) -> str:
 
 
 def facing(peer: str) -> str:
-    """Return this host's address on the route to the address `peer`. Sends nothing."""
+    """Return the address from which this host would connect to `peer`. Sends nothing."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
@@ -62,11 +63,11 @@ def facing(peer: str) -> str:
 
 
 def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -> str:
-    """Return the address that ranks and fetchers of this host use.
+    """Return the address at which other hosts reach this host's ranks and fetchers.
 
-    The host's own name does not help: Debian resolves it to 127.0.1.1, and a host with several
-    networks has one name for all. So the address is used at which another host has just reached
-    this one.
+    Without an `interface`, this is the address at which another machine has just reached this host.
+    The host's own name cannot be used: Debian resolves it to 127.0.1.1, and a host with several
+    networks has one name for all of them.
 
     Args:
         interface: The pool's `interface` setting: name or address of a network interface; "" if
@@ -75,7 +76,7 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
         scheduler: Host part of the scheduler's address as seen from this host.
 
     Raises:
-        ValueError: This host does not have the interface of the settings.
+        ValueError: This host has no network interface `interface`.
     """
     if interface:
         address = interface if name_of(interface) else address_of(interface)
@@ -93,8 +94,8 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
 def spawn_command(module: str) -> list[str]:
     """Return the command that runs `module.main()` in a new Python process.
 
-    It uses `-c` rather than `-m`: a forkserver's children import their parent's main module again,
-    which takes each rank 0.35 s. With `-c` there is no such module.
+    The command uses `-c` rather than `-m`. With `-m`, each child of a forkserver would import its
+    parent's main module again, which takes each rank 0.35 s.
     """
     return [sys.executable, "-c", entry_code(module)]
 
@@ -102,9 +103,9 @@ def spawn_command(module: str) -> list[str]:
 def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
-    This package must not import a random.py beside the notebook. So the code removes the current
-    folder from the import path. If PYTHONPATH names that folder, the code moves it to the end,
-    unless it is the folder of this package.
+    The code removes the current folder from the import path, so that a random.py beside the
+    notebook does not replace Python's own module. If PYTHONPATH contains the current folder, the
+    code moves it to the end of the import path, unless it is the folder of this package.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -124,16 +125,16 @@ def supervisor_arguments(lease_s: float | None, preload: Sequence[str]) -> list[
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it."""
+    """Make this process the parent of each descendant whose own parent ends (prctl(2))."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the system kill this process when its parent ends; exit at once if it has ended.
+    """Let the system kill this process when its parent ends. If the parent has ended, exit now.
 
     Args:
-        parent_pid: The parent's pid, as the parent passed it. If the parent has ended, `getppid`
-            returns another pid.
+        parent_pid: The parent's pid, as the parent itself determined it. If `getppid` returns
+            another pid, the parent has ended.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -147,14 +148,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 TRACKERS_END_S = 10.0
-"""Seconds for resource trackers to exit after the processes that they serve have ended."""
+"""Seconds for resource trackers to exit by themselves after the processes that use them ended."""
 
 
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
     Each process also gets SIGCONT, since a stopped process would not handle SIGTERM. After SIGKILL,
-    this does not wait for processes that this user may not signal (`sudo` in a cell).
+    waits up to 5 s for the processes to end, but not for those that this user may not signal
+    (`sudo` in a cell).
 
     Args:
         grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
@@ -173,7 +175,7 @@ def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Proc
 
 
 def _send(process: psutil.Process, number: int) -> bool:
-    """Send a signal; return False if this user may not signal the process."""
+    """Send a signal to a process; return False if this user may not signal it, else True."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -184,10 +186,10 @@ def _send(process: psutil.Process, number: int) -> bool:
 
 
 def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill processes, but let resource trackers exit by themselves.
+    """Kill processes, except resource trackers, which get `TRACKERS_END_S` to exit by themselves.
 
-    A tracker exits when the last process that it serves has ended. Before that, it removes the
-    semaphores and shared memory that those processes left. A killed tracker could not.
+    A tracker exits when the last process that uses it has ended. Before it exits, it removes the
+    semaphores and shared memory that those processes have left. A killed tracker cannot do so.
 
     Returns:
         The processes that are still running.
@@ -209,8 +211,7 @@ def is_tracker(process: psutil.Process) -> bool:
 def status_of(process: psutil.Process | None) -> str:
     """Return psutil's name of a process's state; "" if the process has ended.
 
-    A killed process counts as ended even while the system still frees its memory, which takes about
-    20 ms.
+    A killed process counts as ended already while the system frees its memory (about 20 ms).
     """
     try:
         has_memory = process is not None and process.memory_info().rss > 0
@@ -220,7 +221,7 @@ def status_of(process: psutil.Process | None) -> str:
 
 
 def named(processes: Iterable[psutil.Process]) -> str:
-    """Return the pids and names of processes as text for the user: `4711 (sudo), 4712 (ssh)`."""
+    """Return the pids and names of processes as text for the user, as `4711 (sudo), 4712 (ssh)`."""
     found = []
     for process in processes:
         try:
@@ -232,14 +233,14 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
-    """Return the processes that a run has left after its end. Runs in the agent.
+    """Return the processes on this host that a run has left after its end. Runs in the agent.
 
-    A process belongs to the run if one of these holds:
+    A process belongs to the run if any of these is true:
 
     - Its environment has the run's token. This finds programs that a rank started.
     - It has a pipe of the run open. This finds forks of a rank.
-    - It is an orphan that the supervisor adopted, and no other run is on this host. With another
-      run, the orphan could be of either.
+    - It is an orphan that the supervisor adopted, and no other run is on this host. Otherwise the
+      orphan could belong to the other run.
 
     Args:
         pipes: Path prefix of the run's named pipes on this host.

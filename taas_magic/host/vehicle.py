@@ -25,8 +25,8 @@ _MARK = "@"
 def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
-    The name has a random part, because a job that the batch system restarts keeps its name, and
-    the pool may still know the agent of its first start.
+    The name has a random part. If the batch system restarts a job, the vehicle has the same name
+    again, and the pool may still know the agent that the vehicle started the first time.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -43,7 +43,12 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that makes a worker a vehicle. The arguments are settings of the pool."""
+    """Dask plugin that makes a worker a vehicle: starts a supervisor, and ends it with the worker.
+
+    Args:
+        interface: The pool's `interface` setting; "" if there is none.
+        preload: Modules that the pool's settings add to the forkserver's imports.
+    """
 
     name = "taas-vehicle"
 
@@ -61,7 +66,10 @@ class Vehicle(WorkerPlugin):
         self._following: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
-        """Start the supervisor. Called by Dask when a worker has joined. Ignores agents."""
+        """Start the supervisor. Called by Dask when a worker has joined.
+
+        Does nothing in an agent, which Dask also treats as a worker.
+        """
         if vehicle_of(worker.name):
             return
         try:
@@ -71,7 +79,7 @@ class Vehicle(WorkerPlugin):
             raise
 
     async def teardown(self, worker: Worker) -> None:
-        """End the supervisor and so the host. Called by Dask when the worker closes."""
+        """End the supervisor, which ends the host. Called by Dask when the worker closes."""
         if self._supervisor is None or self._following is None:
             return
         self._following.cancel()

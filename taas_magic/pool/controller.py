@@ -557,8 +557,8 @@ class Controller(SchedulerPlugin):
 
     def _teller(self, owner: str, run_id: str) -> Tell:
         """Return a function that sends events of the run `run_id` to the kernel `owner`."""
-        # Subscribe here: the kernel's own subscription takes another path than its request, and may
-        # arrive later.
+        # The kernel also subscribes itself, but its subscription takes another path than its
+        # request and may arrive later. Events in between would be lost.
         self._scheduler.subscribe_topic(topic(owner), owner)
         return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
 
