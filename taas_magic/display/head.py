@@ -232,7 +232,7 @@ class RunState:
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
-        if failure.how == "host":  # a federation continues without the host
+        if failure.how == "host":  # the host is lost; a federation continues without it
             self.settled.add(failure.host)
         if self.first is None and not failure.consequence:
             self.first = failure

@@ -109,7 +109,7 @@ class Folder:
         return shown
 
     def _release_unmatched(self) -> list[Shown]:
-        """Return and remove lines at the head of queues that no other rank will print.
+        """Return and remove ranks' first waiting lines that no other rank will print.
 
         They exist only if every rank has waiting lines. The lowest rank's line is shown first,
         because rank 0 usually prints more than the others.

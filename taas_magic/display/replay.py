@@ -95,7 +95,7 @@ class Replay:
             elif line.startswith(_PROGRESS):
                 if not line.endswith(_NO_TEXT):
                     self._progress.clear()
-                if len(self._progress) < 2:  # one empty text is enough: more change nothing
+                if len(self._progress) < 2:  # further empty texts would change nothing
                     self._progress.append(line)
             elif line.startswith(_DROPPED):
                 printed.append(line)
@@ -113,7 +113,7 @@ class Replay:
 
     def _take(self, event: Event) -> None:
         self._shown.keep(event)
-        if isinstance(event, Restart | RunEnded):  # these need the state from before them
+        if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
         if isinstance(event, StateChanged) and self._state.state == "STARTING":
             self._state.began = event.time
@@ -181,7 +181,7 @@ class _Counts:
             if len(newest) == self._reporters:
                 break
         for about, line in reversed(newest.items()):
-            self._sums.pop(about, None)  # keeps the dict in the order of the reports' times
+            self._sums.pop(about, None)  # so that the dict stays in the order of the events
             self._sums[about] = line
 
 

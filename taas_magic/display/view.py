@@ -372,7 +372,7 @@ class View:
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)
-        if state.has_ended and state.world_size > 1:  # one rank's log is already below the head
+        if state.has_ended and state.world_size > 1:  # a single rank's lines are all in the log
             failed_rank = state.first.rank if state.first else None
             state.tails = last_lines(state.run_dir, state.world_size, failed_rank)
         self._screen.close(state, now)

@@ -319,7 +319,7 @@ class Farm:
         disconnect(self._client)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the farm's process has ended
-            # a line, because forks of the kernel may keep the pipe open after close()
+            # the line ends the process; close() may not, if a fork of the kernel has the pipe open
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
         try:
@@ -546,7 +546,7 @@ class Farm:
                 log.write(said.lines)
         self.state.take(cleaned(said))
         if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
-            # in the other thread: ending jobs may wait for this one
+            # for the thread of `_collect`, because ending jobs may wait for the current thread
             self._ended.put(said)
 
 
@@ -741,7 +741,7 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
 
 def _remove_ended(folder: Path, keep: int) -> None:
     """Remove the folders of all but the newest `keep` farms, except those that still run."""
-    farms = sorted(folder.glob("farm-*"))  # by time, because their names begin with it
+    farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:
         # the farm's process locks its log while it lives; another kernel may remove it, too
         with contextlib.suppress(FileNotFoundError), (old / LOG).open("ab") as log:

@@ -310,13 +310,13 @@ class Slot:
             say: Receives the job's state and output.
         """
         is_other = placed.call.fresh or placed.call.setting != self._job_setting
-        # an idle process sends nothing: if it did, or ended, it is replaced
+        # an idle process must send nothing: if it has sent something or ended, replace it
         if is_other or self._process is None or self._events.select(0):
             await asyncio.to_thread(self._renew)
         self._job_setting = placed.call.setting
         lines = _Lines(say)
         try:
-            if self._is_cancelled:  # before the job had a process
+            if self._is_cancelled:  # while the job's process was starting
                 raise EOFError
             if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
                 await asyncio.to_thread(self._control.send_bytes, pickle.dumps(placed))
@@ -393,7 +393,7 @@ class Slot:
             if self._control in ready:
                 outcome: JobOutcome = pickle.loads(self._control.recv_bytes())
                 return outcome
-            if self._process.sentinel in ready:  # no EOF tells it: children may hold the pipes
+            if self._process.sentinel in ready:  # its children may keep the pipes open: no EOF
                 raise EOFError
             if not is_said:
                 say("running", "")

@@ -378,7 +378,7 @@ class Writer:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)
             _lock(descriptor)
-            # a pool that was killed may have left a cut line
+            # a pool's process that was killed may have left an incomplete line
             self._is_torn = os.fstat(descriptor).st_size > 0
             self._descriptor = descriptor
         if self._is_torn:

@@ -112,7 +112,7 @@ class _Watch:
         return paths, overflowed or self._is_blind
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield the watch, the mask and the name of each pending event."""
+        """Yield each pending event of inotify as its watch descriptor, its mask and a file name."""
         while self._inotify >= 0:
             try:
                 data = os.read(self._inotify, 1 << 16)

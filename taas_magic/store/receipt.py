@@ -1,4 +1,4 @@
-"""Receipt of a run: the files that rank 0 wrote to the store, and other ranks' refused writes.
+"""Receipt of a run: files that rank 0 wrote to the store, and other ranks' files kept out of it.
 
 Rank 0 notes the files that its Python code opens for writing. Files from its subprocesses and C++
 writers are found afterwards by a search of the store for files that changed since the run began.
@@ -27,8 +27,10 @@ from taas_magic.store.publish import remove_leftover
 from taas_magic.store.tree import Seen, Tree
 
 LOOK_LIMIT_S = 0.25
-"""Maximum seconds for the search of a store; files found later are listed only if rank 0 noted
-them."""
+"""Maximum seconds for the search of a store.
+
+Changed files that the search has not found by then are listed only if rank 0 noted them.
+"""
 
 _NOTEBOOK = ".ipynb"
 """Suffix of files that the search skips: the front end saves notebooks during a run."""

@@ -772,7 +772,10 @@ def _tell_of_locks(view: Discarded) -> None:
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
-    """Return whether a file to map is in the store and the rank has no own version of it."""
+    """Return whether mapping a file into memory would map a file of the store.
+
+    It would not if the file is elsewhere, or if the rank has its own version of it.
+    """
 
     def theirs(place: str) -> str | None:
         return place if os.path.exists(place) and not view.own(place) else None

@@ -271,9 +271,9 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove the file if it is an arrival whose writer is dead, so that nobody holds its lock.
+        """Remove a file if it is the temporary file of an `Arrival` whose process has ended.
 
-        Do nothing for any other file.
+        The lock of such a file is free. Any other file stays.
         """
         if path.rpartition("/")[2].startswith(ARRIVING):
             with suppress(OSError), self.open_file(path) as file:  # it may be gone by now
@@ -330,7 +330,7 @@ _BEGINS_BYTES = 16
 
 
 class Arrival:
-    """One arriving file. Call `place` or `discard` at the end.
+    """A file under a temporary name that is being received; `place` or `discard` must end it.
 
     Args:
         staging: Descriptor of the folder to write the file in; on the destination's file system.
