@@ -47,7 +47,7 @@ class _Placed:
         yield from super().__iter__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded batch."""
+        """Return the position after the last yielded batch, for the loader's `load_state_dict`."""
         return self.base_dataloader.with_states(self.dl_state_dict)
 
     def _update_state_dict(self) -> None:

@@ -39,7 +39,9 @@ From then on, the number of items between snapshots is doubled.
 """
 
 _LOOKS_AT_INTS = 2
-"""Last item before which a cursor records the dataset's int attributes, to find an epoch counter.
+"""Index of the last item before which a `Cursor` records the dataset's int attributes.
+
+By comparing the records, the cursor finds an attribute in which the dataset counts its epochs.
 """
 
 _OURS = str(Path(__file__).parent)
@@ -319,7 +321,10 @@ class Source:
             raise
 
     def _next_of(self, epoch: int, slot: int) -> Any:
-        """Return a batch of an iterable-style loader; go forward or back in its stream for it."""
+        """Return a batch of an iterable-style loader.
+
+        If the batch is not the next one of its stream, first skip or replay items of the stream.
+        """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         cursor = self._cursors.pop((epoch, stream), None)

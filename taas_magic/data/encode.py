@@ -7,8 +7,8 @@ overlapping tensors are sent once and share memory again after decoding. A tenso
 plain dense CPU tensor (for example sparse, or with requires_grad) is encoded as a call that builds
 it from plain ones.
 
-The encoded batch is called a body: `[head][buffer][buffer]…`. The head is the table of contents
-with the pickle. Each part is aligned to 64 bytes (`protocol.layout`).
+The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
+(`Encoded.head`) includes the pickle. It and each buffer are aligned to 64 bytes.
 """
 
 import copyreg
@@ -60,7 +60,7 @@ _numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has impor
 _WORD = _numpy.dtype("<u8") if _numpy else None
 
 _heads: dict[Hashable, tuple[bytes, int]] = {}
-"""Cache of heads and body sizes, by the form of a batch (`_take_apart` says what that is)."""
+"""Cache of tables of contents and body sizes, by the form of a batch (see `_take_apart`)."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Encoded:
         """
         at = len(self.head)
         room[:at] = self.head
-        # Do not cache the checksum of a large head: it is not that of a common batch.
+        # Do not cache the checksum of a large table of contents: no other batch has the same one.
         sum_of_head = _sum_of_head if at <= _COMMON_HEAD_BYTES else checksum
         total = sum_of_head(self.head) if is_summed else 0
         for buffer in self.buffers:
@@ -209,7 +209,7 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
     """Return the lowest and the highest byte offset of an array's elements from its first one.
 
-    The lowest one is negative if a stride is.
+    If a stride is negative, the lowest offset is negative.
     """
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
@@ -349,7 +349,7 @@ def _encode_any(value: object) -> Encoded:
 
 
 def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
-    """Return the head (padded table of contents with the pickle), and the size of the whole body.
+    """Return the padded table of contents, and the size of the whole body.
 
     Args:
         pickled: Pickle of the batch, with numbers in place of tensors.
@@ -601,5 +601,5 @@ def fingerprint(encoded: Encoded) -> int:
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
-    """Return the checksum of a head, cached because common batches have the same heads."""
+    """Return the checksum of a table of contents, which is the same for all batches of a form."""
     return checksum(head)

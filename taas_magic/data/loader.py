@@ -171,7 +171,7 @@ class RemoteLoader(DataLoader[Any]):
     `load_state_dict` has set another one.
     """
 
-    # accelerate shards every loader without this mark; here each rank already has its share.
+    # accelerate shards every loader without this mark; this loader yields only one rank's batches.
     _is_accelerate_prepared = True
 
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:

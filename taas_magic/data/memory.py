@@ -178,7 +178,7 @@ class Lent:
         return memoryview(owner).cast("B")
 
     def gone(self) -> list[SharedPlace]:
-        """Return the spans that have come out of use since the last call."""
+        """Return the spans that are no longer in use and that no earlier call has returned."""
         places: list[SharedPlace] = []
         while self._gone:
             places.append(self._gone.popleft())

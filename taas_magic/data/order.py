@@ -352,7 +352,7 @@ def _random_state() -> Any:
 
 
 def _set_random_state(state: Any) -> None:
-    """Restore a result of `_random_state`."""
+    """Set the state of all generators that `seed_all` seeds to a result of `_random_state`."""
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)

@@ -257,7 +257,10 @@ class Ahead:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        """Return whether ranks have begun to request batches, or `--prefill` is reached."""
+        """Return whether workers need not prepare more of later epochs.
+
+        They need not if ranks have begun to request batches, or if `--prefill` is reached.
+        """
         return self._is_asked or self._is_filled()
 
     def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
