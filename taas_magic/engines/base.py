@@ -212,7 +212,7 @@ class HostsEngine(Engine):
                 await asyncio.gather(*self.ending)
 
     async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`. After raising the failure of a host, the next call starts another."""
+        """See `Engine.bring`. Raises the failure of a host once; the next call starts another."""
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
             self.hosts[host.name] = host

@@ -42,7 +42,10 @@ class LocalEngine(HostsEngine):
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
-        """Start the first host's supervisor: its imports take longest and need no scheduler."""
+        """Start the first host's supervisor early, while this process imports Dask.
+
+        Of all steps of a host's start, its imports take longest, and they need no scheduler.
+        """
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:

@@ -59,7 +59,7 @@ class Fetcher:
     def entry(self) -> LoaderPlaces:
         """Return where ranks find this fetcher, for each of its loaders, by the loader's name.
 
-        Each host writes it into its run folder, where ranks read it (`FolderDirectory`).
+        Each host writes this entry into its run folder, where ranks read it (`FolderDirectory`).
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())

@@ -327,9 +327,10 @@ def _sends(spec: HostSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The files of one share on this host: transfers them if the host lacks the shared folders.
+    """The files of one share on this host.
 
-    A share of fetchers writes no files to the project store.
+    If the host does not share the notebook's folders, transfers the files from and to them. A share
+    of fetchers writes no files to the project store.
     """
 
     def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:

@@ -59,7 +59,7 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Start the process that serves the store. Earlier connections wait until then."""
+        """Start the process that serves the store. Ranks that have connected before wait for it."""
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 

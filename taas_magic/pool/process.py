@@ -180,10 +180,11 @@ class PoolFolder:
         return None
 
     def start(self) -> PoolProcess | None:
-        """Start a process of the pool.
+        """Start a process of the pool, unless one is running or being started.
 
         Returns:
-            None if a process is already running, or another kernel is starting one.
+            The new process; None if a process is already running, or another kernel is starting
+            one.
         """
         self.has_children()
         path = self.path / "lock"

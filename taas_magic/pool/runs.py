@@ -492,7 +492,10 @@ class PoolFetchers(Share):
         fetchers needs them."""
 
     async def start(self) -> list[str]:
-        """See `Share.start`. If one host fails, the caller must end the others."""
+        """See `Share.start`.
+
+        If one host fails, fetchers may run on others. So the caller must then call `halt`.
+        """
         chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
