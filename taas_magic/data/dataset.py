@@ -279,7 +279,7 @@ class Source:
 
         Raises:
             Ended: `work` raised it.
-            Failed: `work` raised any other exception.
+            Failed: `work` raised any other exception, except KeyboardInterrupt.
         """
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
@@ -491,7 +491,9 @@ class Cursor:
 
 
 class Snapshots:
-    """Saved states of a stream's dataset in one epoch, from `state_dict`, by the item that follows.
+    """Saved states (`state_dict`) of a stream's dataset in one epoch.
+
+    Each state is stored under the index of the item that follows it.
 
     No state is saved before the dataset has yielded an item. Until then, the `state_dict` of a
     dataset that has loaded a state, or whose `__iter__` is a generator, does not report the

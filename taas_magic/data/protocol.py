@@ -260,7 +260,7 @@ def layout(head_bytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class Role(enum.Enum):
-    """Side of a connection."""
+    """Side of a connection: the fetcher's server, or the rank."""
 
     SERVER = "server"
     RANK = "rank"

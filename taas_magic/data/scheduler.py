@@ -391,7 +391,7 @@ class Buffer:
         return prepared
 
     def count(self, who: Hashable, request: LoaderRequest) -> int | None:
-        """Return the units of a batch whose units are the next thing that `who` sends.
+        """Return the units of a batch, for a rank that needs only the units.
 
         Returns:
             The units; VOID if the slot has no batch; None if no worker has prepared it yet.
