@@ -93,8 +93,9 @@ class RunState:
         held_gpu_s: GPU-seconds that the run held before the last change of `gpus`.
         began: Start time of the run, on the caller's clock.
         world_size: Number of ranks: the plan's, until the run grows.
-        hosts: The hosts of the attempt `hosts_attempt`.
+        hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
         hosts_attempt: The newest attempt that has started ranks on a host.
+        first_ranks: The lowest rank of each of these hosts.
         up: Numbers of the ranks that have started and have not failed.
         up_since: Time at which the first ranks started, or `gpus` last changed, on the caller's
             clock; infinity before that.
@@ -119,6 +120,7 @@ class RunState:
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
     hosts_attempt: int = 0
+    first_ranks: dict[str, int] = field(default_factory=dict)
     up: set[int] = field(default_factory=set)
     up_since: float = math.inf
     ended_at: float = math.inf
@@ -220,11 +222,14 @@ class RunState:
     def _started(self, event: RanksStarted, now: float) -> None:
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
-            self.hosts, self.hosts_attempt = [], event.attempt
+            self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}
             gpus = event.gpus
         self._hold(gpus, now)
         if event.host and event.host not in self.hosts:
             self.hosts.append(event.host)
+            self.first_ranks[event.host] = min(event.pids, default=0)
+            # hosts report in any order; a run lists them in the order of their ranks
+            self.hosts.sort(key=lambda host: self.first_ranks[host])
         self.up.update(event.pids)
         self.up_since = min(self.up_since, now)
 

@@ -215,7 +215,7 @@ def test_a_run_that_grows_holds_more_gpus_from_then_on() -> None:
     ):
         state.apply(seen)
     assert (state.gpu_seconds(11.0), state.gpu_seconds(21.0)) == (20.0, 60.0)
-    assert "ranks 4 · pool local · hosts 2 (gpu2, gpu1)" in text(state, 21.0)
+    assert "ranks 4 · pool local · hosts 2 (gpu1, gpu2)" in text(state, 21.0)
     on_cpus = run_state(structs.replace(STARTED, gpus=0), event("restart", attempt=1, world_size=8))
     assert on_cpus.gpu_seconds(99.0) == 0.0
 
