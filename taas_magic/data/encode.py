@@ -34,7 +34,7 @@ _ZEROS = bytes(protocol.ALIGN)
 _PREFIX = struct.Struct("<II")
 _MOST_FORMS = 256
 _COMMON_HEAD_BYTES = 4096
-_MOST_REDUCERSS = 16
+_MOST_PARTS = 16
 _PIECE_BYTES = 256 << 10
 _WIDEST = 16
 _THIN = 2
@@ -302,7 +302,7 @@ def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
         parts, names = tuple(batch.values()), tuple(batch)
     else:
         return None
-    if not 0 < len(parts) <= _MOST_REDUCERSS:
+    if not 0 < len(parts) <= _MOST_PARTS:
         return None
     try:
         buffers = tuple([_memory(tensor) for tensor in parts])
@@ -514,7 +514,7 @@ def _contents(head: bytes) -> _Contents:
         storage = None if is_alone or not values else (start, size)
         is_packed = is_alone and _reach(shape, stride) > values
         places.append(_Place(start + offset, values, storage, dtype, shape, stride, is_packed))
-    return _Contents(spans, places, pickled, pickled == _LONE_REDUCERS)
+    return _Contents(spans, places, pickled, pickled == _ONE_PART)
 
 
 def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
@@ -551,7 +551,7 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[number]
 
 
-_LONE_REDUCERS = _pickle(torch.empty(0), _FastPickler)[0]
+_ONE_PART = _pickle(torch.empty(0), _FastPickler)[0]
 
 
 def raw(data: bytes) -> Encoded:
