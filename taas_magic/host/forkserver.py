@@ -239,7 +239,7 @@ class _StandIn:
         """Return whether the stand-in has ended too early. Its children have then ended too."""
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
-        return exitcode(self._started) not in (None, 0)
+        return _known_exitcode(self._started) not in (None, 0)
 
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
         """Ask this stand-in, instead of the forkserver, to fork a process.
@@ -440,14 +440,29 @@ def _leave_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether no exit code of a process has been reported yet.
+    """Return whether no exit code of a process is known yet.
 
     A process that was passed to `forget` counts as ended.
     """
     try:
-        return exitcode(process) is None
+        return _known_exitcode(process) is None
     except ValueError:  # `forget` has closed the process
         return False
+
+
+def _known_exitcode(process: Any) -> int | None:
+    """Return the exit code of a process; None while it runs, or while another thread starts one.
+
+    The watching thread calls this. It must not wait for a thread that starts a process, because
+    that thread waits until the watching thread kills a forkserver that is stopped.
+    """
+    if not _lock.acquire(blocking=False):
+        return None
+    try:
+        code: int | None = process.exitcode
+    finally:
+        _lock.release()
+    return code
 
 
 def exitcode(process: Any) -> int | None:
