@@ -33,7 +33,6 @@ from taas_magic.capture.reducers import (
     Storages,
     fill_cell,
     fill_function,
-    fill_in_main,
     is_single_dispatch,
     loading_into,
     make_cell,
@@ -389,7 +388,7 @@ class ValuePickler(cloudpickle.Pickler):
             return reduced
         self._need_by_name(cls)
         reduced = reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
-        return self._placed_in_main(cls, reduced)
+        return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:
         reduced = super().reducer_override(function)
@@ -408,7 +407,7 @@ class ValuePickler(cloudpickle.Pickler):
             self.needs.update(dict.fromkeys(sorted(use.names)))
             coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
             reduced[2][1]["__globals__"] = coming
-        return self._placed_in_main(function, self._with_cells(function.__closure__, reduced))
+        return self._with_cells(function.__closure__, reduced)
 
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function that keeps the cells of its closure.
@@ -423,19 +422,6 @@ class ValuePickler(cloudpickle.Pickler):
         self.filled |= {id(cell): cell for cell in unfilled}
         contents = tuple((cell, content) for cell in unfilled for content in _contents(cell))
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
-
-    def _placed_in_main(self, definition: Any, reduced: Any) -> Any:
-        """Return a reduced definition that loading also sets in the `__main__` of a worker.
-
-        For fetchers only: a process pool that a dataset starts in a worker pickles the definition
-        by its name.
-        """
-        main = vars(sys.modules["__main__"])
-        name = definition.__name__
-        if self._to != "fetchers" or main.get(name) is not definition or len(reduced) < 6:
-            return reduced
-        make, args, state, items, pairs, fill = reduced
-        return make, args, (fill, state), items, pairs, fill_in_main
 
     def _reduce_cell(self, cell: CellType) -> Any:
         """Reduce a closure cell, without its content if that is already in the pickle."""

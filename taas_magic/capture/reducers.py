@@ -117,13 +117,6 @@ def fill_function(
     fill(function, (attributes, {**slots, "__globals__": {}}))
 
 
-def fill_in_main(definition: Any, given: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """Set the state of a function or class, and add it to `__main__` under its name."""
-    fill, state = given
-    vars(sys.modules["__main__"]).setdefault(definition.__name__, definition)
-    fill(definition, state)
-
-
 LruCache: Any = type(functools.lru_cache(lambda: None))
 
 _single_dispatch = functools.singledispatch(lambda value: None)

@@ -256,5 +256,8 @@ def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseExc
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
     built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-    made: BaseException = built_in.__new__(kind, failure.message)
+    try:
+        made: BaseException = built_in.__new__(kind, failure.message)
+    except TypeError:  # a group of exceptions, whose parts have stayed in the rank
+        return None
     return made

@@ -421,31 +421,6 @@ def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
     assert frontend.finish(request)["status"] == "error" and not frontend.text(request)
 
 
-POOL_IN_DATASET = """
-import taas, torch
-from concurrent.futures import ProcessPoolExecutor
-class Pixel:
-    def __init__(self, value): self.value = value
-FACTOR = 10
-def decode(index): return Pixel(index * FACTOR)
-class Images(torch.utils.data.Dataset):
-    def __len__(self): return 4
-    def __getitem__(self, index):
-        with ProcessPoolExecutor(1) as executor:
-            return executor.submit(decode, index).result().value
-images = taas.register(torch.utils.data.DataLoader(Images(), batch_size=2))
-"""
-
-
-def test_a_dataset_sends_the_notebooks_functions_to_its_own_processes(frontend: Frontend) -> None:
-    frontend.run(POOL_IN_DATASET)
-    for cpus in ("", " --cpus 1"):
-        cell = f"%%taas --gpus 1{cpus} --out seen\nseen = [batch.tolist() for batch in images]"
-        frontend.run(cell)
-        frontend.run("assert seen == [[0, 10], [20, 30]], seen; del seen")
-    frontend.run("taas.unregister(images)")
-
-
 SLOTS = """
 import abc, dataclasses
 @dataclasses.dataclass(slots=True)

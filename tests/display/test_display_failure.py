@@ -1,11 +1,14 @@
 """Failure events become one exception with bounded, useful words."""
 
+import sys
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from taas_magic.display.failure import (
     NO_GPU_ADVICE,
+    cause_of,
     details,
     headline,
     no_gpu_advice,
@@ -195,3 +198,11 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
 )
 def test_other_errors_say_nothing_of_a_missing_gpu(etype: str, message: str) -> None:
     assert no_gpu_advice(etype, message) == ""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions came with Python 3.11")
+def test_a_group_of_exceptions_is_no_cause() -> None:
+    grouped = Failure(etype="ExceptionGroup", etype_module="builtins", message="two parts")
+    assert cause_of(grouped, {}) is None
+    other = cause_of(structs.replace(grouped, etype="KeyError"), {})
+    assert type(other) is KeyError and other.args == ("two parts",)

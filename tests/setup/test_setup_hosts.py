@@ -134,7 +134,8 @@ def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Host
     assert f"eth0 {hosts.address(2)}" in text
     assert f"its own name {hosts.name(1)} resolves to 127.0.1.1" in text
     assert "torch 1.13.1 there" in text and "pip install 'torch==" in text
-    assert f"fit for runs: 2 of 4 hosts; not {', '.join(hosts.names)}" == lines[-1]
+    unfit = ", ".join(f"other: {name}" for name in hosts.names)
+    assert f"fit for runs: 2 of 4 hosts; not {unfit}" == lines[-1]
     assert "torch 1.13.1 there" in report._repr_html_()
 
 
