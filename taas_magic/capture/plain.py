@@ -407,7 +407,7 @@ def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes():
         raise ValueError("a tensor lies outside of its storage")
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
     return tensor.requires_grad_(bool(requires_grad))
 
 
