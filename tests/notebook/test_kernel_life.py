@@ -174,8 +174,10 @@ def test_the_head_and_stacks_in_a_real_kernel(frontend: Frontend) -> None:
     def heads() -> list[dict[str, str]]:
         return [it["data"] for it in frontend.contents(request, "update_display_data")]
 
-    frontend.wait(lambda: any("no rank has come" in head["text/plain"] for head in heads()))
-    shown = next(head for head in heads() if "no rank has come" in head["text/plain"])
+    frontend.wait(
+        lambda: any("no rank has made progress" in head["text/plain"] for head in heads())
+    )
+    shown = next(head for head in heads() if "no rank has made progress" in head["text/plain"])
     first, second = shown["text/plain"].partition("waits for\n")[2].splitlines()[:2]
     assert re.match(rf" +1 .*line 10: time.sleep\(600\) +{A_SLEEP}$", first)
     assert re.match(r" +0,2 .*line 8, in step: .* +all_reduce #2 of torch.distributed$", second)
@@ -186,7 +188,7 @@ def test_the_head_and_stacks_in_a_real_kernel(frontend: Frontend) -> None:
     assert "line 11" in frontend.text(stacks)
     frontend.manager.interrupt_kernel()
     assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-    assert "no rank has come" not in heads()[-1]["text/plain"]
+    assert "no rank has made progress" not in heads()[-1]["text/plain"]
 
 
 def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) -> None:
