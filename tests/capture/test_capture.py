@@ -573,6 +573,8 @@ def _ask(rank: "subprocess.Popen[str]") -> str:
 def test_what_the_notebook_has_replaced_in_modules_is_told(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # pytest gives its own handlers to torch's logger, which has none that shows a line
+    monkeypatch.setattr(logging.getLogger("c10d-NullHandler-default"), "handlers", [])
     notebook.run("import math, fractions, json")
     notebook.run("def patched(*args): return 0")
     monkeypatch.setattr(math, "sqrt", notebook.namespace["patched"])
@@ -592,6 +594,8 @@ def test_what_the_notebook_has_replaced_in_modules_is_told(
 def test_loggers_whose_handlers_stay_behind_are_told(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # pytest gives its own handlers to torch's logger, which has none that shows a line
+    monkeypatch.setattr(logging.getLogger("c10d-NullHandler-default"), "handlers", [])
     logger = logging.getLogger("experiment of a test")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(io.StringIO())])

@@ -308,16 +308,3 @@ def with_a_cause():
                 raise RuntimeError("no row") from error
 
     return DataLoader(Caused(None), batch_size=2), at_the_first
-
-
-def stop_iteration_ends_the_loop():
-    class Ends(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            if index >= 4:
-                raise StopIteration
-            return index
-
-    return DataLoader(Ends(), batch_size=2), list
