@@ -502,8 +502,8 @@ class Vehicles:
                     break
                 await asyncio.sleep(0.5)
         except OSError as error:
-            return f"{self._system.title} job {job_id} is of unknown state ({error})"
-        return f"{self._system.title} job {job_id} is {job or 'known no more'}"
+            return f"{self._system.title} job {job_id} is in an unknown state ({error})"
+        return f"{self._system.title} job {job_id} is {job or 'no longer known'}"
 
     async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """Query the jobs of workers whose agents have not joined yet; return them by worker name.
@@ -519,7 +519,7 @@ class Vehicles:
         try:
             jobs = await self._system.look(awaited.values())
         except OSError as error:
-            state = "of unknown state", str(error), False
+            state = "in an unknown state", str(error), False
             return {name: BatchJob(job_id, *state) for name, job_id in awaited.items()}
         for name, job_id in awaited.items():
             job = jobs.get(job_id)
@@ -529,7 +529,7 @@ class Vehicles:
                 wrote = f":\n{tail}" if tail else " nothing"
                 raise PoolError(
                     f"{self._system.title} job {job_id} ended before host {name} was ready: "
-                    f"{job or 'known no more'}; it wrote{wrote}"
+                    f"{job or 'no longer known'}; it wrote{wrote}"
                 )
         return {name: jobs[job_id] for name, job_id in awaited.items()}
 

@@ -236,7 +236,7 @@ class _SshHost(Host):
                 if not joined:
                     await self._leave()
         if self._stop.is_set():
-            raise PoolError("nobody waits for it any more")
+            raise PoolError("the start of this host was cancelled")
         raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
 
     async def end(self) -> None:

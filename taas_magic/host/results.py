@@ -322,11 +322,11 @@ class ResultSender:
             self._note(problem)
         if pickler.unwrapped:
             listed = ", ".join(name for name in values if name != VALUE)
-            self._note(f"--out {listed}: of a DistributedDataParallel its `.module` comes")
+            self._note(f"--out {listed}: a DistributedDataParallel is returned as its `.module`")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value with all other ranks; write it if this rank keeps it."""
-        whole, why = None, "it is sharded over the ranks, and the cell failed before a gathering"
+        whole, why = None, "it is sharded over the ranks, and the cell failed before it was gathered"
         if not self._failed:
             try:
                 whole, why = _gather(value, keeps), ""

@@ -178,7 +178,7 @@ def waits_for(sight: Sight) -> str:
     if called is not None:
         return _named_collective(called.function, sight.pending)
     if sight.main and sight.main[-1].function == "_launch":
-        return "os.fork, in which Python before 3.11.10 may stand for ever (python/cpython#112275)"
+        return "os.fork, in which Python before 3.11.10 can hang (python/cpython#112275)"
     who, waiting = _who_waits(sight.main)
     if who.endswith(_DATALOADER):
         return "a DataLoader's worker" + _busy_child(sight)

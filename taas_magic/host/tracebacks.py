@@ -303,8 +303,8 @@ def _not_in_the_copy(error: BaseException) -> str:
     if f"{home}/" not in said and (os.getcwd() in said or not os.path.isabs(said)):
         return ""
     return (
-        f" (of the notebook's machine this host has {home} alone, in a copy: use a path relative "
-        "to it, or a pathlib.Path of the notebook; docs/store.md)"
+        f" (this host does not see the notebook's files. It has only a copy of {home}: use a path "
+        "relative to it, or a pathlib.Path from the notebook; docs/store.md)"
     )
 
 

@@ -132,7 +132,7 @@ def plain(frame: Any) -> Any:
     try:
         return msgpack.unpackb(frame, object_hook=_refuse_marks, use_list=False, **msgpack_opts)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"it sent what is no message: {error}") from error
+        raise ProtocolError(f"it sent something that is not a message: {error}") from error
 
 
 def _refuse_marks(values: dict[Any, Any]) -> Any:

@@ -429,7 +429,7 @@ class _Key(AuthSource):
         key = _load(self._name) if self._key is None else self._key
         if more := transport.auth_publickey(self.username, key):
             raise SSHException(
-                f"the host asks for {', '.join(more)} besides, which cannot be given"
+                f"the host also asks for {', '.join(more)}, which a pool cannot give"
             )
         return []
 

@@ -76,7 +76,7 @@ def test_a_job_that_ends_early_is_an_error_once(vehicles: Vehicles, system: Told
 
 def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, system: Told) -> None:
     system.jobs.clear()
-    with pytest.raises(PoolError, match="known no more; it wrote nothing"):
+    with pytest.raises(PoolError, match="no longer known; it wrote nothing"):
         look(vehicles)
 
 
@@ -122,4 +122,4 @@ def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
 
     vehicles = Vehicles(Silent("Slurm", lambda ids: [], parse_squeue), tmp_path)
     vehicles.note([("hpc-0", Submitted("1"))])
-    assert look(vehicles) == ["hpc-0: Slurm job 1 of unknown state (slurm_load_jobs error)"]
+    assert look(vehicles) == ["hpc-0: Slurm job 1 in an unknown state (slurm_load_jobs error)"]

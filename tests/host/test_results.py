@@ -140,7 +140,7 @@ optimizer.step()
     assert type(space["model"]) is space["Net"]
     assert space["optimizer"].param_groups[0]["params"][0] is space["model"].weight
     notes = [event["text"] for event in outcome.of_kind("note") if "--out" in event["text"]]
-    assert notes == ["--out model, optimizer: of a DistributedDataParallel its `.module` comes"]
+    assert notes == ["--out model, optimizer: a DistributedDataParallel is returned as its `.module`"]
 
 
 SHARD = """
