@@ -326,7 +326,7 @@ class ResultSender:
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value with all other ranks; write it if this rank keeps it."""
-        whole, why = None, "it is sharded over the ranks, and the cell failed before it was gathered"
+        whole, why = None, "it is sharded, and the cell failed before it was gathered"
         if not self._failed:
             try:
                 whole, why = _gather(value, keeps), ""

@@ -140,7 +140,8 @@ optimizer.step()
     assert type(space["model"]) is space["Net"]
     assert space["optimizer"].param_groups[0]["params"][0] is space["model"].weight
     notes = [event["text"] for event in outcome.of_kind("note") if "--out" in event["text"]]
-    assert notes == ["--out model, optimizer: a DistributedDataParallel is returned as its `.module`"]
+    said = "a DistributedDataParallel is returned as its `.module`"
+    assert notes == [f"--out model, optimizer: {said}"]
 
 
 SHARD = """
