@@ -349,8 +349,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 def _name_by_variables() -> None:
     """Name unnamed loaders after their variables, and remove loaders that no longer exist.
 
-    A loader is also removed if its variable now holds another registered loader and no other
-    variable holds the first one: the cell that registered it was run again.
+    Running a registering cell again puts a new loader into the same variable. The old loader is
+    removed then, unless another variable still holds it.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):

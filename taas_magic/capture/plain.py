@@ -67,11 +67,13 @@ class Node(Struct, array_like=True):
 
 
 class _Container(NamedTuple):
-    """Functions to read a mutable container, which may hold itself.
+    """The two functions that rebuild one kind of mutable container.
+
+    They are two because a container may contain itself: it has to exist before it is filled.
 
     Attributes:
-        make: Function that makes the empty container from the parts of its node.
-        fill: Function that adds the elements, after all objects of the table were made.
+        make: Makes the empty container.
+        fill: Adds the elements, once every object of the value exists.
     """
 
     make: Callable[[list[Item]], Any]

@@ -1,10 +1,11 @@
-"""Copy the settings of the kernel's process that the notebook's cells have changed to the ranks.
+"""Copy to the ranks those settings of the kernel's process that differ from the defaults.
 
-`collect` reads the settings in the kernel when a cell starts. `apply` sets them in a rank after
-the cell's values are loaded. docs/capture.md lists the settings that are copied.
+The notebook's cells have changed them. `collect` reads the settings in the kernel when a `%%taas`
+cell starts. `apply` sets them in a rank after the cell's values are loaded. docs/capture.md lists
+the settings that are copied.
 
-Only settings that differ from the defaults are sent, as plain values. So a rank imports no library
-for them, except matplotlib if the notebook changed its rcParams.
+The settings are sent as plain values. So a rank imports no library for them, except matplotlib if
+the notebook changed its rcParams.
 """
 
 import importlib

@@ -379,7 +379,8 @@ def reduce_loader(loader: Any) -> Any:
 def _reduce_torch_name(value: Any) -> Reduced:
     """Reduce an object such as `torch.channels_last` to its name in torch.
 
-    Torch pickles it by its name in whichever module holds it, which may be the notebook.
+    By itself, torch pickles such an object as a name in the first module that is found to hold it.
+    That may be the notebook, which ranks cannot import.
     """
     import torch
 

@@ -287,8 +287,9 @@ def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
     A common batch is a tensor, or a list, tuple or dict of tensors, all dense and without overlap.
-    Its table of contents depends only on its form: container, dtypes and shapes. So the table is
-    made once for each form, and encoding a batch of a known form takes a few microseconds.
+    The header before the encoded tensors depends only on the batch's form: container, dtypes and
+    shapes. So the header is made once for each form, and encoding a batch of a known form takes a
+    few microseconds.
 
     Returns:
         The form and the tensors' memory; None if the batch is not a common one.

@@ -313,7 +313,7 @@ def load_beside(data: bytes, dataset: object) -> Any:
 
 
 class _PicklerBeside(ValuePickler):
-    """Pickler that writes a placeholder in place of one dataset."""
+    """Pickler for a sampler without its dataset: it writes a placeholder for the dataset."""
 
     def __init__(self, dataset: object) -> None:
         super().__init__(to="fetchers")
@@ -324,7 +324,7 @@ class _PicklerBeside(ValuePickler):
 
 
 class _UnpicklerBeside(pickle.Unpickler):
-    """Unpickler that puts a dataset in place of the placeholders of `_PicklerBeside`."""
+    """Unpickler for a sampler without its dataset: it puts a dataset where the placeholder is."""
 
     def __init__(self, data: bytes, dataset: object) -> None:
         super().__init__(io.BytesIO(data))

@@ -279,7 +279,7 @@ class BatchLedger:
         _COUNT.pack_into(self._map, at, count + 1, size)
 
     def close(self) -> None:
-        """Unmap and close the file."""
+        """Close the ledger's file."""
         self._map.close()
         self._file.close()
 

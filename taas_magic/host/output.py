@@ -632,9 +632,9 @@ class Pump:
                 self._read(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
-        """Read the current content of pipes.
+        """Read what the pipes contain now, and no more.
 
-        Do not read until the pipes are empty, because children of ranks may keep writing.
+        Reading on until they are empty might never end, because children of ranks may keep writing.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):

@@ -207,7 +207,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> PlanHead:
-        """Read the fields of the plan that lists of runs show.
+        """Read only those fields of the plan that are shown in a list of runs.
 
         Raises:
             OSError: The plan cannot be read.
@@ -236,8 +236,8 @@ class RunFolder:
         """Lock the plan during the block, to show other processes that this kernel starts the run.
 
         Until the pool takes the run over, only the kernel can record its end. The system releases
-        the lock when the process ends, for any reason, so other processes can tell a run whose
-        kernel has ended.
+        the lock when the process ends, for any reason, so other processes can recognize a run whose
+        kernel is gone.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)

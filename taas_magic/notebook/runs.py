@@ -128,7 +128,7 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """State of the run, computed from all its events, which the head above its log shows."""
+        """The run's state, computed from all its events. The head above the log shows it."""
         if self.live:
             return self.live
         if self._replay is None:

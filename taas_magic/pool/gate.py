@@ -316,7 +316,7 @@ class HeadScheduler(Scheduler):
 
     @property
     def refused(self) -> int:
-        """Number of connections that the pool's port has refused or closed for a broken rule."""
+        """Number of connections that the port refused, or closed for a forbidden message."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(

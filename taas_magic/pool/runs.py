@@ -285,8 +285,8 @@ class Share(ABC):
         """Handle an event from a host.
 
         Returns:
-            Whether the event was accepted. It is ignored if none of these ranks or fetchers is on
-            the host, or if the host may not send the event.
+            Whether the event was accepted. It is ignored if the host has none of the run's ranks or
+            fetchers, or if a host may not send this kind of event.
         """
         part = self._part(address)
         if part is None or not self._may_say(part, event):

@@ -252,9 +252,9 @@ class _Patience:
 
 @contextmanager
 def _turn(patience: _Patience) -> Iterator[None]:
-    """Run the block while at most `_AT_ONCE` threads connect to the same sshd; wait until then.
+    """Wait until fewer than `_AT_ONCE` threads connect to this sshd, then run the block.
 
-    Many threads may connect to the same sshd if it is that of a jump host.
+    Without the limit, all threads that go through one jump host would connect to its sshd at once.
     """
     turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):

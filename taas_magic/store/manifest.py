@@ -153,7 +153,10 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the file looks like one from `torch.save` and has no line that Python runs."""
+        """Whether a `.pth` file is a checkpoint of `torch.save`.
+
+        In site-packages, Python executes lines of a `.pth` file that begin with `import`.
+        """
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 

@@ -255,7 +255,7 @@ class _Sender:
         """Yield the pieces of a file; a small file is one piece.
 
         If the file is being written or changes meanwhile, the iterator ends early. The file is sent
-        again after the event that follows when it is closed.
+        again when the file system reports that its writer has closed it.
 
         Raises:
             UnsafeError: The file cannot be read.
