@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.errors import RankFailed, UsageError
+from taas_magic.errors import UsageError
 from taas_magic.federation.federation import Federation
 from taas_magic.federation.flower import RESULT, _keeping
 from taas_magic.notebook import launch
@@ -165,7 +165,8 @@ def test_data_stays_where_it_is_and_what_was_learned_comes_back(
 @pytest.mark.network
 @pytest.mark.timeout(200)
 def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Hosts) -> None:
-    with pytest.raises(RankFailed, match=f"the hosts that take part are {hosts.name(1)}, "):
+    listed = f'the hosts of pool "sites" are {", ".join(hosts.names)}'
+    with pytest.raises(UsageError, match=f"per_host names elsewhere; {listed}"):
         federate(sites, {"elsewhere": {"data": "/etc/hosts"}}, rounds=1, timeout=60)
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 GATE = """
@@ -64,17 +65,16 @@ def ran(code):
 
 def play(tmp_path: Path, program: str, pause_s: float) -> None:
     """Run `main` of a program with torch._dynamo gated, as an agent runs: with no main module."""
-    arguments = str(tmp_path / "gate"), str(tmp_path / "host")
-    (tmp_path / "host").mkdir()
+    gate_file = str(tmp_path / "gate")
     (tmp_path / "play.py").write_text(program)
-    gate = GATE.format(gate=arguments[0], pause_s=pause_s)
+    gate = GATE.format(gate=gate_file, pause_s=pause_s)
     (tmp_path / "sitecustomize.py").write_text(gate)
     root = Path(__file__).parents[2]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    command = [sys.executable, "-c", f"import play; play.main(*{arguments!r})"]
-    done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, check=False, timeout=100
-    )
+    # sockets lie in the host's folder, and their paths have at most 107 bytes
+    with tempfile.TemporaryDirectory() as host:
+        command = [sys.executable, "-c", f"import play; play.main({gate_file!r}, {host!r})"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
