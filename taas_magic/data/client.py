@@ -92,7 +92,7 @@ class Route:
         self._await_fetchers()
         return self._found.workers
 
-    def pick(self, slot: int, streams: int | None) -> int:
+    def pick(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
         """Return the index of the fetcher to request a batch from.
 
         This is the fetcher that prepares the batch ahead. While that one is paused, or if it has
@@ -101,12 +101,15 @@ class Route:
         Args:
             slot: Number of the batch in the epoch's order.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
+            preferred: Fetcher to return instead, if it has started and is not paused.
 
         Raises:
             RunLost: No fetcher has started in time, or none is left.
         """
         self._await_fetchers()
         found = self._found
+        if preferred is not None and preferred in self._up():
+            return preferred
         wanted, _ = home(slot, streams, found.fetchers, found.workers // found.fetchers)
         if not self._paused and wanted in found.addresses:
             return wanted
@@ -303,6 +306,7 @@ class Client:
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
+        self._opener: int | None = None  # the fetcher that described the epoch
         self._order: int | None = None
         self._indices: Sequence[Any] | None = None
         self._streams: int | None = None
@@ -320,7 +324,9 @@ class Client:
         return self._blocks.held_bytes + sum(link.lent.held_bytes for link in links)
 
     def open(self, epoch: int) -> Opened:
-        """Begin an epoch; return fetcher 0's description of it, with length and order hash.
+        """Begin an epoch; return a fetcher's description of it, with length and order hash.
+
+        The fetcher is the first that has started.
 
         Raises:
             RunLost: No fetcher responds.
@@ -447,7 +453,9 @@ class Client:
         """Queue a request on the connection to its fetcher; connect first if necessary."""
         while True:
             of_order = ask.kind in (RequestKind.OPEN, RequestKind.ORDER)
-            number = self._route.pick(0 if of_order else ask.slot, self._streams)
+            # Another fetcher may have started since, and may have another order.
+            opener = self._opener if ask.kind is RequestKind.ORDER else None
+            number = self._route.pick(0 if of_order else ask.slot, self._streams, opener)
             began = time.monotonic()
             try:
                 if number not in self._links:
@@ -523,7 +531,9 @@ class Client:
 
     def _take_one(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
         """Store the response to one request, or send the request that it makes necessary."""
-        del self._where[ask]
+        number = self._where.pop(ask)
+        if ask.kind is RequestKind.OPEN:
+            self._opener = number
         first = self._instead.pop(ask, ask) if self._instead else ask
         instead = self._after(ask, first, response, body)
         if instead is not None:

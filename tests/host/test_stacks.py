@@ -435,7 +435,7 @@ def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
         f"{os.path.dirname(os.__file__)}/multiprocessing/popen_fork.py", 66, "_launch"
     )
     sight = Sight(1, "python", "sleeping", "futex_wait", {"MainThread": [forked]})
-    assert waits_for(sight).startswith("os.fork, in which Python before 3.11.10 may stand")
+    assert waits_for(sight).startswith("os.fork, in which Python before 3.11.10 can hang")
 
 
 def test_a_host_that_stood_still_blames_no_rank(
