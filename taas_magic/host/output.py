@@ -624,40 +624,48 @@ class Pump:
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
     def _read_ready(self, timeout: float | None) -> None:
-        """Read every readable pipe once."""
+        """Read every readable pipe once, and close those that all writers have closed."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 self._wakeup.clear()
-            else:
-                self._read(key.data)
+            elif self._read(key.data) == b"" and key.data.is_open:
+                self._end(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read what the pipes contain now, and no more.
 
         Reading on until they are empty might never end, because children of ranks may keep writing.
+        An empty pipe stays open here: its rank may not have opened it yet, and would wait forever
+        if the pipe were closed.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
                 if not self._read(stream):
                     break
 
-    def _read(self, stream: _LogStream | _MessageStream) -> bool:
+    def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
+        """Read a pipe once, and pass on what it contained.
+
+        Returns:
+            The data; b"" if the pipe is empty and no process has it open for writing, or if this
+            end is closed; None if the pipe is empty otherwise.
+        """
         if not stream.is_open:  # the stream ended meanwhile
-            return False
+            return b""
         try:
             data = os.read(stream.fd, _CHUNK_BYTES)
         except BlockingIOError:
-            return False
+            return None
         if not data:
-            self._end(stream)
-        elif isinstance(stream, _LogStream):
+            return data
+        if isinstance(stream, _LogStream):
             self._warn_of_end(stream, stream.take(data))
         else:
             for message in stream.take(data):
                 if isinstance(message, RankRaised):
                     self._log_traceback(stream.rank, message)
                 self._sink.on_message(stream.rank, message)
-        return bool(data)
+        return data
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
         """Append a rank's first traceback to its log file, after all its earlier output.

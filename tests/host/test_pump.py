@@ -123,3 +123,17 @@ def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Ran
     assert isinstance(rank.messages[0], Display)
     [begun] = [it._begun for it in rank.pump._streams() if isinstance(it, _MessageStream)]
     assert len(begun) <= MOST_BEGUN
+
+
+def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(
+    tmp_path: Path,
+) -> None:
+    runs = [RunFolder(tmp_path / name) for name in ("session", "cell")]
+    for run in runs:
+        (run.path / "logs").mkdir(parents=True)
+    pump = Pump(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
+    pump.follow(runs[1], lambda event: None, lambda rank, message: None)
+    for pipe in (link.rank_file(tmp_path, 0, "log"), link.rank_file(tmp_path, 0, "messages")):
+        # Raises an error if the pump has closed its end; a rank would wait without an end.
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    pump.close()
