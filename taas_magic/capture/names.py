@@ -443,7 +443,8 @@ def _set_by_global(code: CodeType) -> set[str]:
 
 def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
     """Return the names that functions and methods of the notebook set by `global`."""
-    classes = [vars(value) for value in namespace.values() if isinstance(value, type)]
+    # Another thread of the notebook may add a variable meanwhile.
+    classes = [vars(value) for value in list(namespace.values()) if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]
     functions = (value for value in found if isinstance(value, FunctionType))
     return {name for each in functions for name in _set_by_global(each.__code__)}
