@@ -23,7 +23,7 @@ from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
 from taas_magic.data.service import Tls
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherReport, FetcherStarted, LoaderPlace, of_fetcher
+from taas_magic.messages import FetcherReport, FetcherStarted, LoaderAddresses, of_fetcher
 from taas_magic.plan import FetcherPlan
 
 Take = Callable[[], object]
@@ -172,7 +172,7 @@ def service(
     client = tls.client if tls else None
     near = services.FolderDirectory(services.folder_of(folder) / "fetchers")
 
-    def far(name: str) -> LoaderPlace:
+    def far(name: str) -> LoaderAddresses:
         """Return where fetchers are, as for a rank of another host: batches go by TCP."""
         place = near(name)
         found = {at: address._replace(machine="") for at, address in place.addresses.items()}

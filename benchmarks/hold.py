@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from taas_magic.store import guard
-from taas_magic.store.guard import Means, hold
+from taas_magic.store.guard import StoreProtection, hold
 from taas_magic.store.rule import StoreRule
 
 RANKS = 15
@@ -31,19 +31,19 @@ def table() -> list[str]:
     head = ["| what holds a rank | set-up per rank |", "|---|---|"]
     possible = guard.candidates(os.geteuid())
     rows = [_row(f"{means.value}, and Python", means, rank=1) for means in possible[:-1]]
-    rows += [_row(Means.PYTHON.value, Means.PYTHON, rank=1)]
-    rows += [_row("rank 0: nothing, it is watched", Means.PYTHON, rank=0)]
+    rows += [_row(StoreProtection.PYTHON.value, StoreProtection.PYTHON, rank=1)]
+    rows += [_row("rank 0: nothing, it is watched", StoreProtection.PYTHON, rank=0)]
     return [*head, *rows, f"Aim: under {AIM_MS:.0f} ms."]
 
 
-def _row(label: str, means: Means, rank: int) -> str:
+def _row(label: str, means: StoreProtection, rank: int) -> str:
     measured = [_measure(means, rank) for _ in range(RANKS)]
     if any(used != means.value for used, _ in measured):
         return f"| {label} | not offered here |"
     return f"| {label} | {statistics.median(ms for _, ms in measured):.1f} ms |"
 
 
-def _measure(means: Means, rank: int) -> tuple[str, float]:
+def _measure(means: StoreProtection, rank: int) -> tuple[str, float]:
     """Return the means that was used in the end, and the milliseconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
@@ -63,7 +63,7 @@ def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
         StoreRule(str(store)),
         f"rank {rank}",
         writes=rank == 0,
-        means=Means(means),
+        means=StoreProtection(means),
         scratch=Path(folder, "scratch"),
         run_folder=folder,
         note=lambda path: None,

@@ -59,7 +59,7 @@ class StackFrame(NamedTuple):
         return f"{self.file}, line {self.line}{inside}" + (f": {self.text}" if self.text else "")
 
 
-class ProcessStand(Struct, kw_only=True):
+class ProcessStack(Struct, kw_only=True):
     """Stack report of one process: its threads and what it waits for, as text for people.
 
     Attributes:
@@ -79,10 +79,10 @@ class ProcessStand(Struct, kw_only=True):
     system: str = ""
     threads: dict[str, list[str]] = {}
     pending: list[str] = []
-    children: "list[ProcessStand]" = []
+    children: "list[ProcessStack]" = []
 
 
-class RankStand(ProcessStand, kw_only=True):
+class RankStack(ProcessStack, kw_only=True):
     """Stack report of a rank.
 
     Attributes:
@@ -96,7 +96,7 @@ class RankStand(ProcessStand, kw_only=True):
     since: float = 0.0
 
 
-class FetcherStand(ProcessStand, kw_only=True):
+class FetcherStack(ProcessStack, kw_only=True):
     """Stack report of a fetcher and its workers; `fetcher` is its number in the run."""
 
     fetcher: int
@@ -106,8 +106,8 @@ class FetcherStand(ProcessStand, kw_only=True):
 class RunStacks(Struct):
     """Stack reports of a run; `silent` has a line for each host that did not respond."""
 
-    ranks: list[RankStand] = []
-    fetchers: list[FetcherStand] = []
+    ranks: list[RankStack] = []
+    fetchers: list[FetcherStack] = []
     silent: list[str] = []
 
 
@@ -171,7 +171,7 @@ class Address(NamedTuple):
         return f"fetcher {self.fetcher} {where}"
 
 
-class LoaderPlace(Struct, kw_only=True, frozen=True):
+class LoaderAddresses(Struct, kw_only=True, frozen=True):
     """Addresses at which fetchers serve one loader.
 
     Attributes:
@@ -189,7 +189,7 @@ class LoaderPlace(Struct, kw_only=True, frozen=True):
     failed: str = ""
 
 
-LoaderPlaces = dict[str, LoaderPlace]
+LoaderPlaces = dict[str, LoaderAddresses]
 """Addresses at which a fetcher serves its loaders, by the name of the loader."""
 
 
@@ -318,7 +318,7 @@ class Hang(Event, tag="hang", kw_only=True):
     """
 
     attempt: int
-    ranks: list[RankStand]
+    ranks: list[RankStack]
 
 
 class RankFailure(Event, tag="failure", kw_only=True):
@@ -509,7 +509,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
     spins: bool = False
 
 
-class RankSight(RankMessage, tag="sight"):
+class RankStackSample(RankMessage, tag="sight"):
     """The rank sends its stack report: stacks by the thread's name, and unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
@@ -576,7 +576,7 @@ class RankTouched(StoreMessage, tag="touched"):
 
 
 class RankHeld(StoreMessage, tag="held"):
-    """The rank reports the mechanism (`Means`) that keeps its writes out of the project store."""
+    """The rank reports what keeps its writes out of the project store (`StoreProtection`)."""
 
     means: str
 
@@ -642,7 +642,7 @@ class HostHello(Struct, kw_only=True):
     Attributes:
         host: Name of the host for the user.
         address: Address at which other hosts reach its ranks and fetchers.
-        means: Mechanism (`Means`) that keeps writes of its ranks out of the project store.
+        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
         gpus: Number of its GPUs.
     """
 
@@ -746,7 +746,7 @@ class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 
     Attributes:
-        means: Mechanism (`Means`) that keeps writes of its ranks out of the project store.
+        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
         runs: Ids of the runs on the host.
         had_s: Seconds since the host was allocated.
         idle_s: Seconds without a run; None if it has one.
@@ -835,7 +835,7 @@ class Request(Struct, Generic[_T]):
         return cleaned(read) if answer in _FOR_PEOPLE else read
 
 
-class Enter(Request[bool]):
+class RegisterKernel(Request[bool]):
     """A kernel registers with the pool's process, which then stays as long as the kernel.
 
     The response is False if the pool's process has begun to end.
@@ -1056,12 +1056,12 @@ _CONTROLS = re.compile(
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOURS_END = ("\x1b[0m", "\x1b[m")
 
-_COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobNews.lines"})
+_COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
 """Fields with single lines of a program's output, which keep their colours."""
 
 _BLOCKS = frozenset(
     {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
-    | {"JobNews.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
+    | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
 )
 """Fields with text of several lines, which keeps its line breaks and colours."""
 

@@ -243,7 +243,7 @@ class HostPlan(Struct, frozen=True):
     threads_per_rank: int
 
 
-class Room(Struct, frozen=True):
+class GrowthLimits(Struct, frozen=True):
     """Limits on the growth of a run.
 
     Attributes:
@@ -280,7 +280,7 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
     data: DataPlan | None = None
-    room: Room | None = None
+    room: GrowthLimits | None = None
     trusted: bool = True
 
     @property
@@ -383,7 +383,7 @@ def make_plan(
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
     _check_fits(flags, host, per_host, n_hosts, max_hosts)
-    room = Room(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
+    room = GrowthLimits(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
     hosts = _host_plans(max(flags.gpus, _most_on(room, n_hosts)), n_hosts, host.cores)
     where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
     no_gpu = f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
@@ -433,7 +433,7 @@ def _check_fits(
         )
 
 
-def _most_on(room: Room, n_hosts: int) -> int:
+def _most_on(room: GrowthLimits, n_hosts: int) -> int:
     ranks = min(room.most, room.per_host * n_hosts)
     return ranks if room.uneven else ranks - ranks % n_hosts
 

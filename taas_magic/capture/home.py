@@ -38,7 +38,7 @@ class Scope:
         return name in self.names and name not in self.kept and not name.startswith("__")
 
 
-class Along(NamedTuple):
+class SentVariable(NamedTuple):
     """A variable of the cell that is sent with a result that uses it.
 
     Attributes:
@@ -118,7 +118,7 @@ class HomePickler(ValuePickler):
         self._met.add(name)
         value = self.coming[name] = self.scope.names[name]
         try:
-            self._add_after_needs(lambda: Along(name, value, owner), owner)
+            self._add_after_needs(lambda: SentVariable(name, value, owner), owner)
         except Exception as error:  # pickling runs the user's code: anything may be raised
             why = refusal(name, value, self.probe, error, to="notebook")
             self.problems[name] = f"`{owner}` uses `{name}`, which could not be returned: {why}"
@@ -178,7 +178,7 @@ def load(
     """
     notes: list[str] = []
     for loaded in load_each(stream, buffers, namespace):
-        if not isinstance(loaded, Along):
+        if not isinstance(loaded, SentVariable):
             return Loaded(loaded, notes)
         name, value, owner = loaded
         is_free = not hasattr(builtins, name)

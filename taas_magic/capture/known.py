@@ -35,7 +35,7 @@ class Sent:
 
 
 @dataclass
-class Choice:
+class VariablesToSend:
     """Variables and settings of the notebook that are sent for one cell of a session.
 
     Attributes:
@@ -83,7 +83,7 @@ class RankNames:
         to: Destination,
         travels: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
-    ) -> Choice:
+    ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
         Call `take_sent` after the ranks have received them.
@@ -97,7 +97,7 @@ class RankNames:
             travels: Function that returns whether a name may be sent: it is a variable of the user.
             refuse: Function that is called with the error of each value that cannot travel.
         """
-        choice = Choice(reads=used.definitions)
+        choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
         looked: dict[str, tuple[Sent, str]] = {}
         waiting = {**dict.fromkeys(forced, THE_CELL), **used.why}
@@ -139,7 +139,7 @@ class RankNames:
         choice.notes = self._notes(choice, kept, namespace, forced)
         return choice
 
-    def take_sent(self, choice: Choice) -> None:
+    def take_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have the values of a choice."""
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
@@ -151,7 +151,7 @@ class RankNames:
 
     def take_changes(
         self,
-        choice: Choice,
+        choice: VariablesToSend,
         assigned: Iterable[str],
         deleted: Iterable[str],
         plain: Mapping[str, str],
@@ -197,7 +197,7 @@ class RankNames:
         return is_news
 
     def _notes(
-        self, choice: Choice, kept: list[str], namespace: dict[str, Any], forced: set[str]
+        self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
     ) -> list[str]:
         notes = []
         if kept:

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from taas_magic.capture import process_state
 from taas_magic.capture.changes import Watch
 from taas_magic.capture.culprit import Destination, type_name
-from taas_magic.capture.known import Choice, RankNames
+from taas_magic.capture.known import RankNames, VariablesToSend
 from taas_magic.capture.modules import (
     ModuleSource,
     collect,
@@ -256,7 +256,7 @@ class Payload(Contents, frozen=True, kw_only=True):
     loaders: dict[str, Any]
     notes: tuple[str, ...]
     data: Pickled
-    choice: Choice | None = None
+    choice: VariablesToSend | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -24,7 +24,7 @@ from taas_magic.data.service import Directory
 from taas_magic.data.sharding import VOID, SlotRequest, home
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, FetchLease
-from taas_magic.messages import LoaderPlace
+from taas_magic.messages import LoaderAddresses
 
 _FEW_BYTES = 32 << 10
 """Largest body to copy out of the receive buffer.
@@ -78,7 +78,7 @@ class Route:
     ) -> None:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._lease = tls, lease
-        self._found = LoaderPlace(fetchers=0)
+        self._found = LoaderAddresses(fetchers=0)
         self._look_again_at, self._has_started = 0.0, False
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
@@ -241,7 +241,7 @@ class Route:
                 )
             time.sleep(_FIRST_LOOKS_S)
 
-    def _looked_up(self) -> LoaderPlace:
+    def _looked_up(self) -> LoaderAddresses:
         """Return the current addresses of fetchers; none while fetchers are restarting.
 
         Raises:

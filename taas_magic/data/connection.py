@@ -235,7 +235,7 @@ class Inbox:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._chunk = memoryview(b"")
         self._start = self._end = 0
-        self._now: protocol.Heard | None = None
+        self._now: protocol.ReceivedFrame | None = None
         self._latest_bytes = 0
         self._silent_s = 0.0
         self._descriptors: deque[int] = deque()
@@ -284,7 +284,7 @@ class Inbox:
             raise ProtocolError("shared memory was announced and did not come")
         return self._descriptors.popleft()
 
-    def _large(self, now: protocol.Heard, blocks: Blocks) -> tuple[FromServer, memoryview]:
+    def _large(self, now: protocol.ReceivedFrame, blocks: Blocks) -> tuple[FromServer, memoryview]:
         """Receive the rest of a large body whose beginning is in the chunk; return the message."""
         self._now = None
         message, _, size = now

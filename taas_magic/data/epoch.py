@@ -1,6 +1,6 @@
 """One rank's iterator over its batches of one epoch.
 
-A course (`sharding`) decides which batch the rank gets at each step; a client (`client`) requests
+A schedule (`sharding`) decides which batch the rank gets at each step; a client (`client`) requests
 the batches from fetchers.
 """
 
@@ -23,11 +23,11 @@ from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import (
     UNHINTED,
     VOID,
-    Course,
-    EpochPlace,
+    EpochPosition,
+    EpochSchedule,
     NoSlot,
     Part,
-    ScoutedCourse,
+    ScoutedSchedule,
     SlotRequest,
 )
 from taas_magic.errors import ProtocolError, RunLost
@@ -110,7 +110,7 @@ class Step(NamedTuple):
 
     received: Delivered
     row_units: int
-    after: EpochPlace
+    after: EpochPosition
 
 
 def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
@@ -144,7 +144,7 @@ class EpochIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, loader: "RemoteLoader", epoch: int, place: EpochPlace, turn: int, order: int = 0
+        self, loader: "RemoteLoader", epoch: int, place: EpochPosition, turn: int, order: int = 0
     ) -> None:
         self._loader, self.epoch, self.after, self._turn = loader, epoch, place, turn
         self.order = order
@@ -246,7 +246,7 @@ class EpochIterator(Iterator[Any]):
         left = None if feed.units is None else feed.units - loader.counts.spent
         part = Part(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
-        return Walk(self._client, opened, part, *bounds, self._compare).steps()
+        return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
 
     def _agreed(self, client: Client, opened: Opened) -> Opened:
         """Make all ranks use the same order of the epoch.
@@ -339,10 +339,10 @@ def _pinned(received: Delivered) -> Delivered:
     return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
 
-class Walk:
+class EpochRequests:
     """Request loop of a rank for one epoch: requests batches ahead and yields the rank's steps.
 
-    The rank's course (`sharding`) decides which batches to request and which one each step gets.
+    The rank's schedule (`sharding`) decides which batches to request and which one each step gets.
 
     Args:
         client: Client that has opened the epoch.
@@ -358,20 +358,20 @@ class Walk:
         client: Client,
         opened: Opened,
         part: Part,
-        place: EpochPlace,
+        place: EpochPosition,
         window_bytes: int,
         compare: Callable[[int, int], None] = lambda slot, order: None,
     ) -> None:
         self._compare = compare if opened.streams is not None else lambda slot, order: None
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
-        self._course: Course | ScoutedCourse
+        self._schedule: EpochSchedule | ScoutedSchedule
         if opened.batches is None or opened.counted:
             has_hints = None if part.units is None else opened.counted
             about = part, opened.batches, opened.streams or 1, place, has_hints
-            self._course = ScoutedCourse(*about)
+            self._schedule = ScoutedSchedule(*about)
         else:
-            self._course = Course(part, opened.batches, place)
-        self._scouts = isinstance(self._course, ScoutedCourse)
+            self._schedule = EpochSchedule(part, opened.batches, place)
+        self._scouts = isinstance(self._schedule, ScoutedSchedule)
         self._first = self._ask_again_at = place.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
         self._learns_late = part.units is not None and not self._scouts
@@ -384,18 +384,18 @@ class Walk:
             received = self._take(step)
             if received is None:
                 return
-            yield Step(received, self._course.row_units(step), self._course.place(step + 1))
+            yield Step(received, self._schedule.row_units(step), self._schedule.place(step + 1))
 
     def _take(self, step: int) -> Delivered | None:
         """Return this rank's batch of a step; None at the end of the epoch."""
         if step >= self._ask_again_at:
             self._ask_ahead(step)
-        while (slot := self._course.at(step)) is NoSlot.WAIT:
+        while (slot := self._schedule.at(step)) is NoSlot.WAIT:
             if not self._unlearnt:
                 self._ask_ahead(step)
             ask = self._unlearnt.popleft()
             learnt = self._client.reply(ask)
-            self._course.learn(ask.slot, learnt.units)
+            self._schedule.learn(ask.slot, learnt.units)
             if learnt.order:
                 self._compare(ask.slot, learnt.order)
             if ask.mine and learnt.units != VOID:
@@ -406,7 +406,7 @@ class Walk:
         if received.units == VOID:
             raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
         if self._learns_late:
-            self._course.learn(slot, received.units)
+            self._schedule.learn(slot, received.units)
         if received.size > self._largest_bytes:
             self._largest_bytes = received.size
         return received
@@ -419,7 +419,7 @@ class Walk:
         ahead = self._least
         if self._largest_bytes:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
-        asks = list(self._course.asks(step + ahead))
+        asks = list(self._schedule.asks(step + ahead))
         self._client.ask(asks)
         if self._scouts:
             self._unlearnt += asks

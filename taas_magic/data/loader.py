@@ -25,11 +25,11 @@ from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import load_beside
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import BatchLedger, Directory, machine
-from taas_magic.data.sharding import EpochPlace, FetcherShare, Uneven
+from taas_magic.data.sharding import EpochPosition, FetcherShare, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import ServedLoader
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, LoaderPlace, RankCounts
+from taas_magic.messages import Address, LoaderAddresses, RankCounts
 
 SETTINGS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "prefetch_factor"),
@@ -178,7 +178,7 @@ class RemoteLoader(DataLoader[Any]):
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
         self.next_epoch, self._turn = 0, 0
-        self._resume, self._resume_order = EpochPlace(), 0
+        self._resume, self._resume_order = EpochPosition(), 0
         self._states: dict[int, tuple[int, Any]] = {}
         self._current: EpochIterator | None = None
         self._route: Route | None = None
@@ -249,7 +249,7 @@ class RemoteLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Begin the next epoch, or resume at the position that `load_state_dict` has set."""
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
-        self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPlace(), 0
+        self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
         self._turn += 1
         self._current = EpochIterator(self, epoch, place, self._turn - 1, order)
         return self._current
@@ -265,7 +265,7 @@ class RemoteLoader(DataLoader[Any]):
         position.
         """
         if epoch != self.next_epoch:
-            self.next_epoch, self._resume, self._states = epoch, EpochPlace(), {}
+            self.next_epoch, self._resume, self._states = epoch, EpochPosition(), {}
             self._resume_order = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class RemoteLoader(DataLoader[Any]):
             "epoch": epoch,
             "place": list(place),
             "units": self.counts.spent,
-            "order": order if place != EpochPlace() else 0,
+            "order": order if place != EpochPosition() else 0,
             **self._identity(),
         }
 
@@ -318,7 +318,7 @@ class RemoteLoader(DataLoader[Any]):
             )
         self.next_epoch = state["epoch"]
         self.counts.resumed = self.counts.spent = state["units"]
-        self._resume = EpochPlace(position, slot, tuple(first_slots))
+        self._resume = EpochPosition(position, slot, tuple(first_slots))
         self._current, self._resume_order = None, state["order"]
         self._states = state.get("streams", {})
 
@@ -358,8 +358,8 @@ class RemoteLoader(DataLoader[Any]):
         Returns:
             `position`, with the states if there are any.
         """
-        epoch, place = position["epoch"], EpochPlace(*position["place"])
-        if not self.shape.has_state or place == EpochPlace():
+        epoch, place = position["epoch"], EpochPosition(*position["place"])
+        if not self.shape.has_state or place == EpochPosition():
             return position
         if self._states:
             return {**position, "streams": self._states}
@@ -421,7 +421,7 @@ class RemoteLoader(DataLoader[Any]):
         )
         unix = feed.own.start(served, feed.lease.start_s)
         address = Address(0, "", 0, unix, machine())
-        found = LoaderPlace(fetchers=1, workers=count, addresses={0: address})
+        found = LoaderAddresses(fetchers=1, workers=count, addresses={0: address})
         return Route(name, lambda loader: found, feed.key, lease=feed.lease)
 
 

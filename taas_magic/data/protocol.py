@@ -296,7 +296,7 @@ _STATES = {
 """States of each side, in order: each received message leads to the next state, until the last."""
 
 
-class Heard(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A received message, the size of its header, and the size of the body that follows."""
 
     message: Any
@@ -317,7 +317,7 @@ class ProtocolState:
         self._role = role
         self._now, *self._later = _STATES[role]
 
-    def hear(self, data: memoryview) -> Heard | None:
+    def hear(self, data: memoryview) -> ReceivedFrame | None:
         """Decode the message whose header is at the start of `data`.
 
         Returns:
@@ -349,7 +349,7 @@ class ProtocolState:
             _check_size(message, body_bytes)
         if self._later:
             self._now = self._later.pop(0)
-        return Heard(message, header_bytes, body_bytes)
+        return ReceivedFrame(message, header_bytes, body_bytes)
 
     def _read(self, packed: memoryview) -> Any:
         """Decode a message that is allowed in the current state.
@@ -394,7 +394,7 @@ class Assembler:
     def __init__(self, state: ProtocolState) -> None:
         self._state = state
         self._bytes = bytearray()
-        self._heard: Heard | None = None
+        self._heard: ReceivedFrame | None = None
 
     def feed(self, data: bytes) -> Iterable[tuple[Any, bytes]]:
         """Yield every message that `data` completes, with its body.

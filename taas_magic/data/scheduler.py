@@ -168,7 +168,7 @@ class Prepared:
             self._worker.frees.append(self.reply.offset)
 
 
-class Ahead:
+class PrefetchOrder:
     """Order in which a fetcher's workers prepare batches that no rank has requested yet.
 
     First comes the rest of the current epoch, then a few batches of the next epoch for each worker.
@@ -308,7 +308,7 @@ class Buffer:
     def __init__(
         self,
         budget_bytes: int,
-        ahead: Ahead,
+        ahead: PrefetchOrder,
         home: Callable[[LoaderRequest], int | None] = lambda request: None,
     ) -> None:
         self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
@@ -631,7 +631,7 @@ class Scheduler:
         # Use half of the file size: spans that ranks still read fragment the arena.
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
-        self.buffer = Buffer(budget_bytes, Ahead(served.share, self._is_filled), self._home)
+        self.buffer = Buffer(budget_bytes, PrefetchOrder(served.share, self._is_filled), self._home)
         folder = served.spill
         self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None

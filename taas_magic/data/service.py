@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from taas_magic.config import DataConfig
-from taas_magic.messages import LoaderPlace, LoaderPlaces
+from taas_magic.messages import LoaderAddresses, LoaderPlaces
 from taas_magic.shared_files import boot_id, replacing
 
 _LINE_BYTES = 1024
@@ -153,7 +153,7 @@ def read(run_dir: Path) -> Service | None:
     return msgspec.json.decode(file.read_bytes(), type=Service)
 
 
-Directory = Callable[[str], LoaderPlace]
+Directory = Callable[[str], LoaderAddresses]
 """Function that returns the current addresses of the fetchers of a loader, given by its name.
 
 If there is none because all have failed, the result has the reason. Ranks call the function again
@@ -205,7 +205,7 @@ def _content(file: Path) -> bytes | None:
         return None
 
 
-_entry = msgspec.json.Decoder(dict[str, LoaderPlace])
+_entry = msgspec.json.Decoder(dict[str, LoaderAddresses])
 
 
 class FolderDirectory:
@@ -214,7 +214,7 @@ class FolderDirectory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __call__(self, loader: str) -> LoaderPlace:
+    def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
         If all fetchers have failed, return the failure of the first one.
@@ -228,7 +228,7 @@ class FolderDirectory:
             return structs.replace(started[0], addresses=found)
         failed = [place for place in places if place.failed]
         have_all_failed = failed and len(failed) == failed[0].fetchers
-        return failed[0] if have_all_failed else LoaderPlace(fetchers=0)
+        return failed[0] if have_all_failed else LoaderAddresses(fetchers=0)
 
 
 class BatchLedger:

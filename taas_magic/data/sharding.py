@@ -7,10 +7,10 @@ s % streams, which is the order of a local DataLoader with the same number of wo
 stream has ended earlier, the slot has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
-position p in step p // world_size. A *course* (`Course`, `ScoutedCourse`) is one rank's schedule
-for one epoch: which slots to request ahead, and which slot to yield at each step. It depends only
-on its arguments and on the recorded units of the slots. So all ranks end at the same step without
-communication.
+position p in step p // world_size. A *schedule* (`EpochSchedule`, `ScoutedSchedule`) belongs to one
+rank and one epoch: it says which slots to request ahead, and which slot to yield at each step. It
+depends only on its arguments and on the recorded units of the slots. So all ranks end at the same
+step without communication.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ UNEVEN: tuple[str, ...] = get_args(Uneven)
 _64_BITS = (1 << 64) - 1
 
 _FORGET_SLOTS = 1024
-"""Number of finished slots from which on `ScoutedCourse` drops them."""
+"""Number of finished slots from which on `ScoutedSchedule` drops them."""
 
 VOID = -1
 """Number in place of a batch's units that means: this slot has no batch."""
@@ -147,7 +147,7 @@ class Part:
 
 
 class NoSlot(Enum):
-    """Reason why a course has no slot for a step (the result of `at`).
+    """Reason why a schedule has no slot for a step (the result of `at`).
 
     WAIT: the units of more slots must be recorded first. END: the epoch has ended for this rank.
     """
@@ -168,7 +168,7 @@ class SlotRequest(NamedTuple):
     mine: bool
 
 
-class EpochPlace(NamedTuple):
+class EpochPosition(NamedTuple):
     """Position between two steps of an epoch, from which a pass can begin or resume.
 
     Attributes:
@@ -182,10 +182,10 @@ class EpochPlace(NamedTuple):
     first_slots: tuple[int, ...] = ()
 
 
-class Course:
+class EpochSchedule:
     """One rank's schedule for an epoch of known length whose batches count one unit each."""
 
-    def __init__(self, part: Part, batches: int, place: EpochPlace = EpochPlace()) -> None:  # noqa: B008
+    def __init__(self, part: Part, batches: int, place: EpochPosition = EpochPosition()) -> None:  # noqa: B008
         self._part, self._batches = part, batches
         self._rank, self._world_size = part.rank, part.world_size
         self._asked = self._first = place.position // part.world_size
@@ -223,10 +223,10 @@ class Course:
             return min(self._batches - step * self._world_size, self._world_size)
         return self._world_size
 
-    def place(self, step: int) -> EpochPlace:
+    def place(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""
         position = step * self._world_size
-        return EpochPlace(position, position)
+        return EpochPosition(position, position)
 
 
 def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
@@ -234,7 +234,7 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
     return ValueError(f"batch {slot} {has} and batch 0 {other}; give every batch hints, or none")
 
 
-class ScoutedCourse:
+class ScoutedSchedule:
     """One rank's schedule for an epoch in which batches must be looked up before they are assigned.
 
     It is used for streams, because the end of a stream is known only when it is reached, and for
@@ -256,7 +256,7 @@ class ScoutedCourse:
         part: Part,
         batches: int | None,
         streams: int,
-        place: EpochPlace = EpochPlace(),  # noqa: B008
+        place: EpochPosition = EpochPosition(),  # noqa: B008
         has_hints: bool | None = None,
     ) -> None:
         self._part, self._batches, self._streams = part, batches, streams
@@ -319,12 +319,12 @@ class ScoutedCourse:
         """Return the units of a step's batches, over all ranks."""
         return sum(self._known[slot] for slot in self._row(step) or ())
 
-    def place(self, step: int) -> EpochPlace:
+    def place(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""
         position = step * self._part.world_size
         taken = position - self._base
         slot = self._order[taken] if taken < len(self._order) else self._walked
-        return EpochPlace(position, slot, self._first_slots())
+        return EpochPosition(position, slot, self._first_slots())
 
     @property
     def _ended(self) -> bool:

@@ -30,11 +30,11 @@ from taas_magic.messages import (
     Lines,
     Metrics,
     Note,
-    ProcessStand,
+    ProcessStack,
     Progress,
     RankFailure,
     RanksStarted,
-    RankStand,
+    RankStack,
     Restart,
     RunEnded,
     RunStacks,
@@ -135,7 +135,7 @@ class RunState:
     flow: Flow = field(default_factory=Flow)
     advice: str = ""
     curves: Curves = field(default_factory=dict)
-    hangs: dict[str, tuple[float, list[RankStand]]] = field(default_factory=dict)
+    hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     last_attempt: int = 0
     left: str = ""
@@ -194,10 +194,10 @@ class RunState:
         return self.state in ENDED_STATES
 
     @property
-    def hang(self) -> list[RankStand]:
+    def hang(self) -> list[RankStack]:
         """The stacks of all ranks if no rank makes progress on any host; else an empty list.
 
-        The times in them (`RankStand.since`) are on the clock of `began`.
+        The times in them (`RankStack.since`) are on the clock of `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -604,12 +604,12 @@ def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
     return shown
 
 
-def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
+def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
     """Return the text about a run that hangs: a title, and a table of the ranks.
 
     Args:
         rows: The stacks of the ranks.
-        now: The current time, on the clock of `RankStand.since`.
+        now: The current time, on the clock of `RankStack.since`.
     """
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
     still = duration(now - max(row.since for row in rows))
@@ -617,7 +617,7 @@ def hang_lines(rows: Sequence[RankStand], now: float) -> list[str]:
     return [title, *(f"    {line}" for line in table)]
 
 
-def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ...]]:
+def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ...]]:
     for group in _groups(rows)[:MAX_GROUPS]:
         hosts = list(dict.fromkeys(row.host for row in group))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
@@ -627,17 +627,17 @@ def _hang_cells(rows: Sequence[RankStand], now: float) -> Iterator[tuple[str, ..
         yield (ranks, where, since, *(cut(" ".join(it.split()), CELL_CHARS) for it in words))
 
 
-def _groups(rows: Sequence[RankStand]) -> list[list[RankStand]]:
+def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
     """Group the ranks that are at the same line of code and wait for the same thing.
 
     Small groups come first, because they are more likely to be the cause of the hang. Groups that
     wait in a collective come last, however small, because they only wait for other ranks.
     """
-    alike: defaultdict[tuple[str, str], list[RankStand]] = defaultdict(list)
+    alike: defaultdict[tuple[str, str], list[RankStack]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):
         alike[row.place, row.waits_for].append(row)
 
-    def order(group: list[RankStand]) -> tuple[bool, int, int]:
+    def order(group: list[RankStack]) -> tuple[bool, int, int]:
         waits = group[0].waits_for.endswith("of torch.distributed")
         return waits, len(group), group[0].rank
 
@@ -651,7 +651,7 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
         found: The stacks of the run's processes.
         labels: Labels of this kernel's cells, by file name, for the stacks of fetchers.
     """
-    alike: defaultdict[str, list[RankStand]] = defaultdict(list)
+    alike: defaultdict[str, list[RankStack]] = defaultdict(list)
     for group in _groups(found.ranks):
         for row in group:
             alike["\n".join(_process_lines(row, "  "))].append(row)
@@ -669,7 +669,7 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
     return "\n\n".join([*shown, *found.silent]) or "no rank runs"
 
 
-def _process_lines(process: ProcessStand, indent: str) -> list[str]:
+def _process_lines(process: ProcessStack, indent: str) -> list[str]:
     """Return lines with what a process waits for, its threads, and its children."""
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():

@@ -3,7 +3,7 @@
 Equal lines of several ranks become one line. Each line gets a prefix with the ranks that printed
 it, and counts towards the size of the cell. A browser draws all output of a cell again whenever
 more is added, so a cell shows at most `CELL_BYTES` of text. Of the lines after that, a display that
-is updated in place shows only the last ones (`Rest`).
+is updated in place shows only the last ones (`LogSummary`).
 
 Before a line is shown, it waits for other ranks to print it too. The wait is at most `hold_s`,
 which is too short to notice. It ends earlier if each of the other ranks has printed something else.
@@ -28,7 +28,7 @@ After a collective returns, the ranks print within a few milliseconds of one ano
 """
 
 
-class Shown(NamedTuple):
+class ShownLine(NamedTuple):
     """A line to show now, and the ranks that printed it (ascending)."""
 
     ranks: tuple[int, ...]
@@ -43,7 +43,7 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
     return ",".join(words if len(words) <= max_ranges else [*words[:max_ranges], "…"])
 
 
-class Folder:
+class LineMerger:
     """Merges equal lines of several ranks into one; keeps the order of lines within each rank.
 
     Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
@@ -66,10 +66,10 @@ class Folder:
         self._deadlines: deque[tuple[float, int, int]] = deque()
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
-    def push(self, rank: int, lines: Sequence[str], now: float) -> list[Shown]:
+    def push(self, rank: int, lines: Sequence[str], now: float) -> list[ShownLine]:
         """Add the next lines of a rank, and return the lines to show now, in their order."""
         if self._world_size == 1:
-            return [Shown((rank,), line) for line in lines]
+            return [ShownLine((rank,), line) for line in lines]
         shown = self.due(now)
         if not lines:
             return shown
@@ -83,9 +83,9 @@ class Folder:
             shown += self._release(lines[0])
         return shown + self._release_unmatched()
 
-    def due(self, now: float) -> list[Shown]:
+    def due(self, now: float) -> list[ShownLine]:
         """Return the lines that have waited long enough."""
-        shown: list[Shown] = []
+        shown: list[ShownLine] = []
         while self.next_due() <= now:
             _, rank, number = self._deadlines[0]
             shown += self._release_first(rank, number - self._n_released[rank])
@@ -100,21 +100,21 @@ class Folder:
             self._deadlines.popleft()
         return math.inf
 
-    def flush(self) -> list[Shown]:
+    def flush(self) -> list[ShownLine]:
         """Return all waiting lines."""
-        shown: list[Shown] = []
+        shown: list[ShownLine] = []
         while self._groups:
             shown += self._release(next(iter(self._groups)))
         self._deadlines.clear()
         return shown
 
-    def _release_unmatched(self) -> list[Shown]:
+    def _release_unmatched(self) -> list[ShownLine]:
         """Return and remove ranks' first waiting lines that no other rank will print.
 
         They exist only if every rank has waiting lines. The lowest rank's line is shown first,
         because rank 0 usually prints more than the others.
         """
-        shown: list[Shown] = []
+        shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
             unmatched = [
                 min(group)
@@ -127,7 +127,7 @@ class Folder:
             shown += self._release_first(rank, len(self._waiting[rank]))
         return shown
 
-    def _release_first(self, rank: int, most: int) -> list[Shown]:
+    def _release_first(self, rank: int, most: int) -> list[ShownLine]:
         """Return and remove a rank's first waiting line.
 
         Lines after it that no other rank has are included. A rank that prints very much has many of
@@ -149,7 +149,7 @@ class Folder:
             n_alike.pop(line)
             queue.popleft()
         self._n_released[rank] += len(alone)
-        shown = [Shown((rank,), line) for line in alone]
+        shown = [ShownLine((rank,), line) for line in alone]
         complete = self._advance(rank)
         return shown if complete is None else shown + self._release(complete)
 
@@ -175,7 +175,7 @@ class Folder:
             return None
         return queue[0] if self._join(rank, queue[0]) else None
 
-    def _release(self, text: str) -> list[Shown]:
+    def _release(self, text: str) -> list[ShownLine]:
         """Return and remove the line of a group, and of each group that then has all ranks."""
         shown = []
         ready = [text]
@@ -184,7 +184,7 @@ class Folder:
             group = self._groups.pop(text)
             is_all = len(group) == self._world_size
             self._all = self._all or (tuple(sorted(group)) if is_all else ())
-            shown.append(Shown(self._all if is_all else tuple(sorted(group)), text))
+            shown.append(ShownLine(self._all if is_all else tuple(sorted(group)), text))
             for rank in group:
                 self._waiting[rank].popleft()
                 self._n_released[rank] += 1
@@ -208,7 +208,7 @@ MAX_DROPPED_NOTE_S = 60.0
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-class Rest:
+class LogSummary:
     """Summary of the lines beyond the cell's limit: their number, the errors, the last lines."""
 
     def __init__(self, run_id: str) -> None:
@@ -281,7 +281,7 @@ class LogText:
             reserve_per_s=(0, 0),
         )
         self._taken_bytes = 0
-        self.rest: Rest | None = None
+        self.rest: LogSummary | None = None
 
     def lines(self, event: Lines, now: float) -> None:
         """Add the lines that a rank printed."""
@@ -354,10 +354,10 @@ class LogText:
         self._pieces.clear()
         return taken
 
-    def _folder_of(self, world_size: int) -> Folder:
-        return Folder(sum(map(self._plan.shows_lines, range(world_size))))
+    def _folder_of(self, world_size: int) -> LineMerger:
+        return LineMerger(sum(map(self._plan.shows_lines, range(world_size))))
 
-    def _add(self, shown: Sequence[Shown]) -> None:
+    def _add(self, shown: Sequence[ShownLine]) -> None:
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)
@@ -367,7 +367,7 @@ class LogText:
             fit, errors = self._budget.split(texts)
             self._pieces += [f"{prefix}{text}\n" for text in fit]
             if len(fit) < len(texts):
-                self.rest = Rest(self._plan.run_id)
+                self.rest = LogSummary(self._plan.run_id)
                 self.rest.take(prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:

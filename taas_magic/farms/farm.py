@@ -35,24 +35,24 @@ from taas_magic.config import Config, load_config
 from taas_magic.engines.base import log_tail
 from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
 from taas_magic.farms import table
-from taas_magic.farms.table import FarmState, JobState
-from taas_magic.farms.terms import (
+from taas_magic.farms.messages import (
     CANCELLED,
     DROP,
     INLINE_BYTES,
     LOST_NODES,
     PUT,
     TOPIC,
-    FarmPlace,
-    FarmTerms,
+    FarmAddress,
+    FarmSettings,
+    FarmUpdate,
     JobCall,
     JobEnded,
-    JobNews,
     JobOutcome,
-    News,
-    NodeNews,
+    JobUpdate,
+    NodeUpdate,
     Part,
 )
+from taas_magic.farms.table import FarmState, JobState
 from taas_magic.host.activity import wait_for_start
 from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
@@ -172,7 +172,7 @@ class Farm:
         state: The state of the farm and its jobs.
     """
 
-    def __init__(self, terms: FarmTerms, config: Config, shell: Any) -> None:
+    def __init__(self, terms: FarmSettings, config: Config, shell: Any) -> None:
         self._shell, self._config, self.name = shell, config, terms.name
         self.folder = state_dir() / "farms" / self.name
         _remove_ended(self.folder.parent, config.runs.keep)
@@ -188,7 +188,7 @@ class Farm:
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._why_over = ""
-        self._ended: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[FarmUpdate | None] = queue.SimpleQueue()
         self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._hear)
         self._show(update=False)
@@ -419,7 +419,7 @@ class Farm:
                 over = ("error", "cancelled")
                 names = [name for name, it in self._jobs.items() if it[1].status in over]
             for name in names:
-                self._ended.put(JobNews(name, "", "erred"))
+                self._ended.put(JobUpdate(name, "", "erred"))
             if shown != self.state.changes:
                 shown = self.state.changes
                 self._show()
@@ -448,7 +448,7 @@ class Farm:
     def _collect(self) -> None:
         """End each job when its outcome or error arrives; a thread runs this until `close`."""
         while (said := self._ended.get()) is not None:
-            if isinstance(said, NodeNews):
+            if isinstance(said, NodeUpdate):
                 self._give_up(said.why)
                 continue
             with self._lock:
@@ -533,19 +533,19 @@ class Farm:
 
     def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process; runs in Dask's client thread."""
-        said: News = msgspec.convert(pair[1], News)
-        if isinstance(said, JobOutcome) or (isinstance(said, JobNews) and said.state == "erred"):
+        said: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
+        if isinstance(said, JobOutcome) or (isinstance(said, JobUpdate) and said.state == "erred"):
             self._ended.put(said)
             return
-        if isinstance(said, JobNews) and said.job not in self.state.jobs:
+        if isinstance(said, JobUpdate) and said.job not in self.state.jobs:
             return  # an unknown name must not become a folder
-        if isinstance(said, JobNews) and said.lines:
+        if isinstance(said, JobUpdate) and said.lines:
             path = self.folder / "jobs" / said.job / "output.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
                 log.write(said.lines)
         self.state.take(cleaned(said))
-        if isinstance(said, NodeNews) and said.state == "given up" and not self.state.here:
+        if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.here:
             # for the thread of `_collect`, because ending jobs may wait for the current thread
             self._ended.put(said)
 
@@ -714,7 +714,7 @@ def farm(
     rule = store.choose(
         os.getcwd(), config.store.path or "", "discard", (), config.store.limit_bytes
     )
-    terms = FarmTerms(
+    terms = FarmSettings(
         name=f"farm-{new_run_id()}",
         pools=tuple(names),
         least=least,
@@ -749,7 +749,7 @@ def _remove_ended(folder: Path, keep: int) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], FarmPlace]:
+def _start(terms: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], FarmAddress]:
     """Start the farm's process and return it with its address.
 
     Raises:
@@ -781,10 +781,10 @@ def _start(terms: FarmTerms, folder: Path) -> tuple[subprocess.Popen[bytes], Far
         process.communicate()
         why = "did not start" if has_answered else f"did nothing for {START_TIMEOUT_S:g} s"
         raise PoolError(f"the farm's process {why}:\n{log_tail(path)}")
-    return process, messages.unpack(line, FarmPlace)
+    return process, messages.unpack(line, FarmAddress)
 
 
-def _connect(place: FarmPlace) -> "Client":
+def _connect(place: FarmAddress) -> "Client":
     from distributed import Client, Security
 
     secure = Security(**place.security)

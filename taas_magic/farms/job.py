@@ -28,10 +28,10 @@ import torch
 
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
-from taas_magic.farms.terms import INLINE_BYTES, Blob, JobOutcome, JobSetting, PlacedCall
+from taas_magic.farms.messages import INLINE_BYTES, Blob, JobOutcome, JobProcessState, PlacedCall
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
-from taas_magic.store.guard import Means, hold
+from taas_magic.store.guard import StoreProtection, hold
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
@@ -45,7 +45,7 @@ _TOLD = (SAVES, cell_main.PAYLOAD)
 """Environment variables that differ for each job."""
 
 
-def job_main(setting: JobSetting, control: Connection, output: Connection) -> None:
+def job_main(setting: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes the process unfit for another.
 
     Args:
@@ -88,7 +88,7 @@ def job_main(setting: JobSetting, control: Connection, output: Connection) -> No
                 return
 
 
-def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
+def _settle(setting: JobProcessState, note: Callable[[str], None]) -> None:
     """Apply `setting` to this process and keep its writes out of the project store.
 
     Args:
@@ -103,7 +103,7 @@ def _settle(setting: JobSetting, note: Callable[[str], None]) -> None:
     hold(
         setting.store,
         "a job",
-        means=Means(setting.means),
+        means=StoreProtection(setting.means),
         scratch=Path(setting.scratch),
         run_folder=setting.files,
         note=note,

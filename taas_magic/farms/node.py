@@ -30,19 +30,19 @@ from msgspec import structs
 
 from taas_magic import messages, probe
 from taas_magic.errors import PoolError, signal_name
-from taas_magic.farms.terms import (
+from taas_magic.farms.messages import (
     CANCELLED,
     INLINE_BYTES,
     TOPIC,
     Blob,
     JobCall,
     JobEnded,
-    JobNews,
     JobOutcome,
-    JobSetting,
-    NodeNews,
-    NodeSetting,
-    NodeTerms,
+    JobProcessState,
+    JobUpdate,
+    NodeProcessState,
+    NodeSettings,
+    NodeUpdate,
     PlacedCall,
 )
 from taas_magic.host import forkserver
@@ -80,7 +80,7 @@ _END_S = 3.0
 _FLUSH_S = 0.2
 
 
-def keep(terms: NodeTerms) -> None:
+def keep(terms: NodeSettings) -> None:
     """Run a node until the pool ends the node's run; called in the run's rank.
 
     Raises:
@@ -90,8 +90,8 @@ def keep(terms: NodeTerms) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
     environ["OMP_NUM_THREADS"] = str(terms.cpus)
     store = structs.replace(terms.store, path=here)
-    setting = NodeSetting(
-        terms, scheduler, JobSetting(dict(environ), here, sys.path, terms.cpus, store)
+    setting = NodeProcessState(
+        terms, scheduler, JobProcessState(dict(environ), here, sys.path, terms.cpus, store)
     )
     # the PYTHONPATH by which this host's agent found this package and its dependencies
     first = psutil.Process().environ().get("PYTHONPATH", "")
@@ -125,7 +125,7 @@ def main() -> int:
     """Run a node until its parent or the farm ends.
 
     The program's arguments are its parent's pid and a descriptor, which it closes when it has
-    joined the farm. Standard input has one line, a packed `NodeSetting`.
+    joined the farm. Standard input has one line, a packed `NodeProcessState`.
 
     Returns:
         The exit code of the process.
@@ -133,7 +133,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
     os.set_inheritable(starting, False)
-    setting = messages.unpack(sys.stdin.buffer.readline(), NodeSetting)
+    setting = messages.unpack(sys.stdin.buffer.readline(), NodeProcessState)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     with host_folder() as folder:
         tempfile.tempdir = str(folder)
@@ -142,14 +142,14 @@ def main() -> int:
     return 0
 
 
-async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
+async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None:
     import dask
 
     dask.config.set(DASK_SETTINGS)  # first: Dask reads some settings when it is imported
     from distributed import Security
 
     from taas_magic.farms.worker import NodeWorker
-    from taas_magic.host.member import use_steady_clock
+    from taas_magic.host.agent_worker import use_steady_clock
     from taas_magic.store import guard
 
     use_steady_clock()
@@ -181,7 +181,7 @@ async def _serve(setting: NodeSetting, folder: Path, starting: int) -> None:
 
 
 async def _tell_imports(
-    warming: "asyncio.Future[list[str]]", setting: NodeSetting, security: "Security"
+    warming: "asyncio.Future[list[str]]", setting: NodeProcessState, security: "Security"
 ) -> None:
     """Tell the farm which module the forkserver imports, every `SAID_S`, until all are imported."""
     from distributed.core import rpc
@@ -190,7 +190,7 @@ async def _tell_imports(
     async with rpc(setting.scheduler, connection_args=options) as scheduler:
         while not (await asyncio.wait({warming}, timeout=SAID_S))[0]:
             name, for_s = forkserver.importing()
-            news = NodeNews(setting.terms.name, "starting", f"imports {name}, {for_s:.0f} s")
+            news = NodeUpdate(setting.terms.name, "starting", f"imports {name}, {for_s:.0f} s")
             await scheduler.log_event(topic=TOPIC, msg=msgspec.to_builtins(news))
 
 
@@ -200,7 +200,7 @@ class Slots:
     Used on the node's event loop; only `close` blocks.
     """
 
-    def __init__(self, setting: NodeSetting, folder: Path, means: str) -> None:
+    def __init__(self, setting: NodeProcessState, folder: Path, means: str) -> None:
         self._terms, self._jobs = setting.terms, folder / "jobs"
         self._jobs.mkdir()
         self._free: list[Slot] = []
@@ -224,7 +224,7 @@ class Slots:
             slot.cancel()
 
     async def run(
-        self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobNews], None]
+        self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobUpdate], None]
     ) -> JobOutcome:
         """Run a job in a free slot; Dask never runs more jobs at a time than there are slots.
 
@@ -246,7 +246,7 @@ class Slots:
             first, *others = [it.path if isinstance(it, Blob) else it for it in brought]
             outcome = await slot.run(
                 PlacedCall(call, str(files), first, others),
-                lambda state, text: say(JobNews(name, node, state, text)),
+                lambda state, text: say(JobUpdate(name, node, state, text)),
             )
         finally:
             del self._running[name]  # a late cancel must not reach the slot's next job
@@ -288,7 +288,7 @@ class Slot:
     Each job gets a process as clean as a new one (`job.job_main`).
     """
 
-    def __init__(self, setting: JobSetting) -> None:
+    def __init__(self, setting: JobProcessState) -> None:
         self._setting = setting
         self._scratch = ""
         self._process: Any = None

@@ -33,17 +33,17 @@ from taas_magic.capture.payload import Cell
 from taas_magic.config import LOCAL, load_config
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import TaasError
-from taas_magic.farms.terms import (
+from taas_magic.farms.messages import (
     ASK,
     DROP,
     LOST_NODES,
     PUT,
     TOPIC,
-    FarmPlace,
-    FarmTerms,
-    JobNews,
-    NodeNews,
-    NodeTerms,
+    FarmAddress,
+    FarmSettings,
+    JobUpdate,
+    NodeSettings,
+    NodeUpdate,
 )
 from taas_magic.host.spec import HostSpec
 from taas_magic.host.system import CALM_DASK, LOOPBACK
@@ -76,13 +76,13 @@ FAILED_STARTS = 3
 def main() -> int:
     """Run a farm until the kernel writes a second line to standard input or closes it.
 
-    The first line of standard input is a packed `FarmTerms`. Once the scheduler listens, the
-    process writes a packed `FarmPlace` to standard output.
+    The first line of standard input is a packed `FarmSettings`. Once the scheduler listens, the
+    process writes a packed `FarmAddress` to standard output.
 
     Returns:
         The exit code of the process.
     """
-    terms = messages.unpack(sys.stdin.buffer.readline(), FarmTerms)
+    terms = messages.unpack(sys.stdin.buffer.readline(), FarmSettings)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(DASK_SETTINGS)
@@ -90,8 +90,8 @@ def main() -> int:
     return 0
 
 
-async def _keep(terms: FarmTerms) -> None:
-    from taas_magic.host.member import use_steady_clock
+async def _keep(terms: FarmSettings) -> None:
+    from taas_magic.host.agent_worker import use_steady_clock
 
     use_steady_clock()
     keys, loop = Keys(), asyncio.get_running_loop()
@@ -105,7 +105,7 @@ async def _keep(terms: FarmTerms) -> None:
             sys.stdin.readline()
             loop.call_soon_threadsafe(keeping.cancel)
 
-        place = FarmPlace(scheduler.address, keys.kernel(), fleet.slots)
+        place = FarmAddress(scheduler.address, keys.kernel(), fleet.slots)
         sys.stdout.write(messages.pack(place).decode() + "\n")
         sys.stdout.flush()
         threading.Thread(target=wait_for_end, name="taas-lease", daemon=True).start()
@@ -126,13 +126,13 @@ class FarmScheduler(Scheduler):
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, so that Dask's web pages, which require no key, are not served."""
 
-    def tell(self, news: NodeNews) -> None:
+    def tell(self, news: NodeUpdate) -> None:
         """Send the state of a node to the kernel."""
         self._told.append(said := msgspec.to_builtins(news))
         self.log_event(TOPIC, said)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Subscribe the kernel to a topic and send it all earlier `NodeNews`; called by Dask."""
+        """Subscribe the kernel to a topic and send it all earlier `NodeUpdate`; called by Dask."""
         super().subscribe_topic(topic, client)
         for said in list(self._told) if topic == TOPIC else ():
             self.log_event(TOPIC, said)
@@ -181,7 +181,7 @@ class Fleet(SchedulerPlugin):
 
     name = "taas-nodes"
 
-    def __init__(self, terms: FarmTerms, keys: Keys, scheduler: FarmScheduler) -> None:
+    def __init__(self, terms: FarmSettings, keys: Keys, scheduler: FarmScheduler) -> None:
         self._terms, self._keys, self._scheduler = terms, keys, scheduler
         self._loop = asyncio.get_running_loop()
         config, project = load_config(Path.cwd()), Path.cwd()
@@ -342,7 +342,7 @@ class Fleet(SchedulerPlugin):
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
         plan = structs.replace(plan, hang_s=0, notes=())
         number = int(name.rpartition("-")[2])
-        node = NodeTerms(
+        node = NodeSettings(
             name=name,
             place=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",  # different for each node
             security=self._keys.host(name),
@@ -416,7 +416,7 @@ class Fleet(SchedulerPlugin):
         Dask calls this with each change of the state of a job.
         """
         if finish == "erred":
-            self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobNews(key, "", "erred")))
+            self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end(self, name: str, wait_s: float = 0.0) -> None:
         """End a node's wait for a host, and its run; blocks until the pool has the requests.
@@ -441,7 +441,7 @@ class Fleet(SchedulerPlugin):
 
     def _said(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Send the state of a node to the kernel."""
-        self._on_loop(self._scheduler.tell, NodeNews(name, state, why, host))
+        self._on_loop(self._scheduler.tell, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
         """End all nodes and close the pools; returns when the pools have received the requests."""

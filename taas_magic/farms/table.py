@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.display.head import FRAME, as_html, columns
-from taas_magic.farms.terms import CANCELLED, NODE_STATES, JobNews, NodeNews
+from taas_magic.farms.messages import CANCELLED, NODE_STATES, JobUpdate, NodeUpdate
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
@@ -79,7 +79,7 @@ class FarmState:
     most: int
     slots: int = 1
     jobs: dict[str, JobState] = field(default_factory=dict)
-    nodes: dict[str, NodeNews] = field(default_factory=dict)
+    nodes: dict[str, NodeUpdate] = field(default_factory=dict)
     is_closed: bool = False
     changes: int = 0
 
@@ -88,10 +88,10 @@ class FarmState:
         self.jobs[job.name] = job
         self.changes += 1
 
-    def take(self, said: NodeNews | JobNews) -> None:
+    def take(self, said: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process."""
         self.changes += 1
-        if isinstance(said, NodeNews):
+        if isinstance(said, NodeUpdate):
             self._take_node(said)
         elif (job := self.jobs.get(said.job)) is not None and not job.outcome.done():
             job.node, job.host = said.node, self.host_of(said.node)
@@ -114,7 +114,7 @@ class FarmState:
         return {state: found[state] for state in STATES}
 
     @property
-    def here(self) -> list[NodeNews]:
+    def here(self) -> list[NodeUpdate]:
         """The nodes that accept jobs."""
         return [node for node in list(self.nodes.values()) if node.state == "here"]
 
@@ -132,7 +132,7 @@ class FarmState:
             return None
         return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
 
-    def _take_node(self, said: NodeNews) -> None:
+    def _take_node(self, said: NodeUpdate) -> None:
         node = self.nodes.setdefault(said.node, said)
         node.host = said.host or node.host
         if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):

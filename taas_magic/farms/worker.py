@@ -12,17 +12,17 @@ from distributed import WorkerPlugin, get_worker
 from distributed.protocol import to_serialize
 from msgspec import structs
 
-from taas_magic.farms.terms import (
+from taas_magic.farms.messages import (
     ASK,
     DROP,
     INLINE_BYTES,
     TOPIC,
     Blob,
     JobCall,
-    JobNews,
+    JobUpdate,
     Part,
 )
-from taas_magic.host.member import ClosedWorker
+from taas_magic.host.agent_worker import ClosedWorker
 
 if TYPE_CHECKING:
     from taas_magic.farms.node import Slots
@@ -101,7 +101,7 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     worker = get_worker()
     assert isinstance(worker, NodeWorker)
 
-    def say(news: JobNews) -> None:
+    def say(news: JobUpdate) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(news))
 
     brought = asyncio.gather(*map(worker.part, parts))

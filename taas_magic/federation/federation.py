@@ -12,7 +12,7 @@ from IPython.core.getipython import get_ipython
 from taas_magic import certificate
 from taas_magic.capture.payload import Cell
 from taas_magic.errors import UsageError
-from taas_magic.federation.flower import CLIENT_APP, SERVER_APP, Terms
+from taas_magic.federation.flower import CLIENT_APP, SERVER_APP, FederationSettings
 from taas_magic.notebook import launch
 from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags
@@ -81,7 +81,7 @@ class Federation:
                 f"{', '.join(pool.hosts)}"
             )
         pair = certificate.make("taas-magic federation")
-        terms = Terms(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
+        terms = FederationSettings(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
         names = {TERMS: terms, SERVER_APP: server_app, CLIENT_APP: client_app}
         made = contextlib.nullcontext(self.store)
         folder = made if self.store else tempfile.TemporaryDirectory(prefix="taas-federation-")

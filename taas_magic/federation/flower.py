@@ -31,7 +31,7 @@ RESULT = "TAAS_FEDERATION_RESULT"
 
 
 @dataclass(frozen=True)
-class Terms:
+class FederationSettings:
     """The settings of a federation, which all its hosts receive.
 
     Attributes:

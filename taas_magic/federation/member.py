@@ -47,7 +47,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from taas_magic import certificate
 from taas_magic.errors import UsageError
 from taas_magic.federation.executor import IMPORTS, needed_modules
-from taas_magic.federation.flower import KEY_FILE, RESULT, Terms
+from taas_magic.federation.flower import KEY_FILE, RESULT, FederationSettings
 from taas_magic.host.activity import IdleTimer
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.host.spec import HOST
@@ -73,7 +73,7 @@ PORT_TRIES = 3
 _HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
 
 
-def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
+def take_part(terms: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended; blocks.
 
     Args:
@@ -87,7 +87,7 @@ def take_part(terms: Terms, server_app: Any, client_app: Any) -> Any:
 
     Raises:
         TypeError: An app has the wrong type.
-        UsageError: `Terms.per_host` does not match the hosts that take part.
+        UsageError: `per_host` does not match the hosts that take part.
         RuntimeError: The ServerApp failed, or one of Flower's programs ended by itself.
     """
     for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
@@ -142,7 +142,7 @@ class _Host:
         terms: The settings of the federation.
     """
 
-    def __init__(self, folder: Path, terms: Terms) -> None:
+    def __init__(self, folder: Path, terms: FederationSettings) -> None:
         self._folder, self._terms = folder, terms
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._failed: RuntimeError | None = None
@@ -177,7 +177,7 @@ class _Host:
                 program.wait()
 
     def expect(self, names: Sequence[str]) -> None:
-        """Check that `Terms.per_host`, unless it is empty, names exactly the hosts that take part.
+        """Check that `per_host`, unless it is empty, names exactly the hosts that take part.
 
         Args:
             names: Names of the hosts that take part.

@@ -34,7 +34,7 @@ def main() -> int:
     gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
     import asyncio
 
-    from taas_magic.host.member import serve
+    from taas_magic.host.agent_worker import serve
 
     gc.freeze()
     gc.enable()

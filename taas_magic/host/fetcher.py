@@ -30,7 +30,7 @@ from taas_magic.messages import (
     FetcherFailed,
     FetcherReport,
     FetcherStarted,
-    LoaderPlace,
+    LoaderAddresses,
     LoaderPlaces,
     Note,
 )
@@ -64,7 +64,7 @@ class Fetcher:
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
         return {
-            name: LoaderPlace(
+            name: LoaderAddresses(
                 fetchers=fetchers, workers=fetchers * count, addresses={plan.index: address}
             )
             for name, count in self._workers.items()

@@ -25,10 +25,9 @@ from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
 from taas_magic.data import service
 from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import Emit, HostSpec, Place
+from taas_magic.host.spec import Emit, HostAddress, HostSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
-from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
     Ask,
@@ -36,15 +35,16 @@ from taas_magic.store.manifest import (
     ListRunFiles,
     MakeToken,
     Manifest,
-    Pace,
+    MessageSizer,
     ReadRunFile,
     WriteRunFile,
 )
-from taas_magic.store.mirror import Mirror, News, bring_in, take
+from taas_magic.store.mirror import Mirror, StoreUpdate, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import is_below, state_folder
+from taas_magic.store.server import StoreServer
 from taas_magic.store.tree import shown
 
 _T = TypeVar("_T")
@@ -95,7 +95,7 @@ class RunFolderCopy:
     """
 
     def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
-        self._ask, self._pace = ask, Pace()
+        self._ask, self._sizer = ask, MessageSizer()
         self._folder = RunFolder(cache / spec.plan.run_id)
         self._attempt = spec.attempt
         self.close()
@@ -151,8 +151,8 @@ class RunFolderCopy:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             while (offset := file.tell()) < size and is_wanted():
-                part = ReadRunFile(name, offset, self._pace.size)
-                file.write(self._pace.ask(self._ask, part))
+                part = ReadRunFile(name, offset, self._sizer.size)
+                file.write(self._sizer.ask(self._ask, part))
             return offset >= size
 
     def _send(self, path: Path, name: str) -> None:
@@ -165,9 +165,9 @@ class RunFolderCopy:
                 f"… {left_out:,} bytes before this are left out …\n".encode() if left_out else b""
             )
             while True:
-                data += file.read(self._pace.size)
+                data += file.read(self._sizer.size)
                 last = file.tell() >= size
-                self._pace.ask(self._ask, WriteRunFile(name, sent, data, last))
+                self._sizer.ask(self._ask, WriteRunFile(name, sent, data, last))
                 if last:
                     return
                 sent, data = sent + len(data), b""
@@ -211,7 +211,7 @@ class Travelling:
         self._written: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._has_others = spec.n_hosts > 1
-        self._news: News | None = None
+        self._news: StoreUpdate | None = None
         self._outbound: Outbound | None = None
         self._is_own = shares is None
         self._mirror: Mirror = (
@@ -275,7 +275,7 @@ class Travelling:
             self._outbound = Outbound(self._mirror, self._ask, self._note, sends)
             self._outbound.start()
         if self._has_others:
-            self._news = News(self._mirror, self._ask, self._note)
+            self._news = StoreUpdate(self._mirror, self._ask, self._note)
             self._news.start()
 
     def _send_rest(self) -> None:
@@ -333,7 +333,7 @@ class HostFiles:
     of fetchers writes no files to the project store.
     """
 
-    def __init__(self, spec: HostSpec, place: Place, ask: Ask, emit: Emit) -> None:
+    def __init__(self, spec: HostSpec, place: HostAddress, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None
@@ -462,7 +462,7 @@ class FileServer:
     def __init__(self, spec: HostSpec) -> None:
         self._spec, self._path = spec, spec.folder.path
         self._thread = ThreadPoolExecutor(1, "taas-store")
-        self._desk: Desk | None = None
+        self._store_server: StoreServer | None = None
         self._is_closed = False
 
     async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
@@ -487,9 +487,9 @@ class FileServer:
     async def close(self) -> None:
         """Refuse further requests about the store, and wait for those that have begun."""
         self._is_closed = True
-        if self._desk is not None:
+        if self._store_server is not None:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._desk.close)
+            await loop.run_in_executor(self._thread, self._store_server.close)
         self._thread.shutdown(wait=False)
 
     def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
@@ -538,15 +538,15 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        if self._desk is None:
+        if self._store_server is None:
             rule = self._spec.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
             # While these ranks or fetchers run, other runs may use the store too.
             if self._spec.reads_only or self._spec.is_session:
-                self._desk = Desk(rule, folder / "readers", writer=-1)
+                self._store_server = StoreServer(rule, folder / "readers", writer=-1)
             elif self._spec.fetches:
-                self._desk = Desk(rule, folder / "fetchers", writer=-1)
+                self._store_server = StoreServer(rule, folder / "fetchers", writer=-1)
             else:
-                self._desk = Desk(rule, folder)
-        return self._desk.answer(host_rank, asked)
+                self._store_server = StoreServer(rule, folder)
+        return self._store_server.answer(host_rank, asked)

@@ -37,13 +37,13 @@ from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import (
     Emit,
     FetcherSpec,
+    HostAddress,
     HostSpec,
-    Place,
     ProcessSpec,
     fetcher_failed,
     torchrun_variables,
 )
-from taas_magic.host.stacks import Stand
+from taas_magic.host.stacks import StackMonitor
 from taas_magic.host.supervisor import run_folder
 from taas_magic.host.system import (
     RUN_TOKEN,
@@ -60,7 +60,7 @@ from taas_magic.messages import (
     Failure,
     FetcherEnded,
     FetcherFailed,
-    FetcherStand,
+    FetcherStack,
     Halt,
     HostEnded,
     Note,
@@ -69,8 +69,8 @@ from taas_magic.messages import (
     RankEvent,
     RankFailure,
     RankMessage,
-    RankSight,
     RanksStarted,
+    RankStackSample,
     RunStacks,
     Settled,
     StoreMessage,
@@ -93,7 +93,7 @@ FAILED_GRACE_S = 1.0
 
 RANK = "taas_magic.host.rank.rank_main"
 
-Told = Halt | EndRun | PlaceFetcher
+PoolCommand = Halt | EndRun | PlaceFetcher
 """A command of the pool to a share.
 
 - `Halt`: end early, because the run was stopped.
@@ -122,7 +122,7 @@ class HostShare(ABC):
     def __init__(
         self,
         spec: HostSpec,
-        place: Place,
+        place: HostAddress,
         emit: Emit,
         alone: Callable[[], bool],
         ask: Ask,
@@ -163,7 +163,7 @@ class HostShare(ABC):
         except Exception as error:
             self._keep(error)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread."""
         if isinstance(told, Halt):
             if told.how == "kill":
@@ -232,7 +232,7 @@ class Attempt:
     def __init__(
         self,
         spec: HostSpec,
-        place: Place,
+        place: HostAddress,
         emit: Emit,
         *,
         folder: Path,
@@ -242,13 +242,18 @@ class Attempt:
         self._spec, self._place, self._emit = spec, place, emit
         self.folder, self.pump, self.processes = folder, pump, processes
         self.ranks = Ranks(spec.ranks)
-        self.stand = Stand(spec, self.ranks, pump, folder, emit)
+        self.stand = StackMonitor(spec, self.ranks, pump, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """State in which the attempt ended on this host, with failures; None while it runs."""
 
     @classmethod
     def begin(
-        cls: type[_A], spec: HostSpec, place: Place, folder: Path, emit: Emit, on_message: OnMessage
+        cls: type[_A],
+        spec: HostSpec,
+        place: HostAddress,
+        folder: Path,
+        emit: Emit,
+        on_message: OnMessage,
     ) -> _A:
         """Create an attempt with its own folder and pipes in `folder`, without starting ranks."""
         own = folder / str(spec.attempt)
@@ -454,7 +459,7 @@ class HostRun(HostShare):
     def _is_wanted(self) -> bool:
         return self.stopped_at is None and not self._is_over
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread.
 
         After the first `Halt`, the ranks get SIGINT.
@@ -529,7 +534,7 @@ class HostRun(HostShare):
         if self._attempt is not None:
             self._attempt.ranks.hear(rank, message)
         if isinstance(message, RankMessage):
-            if not isinstance(message, RankBeat | RankSight):  # cannot change a verdict
+            if not isinstance(message, RankBeat | RankStackSample):  # cannot change a verdict
                 self.wakeup.set()
         elif isinstance(message, StoreMessage):
             self._files.take(rank, message)
@@ -616,8 +621,8 @@ class HostFetchers(HostShare):
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
-            sight = stacks.of_fetcher(one.process.pid, one.spec.stacks)
-            found.append(sight.stand(FetcherStand, fetcher=one.spec.plan.number))
+            sample = stacks.of_fetcher(one.process.pid, one.spec.stacks)
+            found.append(sample.stand(FetcherStack, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 
     def _work(self) -> None:

@@ -78,13 +78,13 @@ from taas_magic.messages import (
     RankReport,
     RankReported,
     RankShowed,
-    RankSight,
+    RankStackSample,
     RankTouched,
     RankUp,
 )
 from taas_magic.plan import name_of
 from taas_magic.store import redirect
-from taas_magic.store.guard import HELD_BY_PYTHON, Means, hold
+from taas_magic.store.guard import HELD_BY_PYTHON, StoreProtection, hold
 
 IMAGE_LIMIT_BYTES = 20_000_000
 MARKUP_LIMIT_BYTES = 5_000_000
@@ -231,7 +231,7 @@ def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     )
     if rank != 0:
         link.send(RankHeld(means.value))
-        if means is Means.PYTHON:
+        if means is StoreProtection.PYTHON:
             link.send(Note(text=HELD_BY_PYTHON))
 
 
@@ -353,7 +353,7 @@ def _heartbeat(
                 cut(int(asked.rpartition(CUT)[2].split()[0]))
                 continue
             if asked:
-                link.send(RankSight(tracebacks.threads(main), _pending()))
+                link.send(RankStackSample(tracebacks.threads(main), _pending()))
                 if why := _why_nobody_comes(meeting):
                     link.send(Note(text=why))
                 continue

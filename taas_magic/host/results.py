@@ -55,7 +55,7 @@ class Received:
     notes: list[str] = field(default_factory=list)
 
 
-class Brought(Struct):
+class ResultsHeader(Struct):
     """The metadata at the start of one file of results.
 
     Attributes:
@@ -153,7 +153,7 @@ def _load(
     names: list[str] = []
     try:
         mapped = pickling.read_archive(path)
-        about = unpack(mapped.meta, Brought)
+        about = unpack(mapped.meta, ResultsHeader)
         missing = about.missing
         received.missing |= {name: missing[name] for name in expected if name in missing}
         names = [name for name in about.names if name in expected]
@@ -265,7 +265,7 @@ class ResultSender:
             self._put_gathered(name, held, keeps)
         if self._missing:
             try:
-                self._write(Pickled(b"", ()), Brought(missing=self._missing))
+                self._write(Pickled(b"", ()), ResultsHeader(missing=self._missing))
             except OSError as error:
                 self._note(f"writing into the run's folder raised {_said(error)}")
 
@@ -313,7 +313,7 @@ class ResultSender:
             else:
                 pickler.bring(values)
                 written = pickler.pickled()
-            self._write(written, Brought(names=list(values), is_plain=plain is not None))
+            self._write(written, ResultsHeader(names=list(values), is_plain=plain is not None))
         except Exception as error:  # the disk is full, or the second pickling raised
             for name in values:
                 self._miss(name, f"writing it raised {_said(error)}")
@@ -339,7 +339,7 @@ class ResultSender:
                 self._note(f"--out {name}: of a sharded model its full state_dict() comes")
             self._put({name: whole})
 
-    def _write(self, pickled: Pickled, about: Brought) -> None:
+    def _write(self, pickled: Pickled, about: ResultsHeader) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{self._attempt}-{self._rank}-{self._written}"
         pickling.write_archive(path, pickled, about)

@@ -22,7 +22,7 @@ from taas_magic.messages import (
     AnyEvent,
     Event,
     FetcherEnded,
-    LoaderPlace,
+    LoaderAddresses,
     LoaderPlaces,
     Request,
     Started,
@@ -32,7 +32,7 @@ from taas_magic.store.rule import Identity
 
 if TYPE_CHECKING:
     from taas_magic.data.service import Service
-    from taas_magic.store.guard import Means
+    from taas_magic.store.guard import StoreProtection
 
 CALL = "taas_call"
 ANSWER = "taas_answer"
@@ -89,7 +89,7 @@ def share_id(run_id: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostAddress:
     """The name and address of a host, as its agent determined them.
 
     Attributes:
@@ -234,7 +234,7 @@ class HostSpec(Struct, frozen=True):
         """Return the path of a rank's log on the notebook's machine."""
         return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 
-    def environ(self, place: Place) -> dict[str, str]:
+    def environ(self, place: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks. torchrun's variables override it."""
         environ = {  # the notebook's variables override these
             "OMP_NUM_THREADS": str(self.share.threads_per_rank),
@@ -299,7 +299,7 @@ class ProcessSpec:
     share: HostSpec
     folder: Path
     environ: Mapping[str, str]
-    means: "Means"
+    means: "StoreProtection"
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
 
     The event's entry tells the ranks not to wait for this fetcher.
     """
-    place = LoaderPlace(fetchers=run.cpus, failed=why)
+    place = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))
 
 

@@ -35,9 +35,9 @@ from taas_magic.host.spec import Emit, HostSpec
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
 from taas_magic.messages import (
     Hang,
-    ProcessStand,
-    RankSight,
-    RankStand,
+    ProcessStack,
+    RankStack,
+    RankStackSample,
     StackFrame,
     of_rank,
 )
@@ -101,14 +101,14 @@ _WCHAN = (
 )
 
 
-_Stand = TypeVar("_Stand", bound=ProcessStand)
+_Stand = TypeVar("_Stand", bound=ProcessStack)
 
 
 @dataclass
-class Sight:
+class StackSample:
     """Data about one process and its children, from which a stack report is made.
 
-    Fields that are not listed here are as in `ProcessStand`.
+    Fields that are not listed here are as in `ProcessStack`.
 
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
@@ -126,7 +126,7 @@ class Sight:
     pending: list[str] = field(default_factory=list)
     answers: bool = False
     has_finished: bool = False
-    children: list["Sight"] = field(default_factory=list)
+    children: list["StackSample"] = field(default_factory=list)
 
     @property
     def main(self) -> list[StackFrame]:
@@ -138,7 +138,7 @@ class Sight:
 
         Args:
             kind: Class of the report.
-            more: Values of the fields that `kind` adds to `ProcessStand`.
+            more: Values of the fields that `kind` adds to `ProcessStack`.
         """
         return kind(
             pid=self.pid,
@@ -148,7 +148,7 @@ class Sight:
             system=" in ".join(filter(None, (self.state, self.wchan))),
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
             pending=self.pending,
-            children=[child.stand(ProcessStand) for child in self.children],
+            children=[child.stand(ProcessStack) for child in self.children],
             **more,
         )
 
@@ -164,33 +164,33 @@ def place(frames: Sequence[StackFrame]) -> str:
     return str(cells[-1]) if cells else str(users[-1]) if users else ""
 
 
-def waits_for(sight: Sight) -> str:
+def waits_for(sample: StackSample) -> str:
     """Return a description of what a process's main thread waits for."""
-    if sight.state == _GONE:
+    if sample.state == _GONE:
         return "nothing: it has ended"
-    if sight.state == psutil.STATUS_STOPPED:
+    if sample.state == psutil.STATUS_STOPPED:
         return "SIGCONT: it was stopped from outside"
-    if sight.state == psutil.STATUS_DISK_SLEEP:
-        return f"an uninterruptible system call {sight.wchan}".rstrip()
-    if sight.has_finished:
+    if sample.state == psutil.STATUS_DISK_SLEEP:
+        return f"an uninterruptible system call {sample.wchan}".rstrip()
+    if sample.has_finished:
         return "the end of its process: its threads, or what atexit calls"
-    called = next((frame for frame in sight.main if _C10D.search(frame.file)), None)
+    called = next((frame for frame in sample.main if _C10D.search(frame.file)), None)
     if called is not None:
-        return _named_collective(called.function, sight.pending)
-    if sight.main and sight.main[-1].function == "_launch":
+        return _named_collective(called.function, sample.pending)
+    if sample.main and sample.main[-1].function == "_launch":
         return "os.fork, in which Python before 3.11.10 can hang (python/cpython#112275)"
-    who, waiting = _who_waits(sight.main)
+    who, waiting = _who_waits(sample.main)
     if who.endswith(_DATALOADER):
-        return "a DataLoader's worker" + _busy_child(sight)
+        return "a DataLoader's worker" + _busy_child(sample)
     if f"{_OURS}data/" in who:
         return "batches of a registered loader"
     if waiting in _WAITING:
         return _WAITING[waiting]
-    if sight.pending:
-        return _named_collective(sight.pending[0], [])
-    if sight.threads and not sight.answers and not sight.command:
+    if sample.pending:
+        return _named_collective(sample.pending[0], [])
+    if sample.threads and not sample.answers and not sample.command:
         return "a C call that holds the interpreter's lock"
-    return next((words for pattern, words in _WCHAN if pattern.search(sight.wchan)), "a C call")
+    return next((words for pattern, words in _WCHAN if pattern.search(sample.wchan)), "a C call")
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
@@ -221,16 +221,16 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
     return "", called
 
 
-def _busy_child(sight: Sight) -> str:
+def _busy_child(sample: StackSample) -> str:
     """Return a note on the first child that runs code of a cell: its pid and position; else ""."""
-    for child in sight.children:
+    for child in sample.children:
         where = place(child.main)
         if where.startswith("Cell In["):
             return f" (process {child.pid}, at {where})"
     return ""
 
 
-class Stand:
+class StackMonitor:
     """Progress monitor and stack collector for the ranks of one attempt on this host.
 
     Args:
@@ -276,7 +276,7 @@ class Stand:
             self._looked_s = still_s
             threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
 
-    def collect(self) -> list[tuple[RankState, Sight]]:
+    def collect(self) -> list[tuple[RankState, StackSample]]:
         """Collect the stacks of all ranks and their children.
 
         Takes some seconds if a rank does not respond.
@@ -291,12 +291,12 @@ class Stand:
             self._all_s = _cpu_s_below(pids)
             return found
 
-    def rows(self, found: Iterable[tuple[RankState, Sight]]) -> list[RankStand]:
+    def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Turn the data that `collect` returned into stack reports of ranks."""
         now = time.monotonic()
         return [
-            sight.stand(RankStand, rank=state.rank, quiet_s=now - state.forward_at)
-            for state, sight in found
+            sample.stand(RankStack, rank=state.rank, quiet_s=now - state.forward_at)
+            for state, sample in found
         ]
 
     def _say(self, still_s: float) -> None:
@@ -309,13 +309,13 @@ class Stand:
             still_s: Seconds for which no rank has made progress.
         """
         found = self.collect()
-        waits = any(waits_for(sight).endswith("of torch.distributed") for _, sight in found)
+        waits = any(waits_for(sample).endswith("of torch.distributed") for _, sample in found)
         limit_s = min(self._hang_s, COLLECTIVE_S) if waits else self._hang_s
         now = time.monotonic()
         has_moved = any(  # made progress or ended while the stacks were collected
             state.ended or now - state.forward_at < self._hang_s / 4
-            for state, sight in found
-            if sight.state != _GONE
+            for state, sample in found
+            if sample.state != _GONE
         )
         if still_s >= limit_s and not has_moved:
             self._is_said = True
@@ -371,20 +371,20 @@ class Stand:
             ]
         for state in states:
             if state.sight_at < asked:
-                state.sight = None
+                state.sample = None
 
-    def _sight(self, state: RankState, cells: "Cells") -> Sight:
+    def _sight(self, state: RankState, cells: "Cells") -> StackSample:
         if state.ended:
-            return Sight(state.pid, state=_GONE)
-        sight = _of_system(state.pid)
-        sight.command, sight.has_finished = "", state.finished
-        sight.answers = state.sight is not None or time.monotonic() - state.beat_at < _BEATS_S
-        if state.sight is not None:
-            sight.pending, sight.threads = state.sight.pending, state.sight.threads
-        _complete(sight, link.rank_file(self._folder, state.rank, "stacks"), cells)
-        if state.beat.stack and not sight.threads:
-            sight.threads = {"MainThread, when it was last seen": state.beat.stack}
-        return sight
+            return StackSample(state.pid, state=_GONE)
+        sample = _of_system(state.pid)
+        sample.command, sample.has_finished = "", state.finished
+        sample.answers = state.sample is not None or time.monotonic() - state.beat_at < _BEATS_S
+        if state.sample is not None:
+            sample.pending, sample.threads = state.sample.pending, state.sample.threads
+        _complete(sample, link.rank_file(self._folder, state.rank, "stacks"), cells)
+        if state.beat.stack and not sample.threads:
+            sample.threads = {"MainThread, when it was last seen": state.beat.stack}
+        return sample
 
 
 Cells = Mapping[str, "CellSource"]
@@ -405,45 +405,45 @@ def _cells(path: Path) -> Cells:
         return {}
 
 
-def of_fetcher(pid: int, path: Path) -> Sight:
+def of_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
     Args:
         pid: Process id of the fetcher's server.
         path: File to which these processes write their stacks.
     """
-    sight = _of_system(pid)
-    _complete(sight, path, {})
-    sight.command = ""
-    for parent in sight.children:
+    sample = _of_system(pid)
+    _complete(sample, path, {})
+    sample.command = ""
+    for parent in sample.children:
         parent.command = "starts the workers of a loader"
         for worker in parent.children:
             worker.command = "worker"
-    return sight
+    return sample
 
 
-def _complete(sight: Sight, path: Path, cells: Cells) -> None:
+def _complete(sample: StackSample, path: Path, cells: Cells) -> None:
     """Add the stacks that `sight` and its children lack. Signals one process after the other.
 
     Args:
         path: File to which the processes write their stacks.
     """
-    if not sight.threads and sight.state != psutil.STATUS_STOPPED:
-        found = _written_on_signal(sight.pid, path)
-        sight.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
-    for child in sight.children:
+    if not sample.threads and sample.state != psutil.STATUS_STOPPED:
+        found = _written_on_signal(sample.pid, path)
+        sample.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
+    for child in sample.children:
         _complete(child, path, cells)
 
 
-def _of_system(pid: int) -> Sight:
+def _of_system(pid: int) -> StackSample:
     """Return data about a process and its descendants from /proc, without stacks."""
     try:
         process = psutil.Process(pid)
-        sight = Sight(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
-        sight.children = [_of_system(child.pid) for child in process.children()]
+        sample = StackSample(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
+        sample.children = [_of_system(child.pid) for child in process.children()]
     except psutil.Error:
-        return Sight(pid, state=_GONE)
-    return sight
+        return StackSample(pid, state=_GONE)
+    return sample
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
@@ -478,8 +478,8 @@ def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
         who, _, answer = line.partition(" ")
         if who == str(pid):
             with suppress(DecodeError):  # the line is not complete yet
-                sight = of_rank(answer.encode())
-                return sight.threads if isinstance(sight, RankSight) else {}
+                sample = of_rank(answer.encode())
+                return sample.threads if isinstance(sample, RankStackSample) else {}
     return {}
 
 

@@ -26,7 +26,7 @@ from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
 from taas_magic.host.link import SIGNAL, SIGNAL_IN_C, Link
-from taas_magic.messages import RankRaised, RankSight, StackFrame, encode
+from taas_magic.messages import RankRaised, RankStackSample, StackFrame, encode
 from taas_magic.store import guard
 
 if TYPE_CHECKING:
@@ -234,9 +234,9 @@ def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
     main = threading.main_thread().ident
     others = [frame for ident, frame in current_frames().items() if ident != main]
     stacks = {f"thread {number}": _frames_of(frame) for number, frame in enumerate(others, 1)}
-    sight = RankSight({"MainThread": _frames_of(interrupted), **stacks})
+    sample = RankStackSample({"MainThread": _frames_of(interrupted), **stacks})
     with suppress(OSError), path.open("ab", buffering=0) as file:
-        file.write(b"%d %b\n" % (os.getpid(), encode(sight)))
+        file.write(b"%d %b\n" % (os.getpid(), encode(sample)))
 
 
 def _frames_of(frame: FrameType | None) -> list[StackFrame]:

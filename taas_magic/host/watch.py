@@ -35,7 +35,7 @@ from taas_magic.messages import (
     RankReported,
     RankReturned,
     RankShowed,
-    RankSight,
+    RankStackSample,
     RankUp,
     StackFrame,
     StoreMessage,
@@ -105,7 +105,7 @@ class RankState:
     beat: RankBeat = field(default_factory=RankBeat)
     """The rank's last heartbeat."""
     beat_at: float = 0.0
-    sight: RankSight | None = None
+    sample: RankStackSample | None = None
     """The rank's last stack report; None if there is none yet."""
     sight_at: float = 0.0
     process: psutil.Process | None = None
@@ -495,8 +495,8 @@ class Ranks:
                 case RankReturned():
                     state.has_returned, state.is_up = True, False
                     state.was_cut = message.was_cut
-                case RankSight():
-                    state.sight, state.sight_at = message, now
+                case RankStackSample():
+                    state.sample, state.sight_at = message, now
                 case RankBeat():
                     if message.collectives != state.beat.collectives:
                         state.forward_at = now
@@ -506,7 +506,7 @@ class Ranks:
                     if batches == state.batches:
                         return  # nothing new
                     state.batches = batches
-            if not isinstance(message, RankBeat | RankSight | Note):
+            if not isinstance(message, RankBeat | RankStackSample | Note):
                 state.forward_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:

@@ -27,7 +27,7 @@ from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import between_cells, pools, sessions
 from taas_magic.notebook.flags import check_ranks
-from taas_magic.notebook.run import Fetching, Interrupts, RunDriver
+from taas_magic.notebook.run import Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.notebook.sessions import Session
 from taas_magic.plan import (
@@ -231,7 +231,7 @@ def _carry_out(
     fetchers = None
     with Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
-            fetchers = Fetching(data_pool, spec, driver.put, waits=data_pool is not pool)
+            fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
         try:  # a run that never got hosts leaves no run folder

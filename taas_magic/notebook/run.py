@@ -37,7 +37,7 @@ from taas_magic.messages import (
     FetcherEnded,
     FetcherReport,
     FetcherStarted,
-    LoaderPlace,
+    LoaderAddresses,
     Note,
     Prefilling,
     Relay,
@@ -204,7 +204,7 @@ class Background(Generic[T]):
         self._news.put([])
 
 
-class Fetching:
+class RunFetchers:
     """The fetchers of a run. They start before its ranks and end after them.
 
     Fetchers may run in another pool than the ranks. Their events are passed on to the pool of the
@@ -275,7 +275,7 @@ class Fetching:
         count = f"{self._restarts} of {plan.max_restarts}"
         self.say(Note(text=f"all fetchers have ended; they are started again (restart {count})"))
         threading.Thread(target=self._start_again, name="taas-fetchers", daemon=True).start()
-        soon = {name: LoaderPlace(fetchers=plan.cpus) for name in last.entry}
+        soon = {name: LoaderAddresses(fetchers=plan.cpus) for name in last.entry}
         return structs.replace(last, entry=soon)
 
     def _start_again(self) -> None:
@@ -361,7 +361,7 @@ class Fetching:
                 return  # the run is lost; `RunDriver` reports that
 
 
-class Filling:
+class PrefillProgress:
     """The progress of `--prefill`: data that fetchers prepare before the ranks start.
 
     Args:
@@ -454,7 +454,7 @@ class RunDriver:
         """Queue an event. Any thread may call this."""
         self._events.put(event)
 
-    def fill(self, fetching: Fetching, view: View | NoView, interrupts: Interrupts) -> None:
+    def fill(self, fetching: RunFetchers, view: View | NoView, interrupts: Interrupts) -> None:
         """Wait until fetchers have prepared what `--prefill` asks for, and show their progress.
 
         Raises:
@@ -462,7 +462,7 @@ class RunDriver:
             PoolError: The fetchers did not prepare enough within `--timeout`.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        filling, limit_s = Filling(self.plan, self.head.flow), self.plan.timeout_s
+        filling, limit_s = PrefillProgress(self.plan, self.head.flow), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
         while not filling.is_enough:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from taas_magic.capture.known import Choice, RankNames
+from taas_magic.capture.known import RankNames, VariablesToSend
 from taas_magic.capture.payload import Payload
 from taas_magic.config import closest
 from taas_magic.display.failure import headline
@@ -238,7 +238,7 @@ class Session:
             self.names.take_sent(choice)
         self._take_changes(choice)
 
-    def _take_changes(self, choice: Choice) -> None:
+    def _take_changes(self, choice: VariablesToSend) -> None:
         # rank 0 comes last, so that its report on a name replaces those of other ranks
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.take_changes(choice, said.assigned, said.deleted, said.plain)

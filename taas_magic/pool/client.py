@@ -24,11 +24,11 @@ from taas_magic.engines.base import find_engine, log_tail
 from taas_magic.errors import PoolError, RunLost, StoreError
 from taas_magic.messages import (
     EndPool,
-    Enter,
     Event,
     GetStatus,
     Halt,
     PoolStatus,
+    RegisterKernel,
     Request,
     Started,
     WaitForHosts,
@@ -261,7 +261,7 @@ class PoolConnection:
             ConnectionEnded: The process has ended.
             PoolError: The process does not respond.
         """
-        return self.call(Enter(self.id))
+        return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
         self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]

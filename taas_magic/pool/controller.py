@@ -34,7 +34,6 @@ from taas_magic.messages import (
     Detach,
     Detached,
     EndPool,
-    Enter,
     Event,
     Facts,
     GetFacts,
@@ -44,6 +43,7 @@ from taas_magic.messages import (
     HostStatus,
     Note,
     PoolStatus,
+    RegisterKernel,
     Relay,
     RunEnded,
     RunStacks,
@@ -59,7 +59,7 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
 from taas_magic.pool.gate import GateComm
-from taas_magic.pool.hosts import Member, Members, Tasks, ask_all
+from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.store.manifest import FileRequest
 from taas_magic.store.rule import owned
@@ -85,10 +85,10 @@ class Kernels:
         is_ending: Whether the pool has begun to end.
     """
 
-    def __init__(self, members: Members, linger_s: float) -> None:
+    def __init__(self, members: PoolHosts, linger_s: float) -> None:
         self._members, self._linger_s = members, linger_s
         self.connected: set[str] = set()
-        self._waiting: dict[str, tuple[str, asyncio.Future[list[Member]]]] = {}
+        self._waiting: dict[str, tuple[str, asyncio.Future[list[PoolHost]]]] = {}
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
         self.is_ending = False
         self.over = asyncio.Event()
@@ -110,7 +110,7 @@ class Kernels:
             if owner == client:
                 self.give_up(wait)
 
-    async def enter(self, asked: Enter) -> bool:
+    async def enter(self, asked: RegisterKernel) -> bool:
         """Return whether the pool accepts a kernel. A connected kernel keeps the pool running."""
         return not self.is_ending and asked.owner in self.connected
 
@@ -148,12 +148,12 @@ class Kernels:
             await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
-        """Cancel the wait with the id `wait`. `Members` then returns unused hosts to the engine."""
+        """Cancel a wait by its id. `PoolHosts` then returns unused hosts to the engine."""
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
 
-class Upkeep:
+class PoolMeter:
     """Meter of a pool's host hours and GPU hours, which also finds idle hosts.
 
     Args:
@@ -164,7 +164,7 @@ class Upkeep:
 
     def __init__(
         self,
-        members: Members,
+        members: PoolHosts,
         idle_timeout_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -191,7 +191,7 @@ class Upkeep:
                 member.idle_since = now
         return not all(map(self.is_in_use, self._members.all()))
 
-    def host(self, member: Member) -> HostStatus:
+    def host(self, member: PoolHost) -> HostStatus:
         """Return a host's status for `%taas pools`."""
         return HostStatus(
             host=member.name,
@@ -210,7 +210,7 @@ class Upkeep:
             used_gpu_hours=self._used_gpu_s / 3600,
         )
 
-    def is_in_use(self, member: Member) -> bool:
+    def is_in_use(self, member: PoolHost) -> bool:
         """Return whether the pool is to keep a host.
 
         It keeps each host that has a run or has been idle for less than `idle_timeout_s`.
@@ -224,7 +224,7 @@ Tell = Callable[[Event], None]
 
 BEAT_S = 1.0
 """Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
-`Upkeep`. It is also the precision of the measured host hours."""
+`PoolMeter`. It is also the precision of the measured host hours."""
 
 END_S = 10.0
 """Seconds to write the journal and release the project store at a run's end."""
@@ -249,14 +249,16 @@ class Controller(SchedulerPlugin):
         """For each detached run, by run id: the function that ends its fetchers."""
 
         self._tasks = Tasks()
-        self.members = Members(scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost)
+        self.members = PoolHosts(
+            scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost
+        )
         self._kernels = Kernels(self.members, linger_s)
-        self._upkeep = Upkeep(self.members, pool.idle_timeout_s)
+        self._meter = PoolMeter(self.members, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers |= handlers(
             {
-                Enter: self._kernels.enter,
+                RegisterKernel: self._kernels.enter,
                 WaitForHosts: self._kernels.ready,
                 Launch: self.launch,
                 Relay: self.relay,
@@ -492,7 +494,7 @@ class Controller(SchedulerPlugin):
 
     async def status(self, asked: GetStatus) -> PoolStatus:
         """Return the pool's hosts and their runs."""
-        status = self._upkeep.pool()
+        status = self._meter.pool()
         status.starting = self.members.starting()
         status.refused = self.members.refused + self._scheduler.refused
         return status
@@ -551,8 +553,8 @@ class Controller(SchedulerPlugin):
             self._scheduler.log_event(POOL_BEAT, self.members.awaited)
             self._kernels.look(has_runs=bool(self._runs))
             self._end_idle_sessions()
-            if self._upkeep.look():
-                self._tasks.start(self.members.release(self._upkeep.is_in_use))
+            if self._meter.look():
+                self._tasks.start(self.members.release(self._meter.is_in_use))
             await asyncio.sleep(BEAT_S)
 
     def _teller(self, owner: str, run_id: str) -> Tell:
@@ -572,7 +574,7 @@ class Controller(SchedulerPlugin):
         if not is_taken:
             self.members.refused += 1
 
-    def _on_lost(self, member: Member, why: str) -> None:
+    def _on_lost(self, member: PoolHost, why: str) -> None:
         for run in list(self._runs.values()):
             run.lose(member, why)
 

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Member:
+class PoolHost:
     """A host that has joined the pool, as the pool's process sees it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Member:
         runs: Ids of the runs that use the host.
         leaves: Whether the host is being returned to the engine.
         had_s: Seconds for which the pool has held the host.
-        idle_since: Time, on this process's monotonic clock, at which `Upkeep` first saw the host
+        idle_since: Time, on this process's monotonic clock, at which `PoolMeter` first saw the host
             without a run; None while the host has a run or has just been chosen for one.
         has: Modules that are known to be installed on the host; None if nothing is known yet.
         pending: Futures of requests that the host has not answered yet, by request number.
@@ -115,7 +115,7 @@ class Tasks:
         task.add_done_callback(self._tasks.discard)
 
 
-class Members(SchedulerPlugin):
+class PoolHosts(SchedulerPlugin):
     """The hosts of a pool that have joined.
 
     Requests hosts from the engine, sends requests to their agents, and drops those that are lost.
@@ -135,12 +135,12 @@ class Members(SchedulerPlugin):
         source: Engine,
         start_timeout_s: float,
         lease_s: float,
-        on_lost: Callable[[Member, str], None] = lambda member, why: None,
+        on_lost: Callable[[PoolHost, str], None] = lambda member, why: None,
     ) -> None:
         self._scheduler, self._source = scheduler, source
         self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PoolHost] = {}
         self._changed = asyncio.Condition()
         self._tasks = Tasks()
         self._takes = self._runs_waiting = 0
@@ -153,7 +153,7 @@ class Members(SchedulerPlugin):
         scheduler.stream_handlers[BEAT] = self._on_beat
         scheduler.add_plugin(self)
 
-    def all(self) -> list[Member]:
+    def all(self) -> list[PoolHost]:
         """Return the hosts that have joined and can start ranks, in the order of their joining."""
         return [m for m in self._members.values() if m.name and not m.leaves]
 
@@ -162,7 +162,7 @@ class Members(SchedulerPlugin):
         coming = [m.starting for m in self._members.values() if not m.name and not m.leaves]
         return [host for host in coming if host is not None]
 
-    def named(self, agent: str) -> Member | None:
+    def named(self, agent: str) -> PoolHost | None:
         """Return the host whose agent has that name; None if the pool has no such host."""
         return next((it for it in self._members.values() if it.agent == agent), None)
 
@@ -172,7 +172,7 @@ class Members(SchedulerPlugin):
         keep: Collection[str] = (),
         say: Callable[[str], None] | None = None,
         has_run: bool = True,
-    ) -> list[Member]:
+    ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
 
         If more hosts are there, returns those in `keep` and then those with the fewest runs. Each
@@ -200,7 +200,7 @@ class Members(SchedulerPlugin):
             if len(there) == count:
                 return taken
 
-    async def _hear(self, member: Member, say: Callable[[str], None] | None) -> None:
+    async def _hear(self, member: PoolHost, say: Callable[[str], None] | None) -> None:
         """Wait until a host responds to `Greet` or is gone. Send a line to `say` if it is slow.
 
         Drops the host if it responds that no run can start there.
@@ -231,7 +231,7 @@ class Members(SchedulerPlugin):
             if say is None:
                 self._say([])
 
-    async def _take(self, count: int, keep: Collection[str]) -> list[Member]:
+    async def _take(self, count: int, keep: Collection[str]) -> list[PoolHost]:
         self._takes += 1
         try:
             await self._have_joined(count)
@@ -250,19 +250,19 @@ class Members(SchedulerPlugin):
             member.idle_since = None
         return taken
 
-    def choose(self, count: int, keep: Collection[str] = ()) -> list[Member]:
+    def choose(self, count: int, keep: Collection[str] = ()) -> list[PoolHost]:
         """Return `count` hosts that can start ranks: those in `keep`, then the least used.
 
         The least used are those with the fewest runs.
         """
 
-        def order(member: Member) -> int:
+        def order(member: PoolHost) -> int:
             return -1 if member.address in keep else len(member.runs)
 
         return sorted(self.all(), key=order)[:count]
 
     async def release(
-        self, stays: Callable[[Member], bool] = lambda member: bool(member.runs)
+        self, stays: Callable[[PoolHost], bool] = lambda member: bool(member.runs)
     ) -> None:
         """Return hosts to the engine, including requested hosts that have not joined yet.
 
@@ -302,7 +302,7 @@ class Members(SchedulerPlugin):
         finally:
             del member.pending[number]
 
-    def way(self, member: Member, address: str) -> AbstractAsyncContextManager[str]:
+    def way(self, member: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
         """Let a host reach a port of this machine. See `Engine.way`."""
         return self._source.way(member.agent, address)
 
@@ -335,7 +335,7 @@ class Members(SchedulerPlugin):
         """Record a host that joins, and start to greet it. Ignores vehicles. Called by Dask."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
-            member = self._members[worker] = Member(worker, str(joined.name))
+            member = self._members[worker] = PoolHost(worker, str(joined.name))
             self._tasks.start(self._greet(member))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
@@ -355,11 +355,11 @@ class Members(SchedulerPlugin):
         if member.name or member.why_lost:
             self._tasks.start(self._lose(member, why))
 
-    async def _lose(self, member: Member, why: str) -> None:
+    async def _lose(self, member: PoolHost, why: str) -> None:
         said = await self._source.why_lost(member.agent)
         self._on_lost(member, f"{why}; {said}" if said else why)
 
-    async def _greet(self, member: Member) -> None:
+    async def _greet(self, member: PoolHost) -> None:
         """Send `Greet` to a new host, which responds once it can start ranks.
 
         The wait has no time limit, since imports may be slow: a host that is alive sends beats, and
@@ -456,7 +456,9 @@ def slow_import(host: StartingHost) -> str:
     return f"host {host.host} imports {host.imports}, {for_s:.0f} s"
 
 
-async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequence[str]) -> None:
+async def require_fit(
+    members: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
+) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and some modules.
 
     Hosts that have passed an earlier check of the same modules are not asked again.
@@ -477,14 +479,14 @@ async def require_fit(members: Members, hosts: Iterable[Member], modules: Sequen
         host.has = (host.has or set()).union(modules)
 
 
-async def ask_all(members: Members, hosts: Iterable[Member], asked: GetFacts) -> list[Facts]:
+async def ask_all(members: PoolHosts, hosts: Iterable[PoolHost], asked: GetFacts) -> list[Facts]:
     """Send `asked` to all hosts at the same time; return the facts of each host.
 
     Raises:
         PoolError: A host is gone or did not respond.
     """
 
-    async def ask(host: Member) -> Facts:
+    async def ask(host: PoolHost) -> Facts:
         begin = time.time()
         said = await members.call(host.address, asked)
         return (said or [Facts()])[0].of(host.name, begin)

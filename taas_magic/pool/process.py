@@ -41,11 +41,11 @@ DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "100ms",
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.scheduler.work-stealing": False,
-    "distributed.scheduler.worker-ttl": None,  # depends on the wall clock; see `Members.watch`
+    "distributed.scheduler.worker-ttl": None,  # depends on the wall clock; see `PoolHosts.watch`
 }
 
 
-class PoolWords(Struct):
+class PoolSettings(Struct):
     """Settings that a kernel passes on standard input to a pool's process that it starts.
 
     Attributes:
@@ -206,7 +206,7 @@ class PoolFolder:
             with self._lock:
                 self._children.append(child)
             project = str(self._project)
-            words = PoolWords(str(path.parent), self._config, project, LINGER_S, lock)
+            words = PoolSettings(str(path.parent), self._config, project, LINGER_S, lock)
         finally:
             os.close(lock)
         assert child.stdin is not None
@@ -263,7 +263,7 @@ class PoolFolder:
 def main() -> int:
     """Run the pool's process until a kernel ends it or no kernel and no run needs it any more."""
     gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
-    words = unpack(sys.stdin.buffer.readline(), PoolWords)
+    words = unpack(sys.stdin.buffer.readline(), PoolSettings)
     folder = Path(words.folder)
     os.set_inheritable(words.lock, False)
     os.write(words.lock, str(os.getpid()).encode())
@@ -275,11 +275,11 @@ def main() -> int:
     return 0
 
 
-async def _keep(engine: Engine, folder: Path, words: PoolWords) -> None:
+async def _keep(engine: Engine, folder: Path, words: PoolSettings) -> None:
     import dask
 
     from taas_magic.engines.keys import Keys
-    from taas_magic.host.member import use_steady_clock
+    from taas_magic.host.agent_worker import use_steady_clock
     from taas_magic.pool.controller import Controller
     from taas_magic.pool.gate import HeadScheduler
 

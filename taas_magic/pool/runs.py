@@ -38,7 +38,7 @@ from taas_magic.messages import (
     Failure,
     FetcherEnded,
     FetcherReport,
-    FetcherStand,
+    FetcherStack,
     FetcherStarted,
     GetStacks,
     Halt,
@@ -49,7 +49,7 @@ from taas_magic.messages import (
     PlaceFetcher,
     RankEvent,
     RankFailure,
-    RankStand,
+    RankStack,
     Request,
     Restart,
     RunEnded,
@@ -58,7 +58,7 @@ from taas_magic.messages import (
     StateChanged,
 )
 from taas_magic.plan import DataPlan, Plan, next_size, senders
-from taas_magic.pool.hosts import Member, Members, Tasks, require_fit
+from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
@@ -99,7 +99,7 @@ _LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """One host's report of how its ranks ended.
 
     Attributes:
@@ -129,15 +129,15 @@ class HostPart:
         heard_at: Time of the host's last event or request about these ranks or fetchers.
     """
 
-    member: Member
+    member: PoolHost
     host_rank: int
-    report: Report | None = None
+    report: HostReport | None = None
     ended: bool = False
     heard_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """The end of an attempt.
 
     Attributes:
@@ -152,7 +152,7 @@ class Outcome:
     curable: bool = False
 
 
-def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
+def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     """Return the outcome of an attempt; None if the attempt continues.
 
     The first failure that is reported may not be the first that happened: if a rank dies, ranks of
@@ -183,27 +183,29 @@ def decide(hosts: Collection[HostPart], now: float) -> Outcome | None:
             return None
     state = worst(report.state for report in bad)
     if state == "INTERRUPTED":
-        return Outcome(state)
+        return AttemptOutcome(state)
     curable = not any(report.cause in FINAL_CAUSES for report in bad)
-    return Outcome(state, _failures(bad if own else reports), curable)
+    return AttemptOutcome(state, _failures(bad if own else reports), curable)
 
 
-def _of_good(hosts: Collection[HostPart], reports: list[Report], now: float) -> Outcome | None:
+def _of_good(
+    hosts: Collection[HostPart], reports: list[HostReport], now: float
+) -> AttemptOutcome | None:
     if len(reports) == len(hosts):
-        return Outcome("SUCCEEDED")
+        return AttemptOutcome("SUCCEEDED")
     left = [report for report in reports if report.failures]
     if left and now >= min(report.at for report in left) + LEFT_GRACE_S:
-        return Outcome("FAILED", _failures(left), curable=True)
+        return AttemptOutcome("FAILED", _failures(left), curable=True)
     return None
 
 
-def _failures(reports: Collection[Report]) -> tuple[Failure, ...]:
+def _failures(reports: Collection[HostReport]) -> tuple[Failure, ...]:
     ordered = sorted(reports, key=lambda report: report.at)
     found = [failure for report in ordered for failure in report.failures]
     return tuple(sorted(found, key=lambda failure: failure.consequence))
 
 
-def _is_own(report: Report) -> bool:
+def _is_own(report: HostReport) -> bool:
     return any(not failure.consequence for failure in report.failures)
 
 
@@ -222,7 +224,7 @@ class Share(ABC):
     """
 
     def __init__(
-        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
+        self, spec: HostSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
         self._spec, self.owner = spec, owner
         self._members, self.publish = members, publish
@@ -310,7 +312,7 @@ class Share(ABC):
         part.heard_at = time.monotonic()
         return await self._files.answer(part.host_rank, self._owned(part), asked)
 
-    def lose(self, member: Member, why: str) -> None:
+    def lose(self, member: PoolHost, why: str) -> None:
         """Record that a host is gone. Does nothing if it had none of these ranks or fetchers."""
         part = self._part(member.address)
         if part is not None:
@@ -341,7 +343,7 @@ class Share(ABC):
             [line for host in said for line in host.silent],
         )
 
-    async def _stacks_on(self, host: Member) -> RunStacks:
+    async def _stacks_on(self, host: PoolHost) -> RunStacks:
         asking = self._members.call(host.address, GetStacks(self.run_id))
         try:
             said = await asyncio.wait_for(asking, STACKS_S)
@@ -349,7 +351,7 @@ class Share(ABC):
             return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
         except PoolError as error:
             return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
-        rows: list[RankStand | FetcherStand] = [*said.ranks, *said.fetchers]
+        rows: list[RankStack | FetcherStack] = [*said.ranks, *said.fetchers]
         for row in rows:
             row.host = host.name
         return said
@@ -365,7 +367,7 @@ class Share(ABC):
 
     async def _take(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
-    ) -> list[Member]:
+    ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
 
         Publishes notes about the wait.
@@ -395,7 +397,7 @@ class Share(ABC):
         await self._require_fit(members)
         return members
 
-    async def _take_once(self, count: int, keep: Collection[str]) -> list[Member]:
+    async def _take_once(self, count: int, keep: Collection[str]) -> list[PoolHost]:
         """Wait for `count` hosts.
 
         Raises:
@@ -411,7 +413,7 @@ class Share(ABC):
             raise PoolError("the wait for its hosts was cancelled")
         return taking.result()
 
-    async def _require_fit(self, members: Collection[Member]) -> None:
+    async def _require_fit(self, members: Collection[PoolHost]) -> None:
         """Check that hosts have the modules and versions that the run needs.
 
         Raises:
@@ -446,7 +448,7 @@ class Share(ABC):
     async def _tell_all(self, request: Request[None]) -> None:
         """Send a request to all hosts of the ranks or fetchers.
 
-        Ignores errors, because `Members` notices lost hosts and calls `lose`.
+        Ignores errors, because `PoolHosts` notices lost hosts and calls `lose`.
         """
         calls = (self._members.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
@@ -484,7 +486,7 @@ class PoolFetchers(Share):
     """The fetchers of a run, on one pool."""
 
     def __init__(
-        self, spec: HostSpec, owner: str, members: Members, publish: Callable[[Event], None]
+        self, spec: HostSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.said: list[Event] = []
@@ -573,7 +575,7 @@ class PoolRun(Share):
         self,
         spec: HostSpec,
         owner: str,
-        members: Members,
+        members: PoolHosts,
         publish: Callable[[Event], None],
         over: asyncio.Event,
         session: "PoolRun | None" = None,
@@ -585,7 +587,7 @@ class PoolRun(Share):
         self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
-        self._growth: asyncio.Task[tuple[Plan, list[Member]]] | None = None
+        self._growth: asyncio.Task[tuple[Plan, list[PoolHost]]] | None = None
         """Task that searches hosts for a larger attempt."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
@@ -621,7 +623,7 @@ class PoolRun(Share):
             self._cells -= 1
             self._used_at = time.monotonic()
 
-    def seats(self) -> list[Member]:
+    def seats(self) -> list[PoolHost]:
         """Return a session's hosts in the order of their ranks.
 
         Raises:
@@ -634,7 +636,7 @@ class PoolRun(Share):
 
     async def _take(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
-    ) -> list[Member]:
+    ) -> list[PoolHost]:
         """See `Share._take`. A cell in a session gets the session's hosts."""
         if self._session is None:
             return await super()._take(count, keep, patience_s)
@@ -654,7 +656,7 @@ class PoolRun(Share):
             if await self._start_again(outcome):
                 outcome = await self._outcome()
             elif self.is_halted:  # halted during the restart: the earlier failure does not count
-                outcome = Outcome("INTERRUPTED")
+                outcome = AttemptOutcome("INTERRUPTED")
             else:
                 break
         self._seek(None)
@@ -724,10 +726,10 @@ class PoolRun(Share):
             self.publish(Note(host=part.member.name, text=text))
             state, failures = "SUCCEEDED", []
         if part.report is None:
-            part.report = Report(state, cause, time.monotonic(), tuple(failures))
+            part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
             self._changed.set()
 
-    async def _outcome(self) -> Outcome:
+    async def _outcome(self) -> AttemptOutcome:
         """Wait for the end of the attempt; return its outcome.
 
         If the hosts for a larger attempt are found meanwhile, starts it and waits for its end.
@@ -744,7 +746,7 @@ class PoolRun(Share):
                 await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
             self._changed.clear()
 
-    async def _start_again(self, outcome: Outcome) -> bool:
+    async def _start_again(self, outcome: AttemptOutcome) -> bool:
         """Start all ranks again, with new hosts in place of lost ones.
 
         Returns:
@@ -777,7 +779,7 @@ class PoolRun(Share):
             self._growth = asyncio.create_task(self._find(larger, self._parts))
             self._growth.add_done_callback(lambda _: self._changed.set())
 
-    async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[Member]]:
+    async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[PoolHost]]:
         """Wait until there are enough suitable, free hosts for `plan`; return `plan` and the hosts.
 
         Args:
@@ -795,7 +797,7 @@ class PoolRun(Share):
                     self.publish(Note(text=said))
             await asyncio.sleep(AGAIN_S)
 
-    async def _free(self, count: int, has: Collection[str]) -> list[Member]:
+    async def _free(self, count: int, has: Collection[str]) -> list[PoolHost]:
         """Return `count` hosts without other runs; an empty list if there are not enough."""
         with contextlib.suppress(PoolError):  # growing is optional
             members = await self._members.take(count, keep=has)
@@ -803,7 +805,7 @@ class PoolRun(Share):
                 return members
         return []
 
-    async def _grow(self, plan: Plan, members: list[Member]) -> None:
+    async def _grow(self, plan: Plan, members: list[PoolHost]) -> None:
         """Start all ranks again with a larger plan, which includes ranks on new hosts."""
         cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
         self.attempt += 1
@@ -811,7 +813,7 @@ class PoolRun(Share):
         self.publish(Restart(attempt=self.attempt, cause=cause, world_size=plan.world_size))
         await self._start_attempt(self._seated(members))
 
-    def _seated(self, members: list[Member]) -> list[Member]:
+    def _seated(self, members: list[PoolHost]) -> list[PoolHost]:
         """Return `members` in the order of their host numbers in the next attempt.
 
         Each host of the last attempt keeps its number. New hosts get the free numbers.
@@ -821,7 +823,7 @@ class PoolRun(Share):
         new = (member for member in members if member not in stay.values())
         return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
 
-    async def _start_attempt(self, members: list[Member]) -> None:
+    async def _start_attempt(self, members: list[PoolHost]) -> None:
         """Start an attempt on hosts, in the order of their ranks.
 
         The first host is started first, because it creates the rendezvous of the ranks.

@@ -47,7 +47,7 @@ HELD_BY_PYTHON = (
 )
 
 
-class Means(str, Enum):
+class StoreProtection(str, Enum):
     """Mechanisms that protect the store on a host; the values are shown to users."""
 
     MOUNT = "read-only mount"
@@ -57,7 +57,7 @@ class Means(str, Enum):
 
 
 @functools.cache
-def strongest() -> Means:
+def strongest() -> StoreProtection:
     """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
 
     Each trial takes about 0.1 s. The result is cached in this process.
@@ -76,7 +76,7 @@ def strongest() -> Means:
                     check=True,
                 )
                 return means
-    return Means.PYTHON
+    return StoreProtection.PYTHON
 
 
 def trial(means: str, folder: str) -> None:
@@ -85,38 +85,38 @@ def trial(means: str, folder: str) -> None:
     The process exits with an error if the write succeeds.
 
     Args:
-        means: Name of the `Means` member to try.
+        means: Name of the `StoreProtection` member to try.
         folder: Folder to protect.
 
     Raises:
         OSError: The mechanism is not available.
     """
-    _apply(Means[means], folder, [])
+    _apply(StoreProtection[means], folder, [])
     with suppress(OSError):
         os.mkdir(os.path.join(folder, "trial"))
         sys.exit("the folder can be changed")
 
 
-def candidates(user: int) -> tuple[Means, ...]:
+def candidates(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
     Root mounts without a user namespace, because inside one it would lose its rights on other
     users' files.
     """
-    mount = Means.MOUNT if user == 0 else Means.USER_MOUNT
-    return (mount, Means.LANDLOCK, Means.PYTHON)
+    mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
+    return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
 
 
 def hold(
     rule: StoreRule,
     who: str,
     *,
-    means: Means,
+    means: StoreProtection,
     scratch: Path,
     run_folder: str,
     note: Callable[[str], None],
     writes: bool = False,
-) -> Means:
+) -> StoreProtection:
     """Apply `rule` to this process. Call once, freshly forked, before any of the user's code.
 
     Args:
@@ -211,7 +211,7 @@ def _caches() -> list[str]:
     return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
-def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
+def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
     """Return the `writable` folders that lie inside the store and need an exception.
 
     Missing ones are made. Under Landlock, a missing sibling of a folder on the path to the store is
@@ -221,7 +221,7 @@ def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
     for path in resolved:
-        beside = means is Means.LANDLOCK and is_below(store, os.path.dirname(path))
+        beside = means is StoreProtection.LANDLOCK and is_below(store, os.path.dirname(path))
         if beside or is_below(path, store):
             try:
                 os.makedirs(path, mode=0o700, exist_ok=True)
@@ -230,19 +230,19 @@ def holes(store: str, writable: Iterable[str], means: Means) -> list[str]:
     return [path for path in resolved if path != store and is_below(path, store)]
 
 
-def _move_temporary_folder(store: str, means: Means, scratch: Path) -> None:
+def _move_temporary_folder(store: str, means: StoreProtection, scratch: Path) -> None:
     """Set TMPDIR to a scratch folder if the usual one is the store or can no longer be written.
 
     Under Landlock, no entry can be made directly in a folder that contains the store.
     """
     usual = os.path.realpath(tempfile.gettempdir())
-    if usual == store or (means is Means.LANDLOCK and is_below(store, usual)):
+    if usual == store or (means is StoreProtection.LANDLOCK and is_below(store, usual)):
         folder = scratch / "tmp"
         folder.mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
-def protect(store: str, holes: Sequence[str], means: Means) -> Means:
+def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
     Descriptors that are already open and would bypass the protection are opened again.
@@ -258,7 +258,7 @@ def protect(store: str, holes: Sequence[str], means: Means) -> Means:
     Raises:
         RuntimeError: The process has more than one thread; the others would stay unprotected.
     """
-    if means is Means.PYTHON:
+    if means is StoreProtection.PYTHON:
         return means
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("protect() must be called before a rank has a second thread")
@@ -274,13 +274,13 @@ def protect(store: str, holes: Sequence[str], means: Means) -> Means:
     return chosen
 
 
-def _apply(means: Means, store: str, holes: Sequence[str]) -> None:
-    if means is Means.LANDLOCK:
+def _apply(means: StoreProtection, store: str, holes: Sequence[str]) -> None:
+    if means is StoreProtection.LANDLOCK:
         _restrict_by_landlock(store, holes)
-    elif means is not Means.PYTHON:
-        _enter_namespace(as_user=means is Means.USER_MOUNT)
+    elif means is not StoreProtection.PYTHON:
+        _enter_namespace(as_user=means is StoreProtection.USER_MOUNT)
         _mount_read_only(store, holes)
-        if means is Means.USER_MOUNT:
+        if means is StoreProtection.USER_MOUNT:
             _drop_capabilities()
 
 

@@ -31,7 +31,7 @@ from taas_magic.config import size_text
 from taas_magic.errors import StoreError
 from taas_magic.messages import Request, pack, unpack
 from taas_magic.shared_files import replacing
-from taas_magic.store.tree import ARRIVING, Cases, Seen, Tree, shown, why_unsafe
+from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, shown, why_unsafe
 
 FILE_NAME = ".taasignore"
 
@@ -83,7 +83,7 @@ SECRETS = (
 )
 """Patterns of names of files and folders that hold keys."""
 
-BELIEVED = (
+RUN_BY_TOOLS = (
     r"\.git",
     r"git~\d+",
     r"\.git(?:config|modules|attributes)",
@@ -122,7 +122,7 @@ def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 
 
-_SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(BELIEVED)
+_SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
 
 
 def is_believed(path: str) -> bool:
@@ -272,7 +272,7 @@ class Hashes:
         """Return all known paths."""
         return list(self._known)
 
-    def of(self, tree: Tree, seen: Seen) -> str:
+    def of(self, tree: Tree, seen: TreeEntry) -> str:
         """Return the hash of a regular file; read the file only if it is new or has changed.
 
         Returns:
@@ -365,7 +365,7 @@ class Entry(Struct, frozen=True, array_like=True):
     mtime_ns: int = 0
 
     @classmethod
-    def of(cls, seen: Seen, sha256: str) -> "Entry":
+    def of(cls, seen: TreeEntry, sha256: str) -> "Entry":
         """Return the entry of a regular file with the hash `sha256`, or of a folder."""
         status = seen.status
         if seen.is_folder:
@@ -430,7 +430,7 @@ def ignore_of(tree: Tree) -> Ignore:
         raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
 
 
-def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[Cases, Manifest]:
+def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files that travel, and remove leftovers of killed writers.
 
     Files that cannot travel are listed as skipped. Only files that changed since the last call are
@@ -449,9 +449,9 @@ def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[Cases, M
             Or a line of `.taasignore` is not a valid pattern.
     """
     ignore = ignore_of(tree)
-    cases, skipped, secrets = Cases(), dict[str, str](), list[str]()
+    cases, skipped, secrets = CaseChecker(), dict[str, str](), list[str]()
 
-    def takes(seen: Seen) -> bool:
+    def takes(seen: TreeEntry) -> bool:
         tree.remove_leftover(seen.path)
         if ignore.leaves_out(seen.path, seen.is_folder):
             return False
@@ -478,7 +478,7 @@ def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[Cases, M
 
 
 def _hashed(
-    tree: Tree, found: list[Seen], hashes: Hashes, skipped: dict[str, str]
+    tree: Tree, found: list[TreeEntry], hashes: Hashes, skipped: dict[str, str]
 ) -> Iterator[Entry]:
     for seen in found:
         try:
@@ -489,7 +489,7 @@ def _hashed(
             skipped[seen.path] = f"it cannot be read: {error.strerror}"
 
 
-def _check_limit(files: list[Seen], store: str, limit_bytes: int) -> None:
+def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
     size_bytes = sum(seen.status.st_size for seen in files)
     if size_bytes > limit_bytes:
         raise StoreError(
@@ -506,7 +506,7 @@ def _check_limit(files: list[Seen], store: str, limit_bytes: int) -> None:
         )
 
 
-def _biggest(files: list[Seen]) -> str:
+def _biggest(files: list[TreeEntry]) -> str:
     sizes: Counter[str] = Counter()
     for seen in files:
         top, slash, _ = seen.path.partition("/")
@@ -628,13 +628,13 @@ class PublishFiles(FileRequest[dict[str, str]]):
 
 
 class Ask(Protocol):
-    """Function that sends a request to the notebook's side (`Desk`) and returns the response."""
+    """Function that sends a request to the `StoreServer`, and returns the response."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
         """Send a request and block until its response; any thread may call this."""
 
 
-class Pace:
+class MessageSizer:
     """Adaptive size of messages, so that no message occupies a slow link for long.
 
     The run's logs and lease messages use the same link.
@@ -661,10 +661,10 @@ class Pace:
             self.size = max(self.size // 2, _LEAST_BYTES)
 
 
-def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
+def batches(entries: Iterable[Entry], sizer: MessageSizer) -> Iterator[list[Part]]:
     """Yield the parts to request in each message; the parts of a file come in order."""
     batch: list[Part] = []
-    room = pace.size
+    room = sizer.size
     for entry in entries:
         offset = 0
         while True:
@@ -673,7 +673,7 @@ def batches(entries: Iterable[Entry], pace: Pace) -> Iterator[list[Part]]:
             offset, room = offset + size, room - size
             if room == 0 or len(batch) == MAX_PARTS:
                 yield batch
-                batch, room = [], pace.size
+                batch, room = [], sizer.size
             if offset == entry.size:
                 break
     if batch:

@@ -29,7 +29,7 @@ from taas_magic.store.manifest import (
     ListChanges,
     ListStore,
     Manifest,
-    Pace,
+    MessageSizer,
     ReadStore,
     batches,
     blocks,
@@ -268,10 +268,10 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
     arrivals: dict[str, Arrival] = {}
-    pace = Pace()
+    sizer = MessageSizer()
     try:
-        for batch in batches(entries, pace):
-            parts = pace.ask(ask, ReadStore(batch))
+        for batch in batches(entries, sizer):
+            parts = sizer.ask(ask, ReadStore(batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")
@@ -310,7 +310,7 @@ ASK_S = 0.25
 """Seconds between two requests for the changes of other hosts."""
 
 
-class News:
+class StoreUpdate:
     """Thread that applies the other hosts' changes of the store to this mirror.
 
     Args:

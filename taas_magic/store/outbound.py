@@ -32,7 +32,7 @@ from taas_magic.store.manifest import (
     Ask,
     Entry,
     Ignore,
-    Pace,
+    MessageSizer,
     Piece,
     PublishFiles,
     ignore_of,
@@ -40,7 +40,7 @@ from taas_magic.store.manifest import (
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import Seen, UnsafeError, folders_of, shown, why_unsafe
+from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, shown, why_unsafe
 
 BLIND_S = 0.5
 """Seconds between two checks of all paths if there are no inotify events."""
@@ -203,7 +203,7 @@ class _Sender:
         self._mirror, self._ask, self._note = mirror, ask, note
         self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
-        self._pace = Pace()
+        self._sizer = MessageSizer()
         self._asked = PublishFiles()
         self._statuses: dict[str, os.stat_result] = {}
         self.large: dict[str, Iterator[Piece]] = {}
@@ -226,7 +226,7 @@ class _Sender:
             asked = self._asked
             n_parts = len(asked.pieces) + len(asked.removed)
             n_bytes = sum(len(piece.data) for piece in asked.pieces)
-            if n_parts >= MAX_PARTS or n_bytes >= min(self._pace.size, CHUNK_BYTES - SMALL_BYTES):
+            if n_parts >= MAX_PARTS or n_bytes >= min(self._sizer.size, CHUNK_BYTES - SMALL_BYTES):
                 self._send()
         self._send()
 
@@ -270,13 +270,13 @@ class _Sender:
             self._statuses[path] = before = os.fstat(file.fileno())
             sha256, offset, is_last = hashlib.sha256(), 0, False
             while not is_last:
-                size = self._pace.size if before.st_size > SMALL_BYTES else SMALL_BYTES
+                size = self._sizer.size if before.st_size > SMALL_BYTES else SMALL_BYTES
                 data = file.read(size)
                 is_last = offset + len(data) >= before.st_size
                 if is_being_written(file) or has_changed(file, before):
                     return
                 sha256.update(data)
-                entry = Entry.of(Seen(path, before), sha256.hexdigest() if is_last else "")
+                entry = Entry.of(TreeEntry(path, before), sha256.hexdigest() if is_last else "")
                 yield Piece(entry, offset, data)
                 offset += len(data)
 
@@ -293,7 +293,7 @@ class _Sender:
         if status is None:
             self._add_gone(path)
             return
-        seen = Seen(path, status)
+        seen = TreeEntry(path, status)
         if what := seen.oddity:
             raise UnsafeError(path, what)
         was_folder = mirror.hashes.is_content(path, FOLDER)
@@ -340,7 +340,7 @@ class _Sender:
         asked, self._asked = self._asked, PublishFiles()
         if asked == self._asked:
             return {}
-        refused = self._pace.ask(self._ask, asked)
+        refused = self._sizer.ask(self._ask, asked)
         for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
             is_kept_beside = refused.get(path) == WHY_BESIDE  # it arrived, under another name

@@ -24,7 +24,7 @@ from taas_magic.messages import (
     WrittenFile,
 )
 from taas_magic.store.publish import remove_leftover
-from taas_magic.store.tree import Seen, Tree
+from taas_magic.store.tree import Tree, TreeEntry
 
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
@@ -47,7 +47,7 @@ class Receipt:
             file.
         shared: Folders that every rank could write.
         means: Mechanism that protected the store from ranks other than 0 (value of
-            `guard.Means`); "" if there were no such ranks.
+            `guard.StoreProtection`); "" if there were no such ranks.
         complete: Whether the search for changed files covered all of the store.
         not_sent: Reason for each of rank 0's files that did not arrive in the store from a host
             that does not share it, by path.
@@ -160,7 +160,7 @@ def changed(
     deadline = time.monotonic() + limit_s
     found, left_out = set(), {os.path.relpath(folder, store) for folder in shared}
 
-    def takes(seen: Seen) -> bool:
+    def takes(seen: TreeEntry) -> bool:
         name = os.path.basename(seen.path)
         if not seen.is_folder:
             return not name.endswith(_NOTEBOOK)

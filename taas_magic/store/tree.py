@@ -92,7 +92,7 @@ def folders_of(path: str) -> Iterator[str]:
         yield path
 
 
-class Cases:
+class CaseChecker:
     """Finds paths that differ by case alone, and so are equal on a file system that ignores case.
 
     Of two such paths, the first one is kept as known.
@@ -134,7 +134,7 @@ class UnsafeError(OSError):
 
 
 @dataclass(frozen=True)
-class Seen:
+class TreeEntry:
     """Path and status of a file, folder or other entry of a tree."""
 
     path: str
@@ -280,7 +280,7 @@ class Tree:
                 if lock(file.fileno(), shared=True):
                     self.remove(path)
 
-    def entries(self, path: str) -> list[Seen]:
+    def entries(self, path: str) -> list[TreeEntry]:
         """Return the sorted entries of a folder; empty if it is missing or cannot be read."""
         prefix = f"{path}/" if path else ""
         found = []
@@ -288,10 +288,10 @@ class Tree:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    found.append(Seen(prefix + entry.name, status))
+                    found.append(TreeEntry(prefix + entry.name, status))
         return sorted(found, key=lambda seen: seen.path)
 
-    def walk(self, takes: Callable[[Seen], bool] = lambda seen: True) -> Iterator[Seen]:
+    def walk(self, takes: Callable[[TreeEntry], bool] = lambda seen: True) -> Iterator[TreeEntry]:
         """Yield all entries for which `takes` is true; a folder comes before its contents.
 
         Folders for which `takes` is false are not searched.

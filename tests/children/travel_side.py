@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import Ask, FileRequest
 from taas_magic.store.mirror import bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
+from taas_magic.store.server import StoreServer
 
 SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
 """The files that a host writes again and again, each of one digit only."""
@@ -35,24 +35,24 @@ def received(connection: Connection) -> Any:
         raise EOFError from error
 
 
-def serve(desk: Desk, listener: Listener) -> None:
+def serve(store_server: StoreServer, listener: Listener) -> None:
     """Answer one host until it is gone."""
     with listener.accept() as host, suppress(EOFError):
         while True:
-            answer = desk.answer(0, received(host))
+            answer = store_server.answer(0, received(host))
             with suppress(ConnectionError):  # then nothing more comes, either
                 host.send(answer)
 
 
-def asking(desk: Connection) -> Ask:
+def asking(store_server: Connection) -> Ask:
     """Ask over a connection."""
     lock = threading.Lock()
 
     def ask(request: FileRequest[Any]) -> Any:
         with lock:
             try:
-                desk.send(request)
-                return received(desk)
+                store_server.send(request)
+                return received(store_server)
             except (EOFError, ConnectionError) as error:
                 raise PoolError("the desk is gone") from error
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     else:
         with Listener(socket) as listener:
             print("ready", flush=True)
-            serve(Desk(StoreRule(store), Path(folder)), listener)
+            serve(StoreServer(StoreRule(store), Path(folder)), listener)

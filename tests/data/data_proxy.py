@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from msgspec import structs
 
 from taas_magic.data.service import Directory
-from taas_magic.messages import Address, LoaderPlace
+from taas_magic.messages import Address, LoaderAddresses
 
 
 class Proxy:
@@ -30,7 +30,7 @@ class Proxy:
         self._addresses: dict[int, Address] = {}
         self._numbers = itertools.count(1)
 
-    def __call__(self, loader: str) -> LoaderPlace:
+    def __call__(self, loader: str) -> LoaderAddresses:
         found = self._directory(loader)
         through = {n: self._through(n, address) for n, address in found.addresses.items()}
         return structs.replace(found, addresses=through)

@@ -42,7 +42,7 @@ from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, FetcherStarted, LoaderPlace, of_fetcher
+from taas_magic.messages import Address, FetcherStarted, LoaderAddresses, of_fetcher
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import Registered
 from tests.data.ledger import Handed, read_ledgers
@@ -139,7 +139,7 @@ class FeedChanges(TypedDict, total=False):
 def from_afar(directory: Directory) -> Directory:
     """Return the same for a rank of another host, which gets its batches by TCP."""
 
-    def found(loader: str) -> LoaderPlace:
+    def found(loader: str) -> LoaderAddresses:
         place = directory(loader)
         far = {at: address._replace(machine="") for at, address in place.addresses.items()}
         return structs.replace(place, addresses=far)

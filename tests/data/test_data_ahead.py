@@ -6,16 +6,16 @@ from itertools import islice, takewhile
 import pytest
 
 from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind
-from taas_magic.data.scheduler import Ahead
+from taas_magic.data.scheduler import PrefetchOrder
 from taas_magic.data.sharding import FetcherShare
 
 
-def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> Ahead:
-    return Ahead(FetcherShare(**share), enough)
+def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> PrefetchOrder:
+    return PrefetchOrder(FetcherShare(**share), enough)
 
 
 def keys(
-    ahead: Ahead, batches: int = 4, streams: int | None = None, most: int = 100
+    ahead: PrefetchOrder, batches: int = 4, streams: int | None = None, most: int = 100
 ) -> Iterator[LoaderRequest]:
     """Yield what it says until it says nothing; open every epoch that it wants to know."""
     opened = Opened(None if streams else batches, streams, 0)

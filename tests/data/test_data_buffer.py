@@ -10,7 +10,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
-from taas_magic.data.scheduler import Ahead, Buffer, Disk, Prepared
+from taas_magic.data.scheduler import Buffer, Disk, PrefetchOrder, Prepared
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import WorkerHandle
 
@@ -49,7 +49,7 @@ def buffer_of(
     home: Callable[[LoaderRequest], int | None] = lambda request: None,
 ) -> Buffer:
     """Return a buffer that works ahead on so many batches an epoch."""
-    ahead = Ahead(FetcherShare(workers=workers))
+    ahead = PrefetchOrder(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, Opened(batches, None, 0))
     return Buffer(budget_bytes, ahead, home)

@@ -37,7 +37,7 @@ from taas_magic.data.protocol import (
 from taas_magic.data.sharding import VOID, SlotRequest
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, LoaderPlace
+from taas_magic.messages import Address, LoaderAddresses
 from tests.data.data_rig import ready
 
 SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10, 3 << 20])
@@ -327,7 +327,7 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
 def route_to(fetchers: int) -> Route:
     """Return the ways to so many fetchers."""
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
-    place = LoaderPlace(fetchers=fetchers, workers=fetchers, addresses=found)
+    place = LoaderAddresses(fetchers=fetchers, workers=fetchers, addresses=found)
     return Route("train", lambda _: place, b"", lease=FetchLease(4.0))
 
 

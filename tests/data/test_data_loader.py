@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import client, sharding
 from taas_magic.data.sharding import Uneven, seed_of
-from taas_magic.messages import LoaderPlace
+from taas_magic.messages import LoaderAddresses
 from tests.data.data_rig import (
     SEED,
     WAIT_S,
@@ -415,7 +415,7 @@ def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
     with service(tmp_path, DataLoader(Rows(20), 2, sampler=Unseeded()), fetchers=2) as running:
         hidden = {0}
 
-        def directory(name: str) -> LoaderPlace:
+        def directory(name: str) -> LoaderAddresses:
             found = running.directory(name)
             shown = {at: where for at, where in found.addresses.items() if at not in hidden}
             return structs.replace(found, addresses=shown)

@@ -20,8 +20,8 @@ from taas_magic.data.protocol import (
     Free,
     FromRank,
     FromServer,
-    Heard,
     ProtocolState,
+    ReceivedFrame,
     Rejected,
     RequestKind,
     Requests,
@@ -60,7 +60,9 @@ MAY_HEAR: dict[Callable[[], ProtocolState], list[FromRank | FromServer]] = {
 MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
 
 
-def heard(state: ProtocolState, message: FromRank | FromServer, body_bytes: int = 0) -> Heard:
+def heard(
+    state: ProtocolState, message: FromRank | FromServer, body_bytes: int = 0
+) -> ReceivedFrame:
     found = state.hear(memoryview(protocol.pack(message, body_bytes)))
     assert found is not None
     return found

@@ -11,11 +11,11 @@ from taas_magic.data import sharding
 from taas_magic.data.sharding import (
     UNHINTED,
     VOID,
-    Course,
-    EpochPlace,
+    EpochPosition,
+    EpochSchedule,
     NoSlot,
     Part,
-    ScoutedCourse,
+    ScoutedSchedule,
     Uneven,
 )
 
@@ -45,15 +45,18 @@ def bounded(rows: list[list[int]], units: int | None, counts: Sequence[int]) -> 
 
 
 def walk(
-    course: Course | ScoutedCourse, answers: Callable[[int], int], ahead: int = 3, step: int = 0
+    schedule: EpochSchedule | ScoutedSchedule,
+    answers: Callable[[int], int],
+    ahead: int = 3,
+    step: int = 0,
 ) -> list[int]:
     """Play a rank: ask ahead, learn the answers in order, take steps until the end."""
     handed: list[int] = []
     while True:
-        for ask in course.asks(step + ahead):
-            if answers(ask.slot) == VOID or isinstance(course, ScoutedCourse) or ask.mine:
-                course.learn(ask.slot, answers(ask.slot))
-        verdict = course.at(step)
+        for ask in schedule.asks(step + ahead):
+            if answers(ask.slot) == VOID or isinstance(schedule, ScoutedSchedule) or ask.mine:
+                schedule.learn(ask.slot, answers(ask.slot))
+        verdict = schedule.at(step)
         assert verdict is not NoSlot.WAIT
         if verdict is NoSlot.END:
             return handed
@@ -71,9 +74,9 @@ def test_a_plain_course_deals_like_the_model(
         rows = bounded(rows_of(list(range(batches)), world_size, uneven), units, [1] * batches)
     for rank in range(world_size):
         part = Part(rank, world_size, uneven, units)
-        course = Course(part, batches)
+        schedule = EpochSchedule(part, batches)
         want = [row[rank] for row in rows if rank < len(row)]
-        assert walk(course, lambda slot: 1) == want
+        assert walk(schedule, lambda slot: 1) == want
 
 
 @hypothesis.given(
@@ -86,8 +89,8 @@ def test_streams_are_dealt_like_a_local_loaders(
     present = [s for s in range(streams * 13) if s // streams < lengths[s % streams]]
     rows = rows_of(present, world_size, uneven)
     for rank in range(world_size):
-        course = ScoutedCourse(Part(rank, world_size, uneven), None, streams)
-        handed = walk(course, lambda s: 1 if s in present else VOID, ahead)
+        schedule = ScoutedSchedule(Part(rank, world_size, uneven), None, streams)
+        handed = walk(schedule, lambda s: 1 if s in present else VOID, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
 
@@ -103,8 +106,8 @@ def test_hints_bound_all_ranks_at_the_same_step(
 ) -> None:
     rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
     for rank in range(world_size):
-        course = ScoutedCourse(Part(rank, world_size, uneven, units), len(counts), 1)
-        handed = walk(course, counts.__getitem__, ahead)
+        schedule = ScoutedSchedule(Part(rank, world_size, uneven, units), len(counts), 1)
+        handed = walk(schedule, counts.__getitem__, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
 
@@ -122,12 +125,12 @@ def test_a_course_goes_on_where_another_stopped(
 
     for rank in range(world_size):
         part = Part(rank, world_size, uneven)
-        whole = walk(ScoutedCourse(part, None, streams), answers)
+        whole = walk(ScoutedSchedule(part, None, streams), answers)
         step = min(stop, len(whole))
-        course = ScoutedCourse(part, None, streams)
-        for ask in course.asks(step + 1):
-            course.learn(ask.slot, answers(ask.slot))
-        resumed = ScoutedCourse(part, None, streams, course.place(step))
+        schedule = ScoutedSchedule(part, None, streams)
+        for ask in schedule.asks(step + 1):
+            schedule.learn(ask.slot, answers(ask.slot))
+        resumed = ScoutedSchedule(part, None, streams, schedule.place(step))
         assert walk(resumed, answers, step=step) == whole[step:]
 
 
@@ -136,46 +139,46 @@ def test_a_plain_course_goes_on_too(
     batches: int, world_size: int, uneven: Uneven, stop: int
 ) -> None:
     for rank in range(world_size):
-        course = Course(Part(rank, world_size, uneven), batches)
-        whole = walk(course, lambda slot: 1)
+        schedule = EpochSchedule(Part(rank, world_size, uneven), batches)
+        whole = walk(schedule, lambda slot: 1)
         step = min(stop, len(whole))
-        resumed = Course(Part(rank, world_size, uneven), batches, course.place(step))
+        resumed = EpochSchedule(Part(rank, world_size, uneven), batches, schedule.place(step))
         assert walk(resumed, lambda slot: 1, step=step) == whole[step:]
 
 
 def test_a_long_course_forgets_what_is_behind_it() -> None:
-    course = ScoutedCourse(Part(1, 2), None, 3)
-    handed = walk(course, lambda slot: 1 if slot < 9000 else VOID)
+    schedule = ScoutedSchedule(Part(1, 2), None, 3)
+    handed = walk(schedule, lambda slot: 1 if slot < 9000 else VOID)
     assert handed == list(range(1, 9000, 2))
-    assert len(course._known) < 3000
+    assert len(schedule._known) < 3000
 
 
 def test_hints_of_some_batches_only_are_refused() -> None:
     late = 'batch 3 has hints["units"] and batch 0 does not'
     with pytest.raises(ValueError, match=re.escape(late)):
-        Course(Part(0, 1), 10).learn(3, 5)
+        EpochSchedule(Part(0, 1), 10).learn(3, 5)
     with pytest.raises(ValueError, match=re.escape(late)):
-        ScoutedCourse(Part(0, 1, units=9), None, 1, has_hints=False).learn(3, 5)
+        ScoutedSchedule(Part(0, 1, units=9), None, 1, has_hints=False).learn(3, 5)
     with pytest.raises(ValueError, match="batch 3 has no hints and batch 0 does"):
-        ScoutedCourse(Part(0, 1, units=9), 10, 1, has_hints=True).learn(3, UNHINTED)
-    ScoutedCourse(Part(0, 1), None, 1).learn(3, 5)
+        ScoutedSchedule(Part(0, 1, units=9), 10, 1, has_hints=True).learn(3, UNHINTED)
+    ScoutedSchedule(Part(0, 1), None, 1).learn(3, 5)
 
 
 def test_an_unknown_row_waits() -> None:
-    course = ScoutedCourse(Part(0, 2), None, 1)
-    list(course.asks(2))
-    course.learn(0, 1)
-    assert course.at(0) is NoSlot.WAIT
-    course.learn(1, 1)
-    assert course.at(0) == 0
+    schedule = ScoutedSchedule(Part(0, 2), None, 1)
+    list(schedule.asks(2))
+    schedule.learn(0, 1)
+    assert schedule.at(0) is NoSlot.WAIT
+    schedule.learn(1, 1)
+    assert schedule.at(0) == 0
 
 
 def test_the_units_of_a_row() -> None:
-    course = ScoutedCourse(Part(0, 2), 4, 1)
-    for ask in course.asks(2):
-        course.learn(ask.slot, ask.slot + 1)
-    assert [course.row_units(0), course.row_units(1)] == [3, 7]
-    assert Course(Part(0, 2, "keep"), 3).row_units(1) == 1
+    schedule = ScoutedSchedule(Part(0, 2), 4, 1)
+    for ask in schedule.asks(2):
+        schedule.learn(ask.slot, ask.slot + 1)
+    assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
+    assert EpochSchedule(Part(0, 2, "keep"), 3).row_units(1) == 1
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
@@ -200,4 +203,4 @@ def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, work
 
 
 def test_place_is_plain_data() -> None:
-    assert EpochPlace(*EpochPlace(4, 4, (0, 1))) == EpochPlace(4, 4, (0, 1))
+    assert EpochPosition(*EpochPosition(4, 4, (0, 1))) == EpochPosition(4, 4, (0, 1))

@@ -7,7 +7,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.host.host_run import workers_fill
 from taas_magic.journal.analysis import Flow
 from taas_magic.messages import Event
-from taas_magic.notebook.run import Filling
+from taas_magic.notebook.run import PrefillProgress
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan, place_fetchers
 from tests.events import event
 
@@ -30,14 +30,14 @@ def fetched(
 
 def filling(
     prefill: Prefill, *events: Event, fetchers: int = 1, loaders: int = 1, units: int | None = None
-) -> Filling:
+) -> PrefillProgress:
     names = tuple(f"loader{number}" for number in range(loaders))
     plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
     data, _ = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
     flow = Flow()
     for seen in events:
         flow.apply(seen, 0.0)
-    return Filling(structs.replace(plan, data=data), flow)
+    return PrefillProgress(structs.replace(plan, data=data), flow)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from msgspec import inspect, structs
 
 from taas_magic import messages
 from taas_magic.errors import RankFailed
-from taas_magic.farms.terms import JobNews, NodeNews
+from taas_magic.farms.messages import JobUpdate, NodeUpdate
 from taas_magic.messages import (
     Display,
     Event,
@@ -29,7 +29,7 @@ HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9bd\r\n[1] forged\x1b[31m\x08"
 OBEYED = ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\x08")
 BLOCKS = {"message", "traceback", "why", "error", "store_error", "data"}
 
-SHOWN = [*leaves(Event), RunStacks, PoolStatus, Started, Facts, NodeNews, JobNews]
+SHOWN = [*leaves(Event), RunStacks, PoolStatus, Started, Facts, NodeUpdate, JobUpdate]
 
 
 def hostile(kind: inspect.Type, depth: int = 0) -> Any:
@@ -89,12 +89,12 @@ def test_no_text_of_any_field_commands_a_terminal_or_begins_a_line(kind: Any) ->
     else:
         found = cleaned(msgspec.convert(made, kind, str_keys=True, strict=False))
     seen = list(texts(found))
-    assert kind in (NodeNews, JobNews) or any(text for _, text in seen) or not _has_text(kind)
+    assert kind in (NodeUpdate, JobUpdate) or any(text for _, text in seen) or not _has_text(kind)
     for field, text in seen:
         assert not any(sequence in text for sequence in OBEYED), (field, text)
         is_block = field in BLOCKS or (field, kind.__name__) in {
             ("text", "Progress"),
-            ("lines", "JobNews"),
+            ("lines", "JobUpdate"),
         }
         assert is_block or "\n" not in text, (field, text)
 

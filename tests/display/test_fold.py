@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taas_magic.display.log import Folder, Shown, rank_ranges
+from taas_magic.display.log import LineMerger, ShownLine, rank_ranges
 
 HOLD_S = 0.05
 LINES = st.sampled_from(["a", "b", "epoch 1", "epoch 2", ""])
 
 
-def lines_by_rank(shown: list[Shown]) -> dict[int, list[str]]:
+def lines_by_rank(shown: list[ShownLine]) -> dict[int, list[str]]:
     lines: defaultdict[int, list[str]] = defaultdict(list)
     for ranks, text in shown:
         for rank in ranks:
@@ -22,55 +22,55 @@ def lines_by_rank(shown: list[Shown]) -> dict[int, list[str]]:
 
 
 def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> None:
-    folder = Folder(3, HOLD_S)
+    folder = LineMerger(3, HOLD_S)
     assert folder.push(2, ["x"], 0.0) == []
     assert folder.push(0, ["x"], 0.01) == []
     assert folder.next_due() == HOLD_S
-    assert folder.push(1, ["x"], 0.02) == [Shown((0, 1, 2), "x")]
+    assert folder.push(1, ["x"], 0.02) == [ShownLine((0, 1, 2), "x")]
     assert folder.next_due() == math.inf
 
 
 def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
-    folder = Folder(8, HOLD_S)
+    folder = LineMerger(8, HOLD_S)
     for rank in range(1, 8):
         assert folder.push(rank, ["warning"], 0.001 * rank) == []
     assert folder.due(0.05) == []
-    assert folder.due(0.052) == [Shown((1, 2, 3, 4, 5, 6, 7), "warning")]
+    assert folder.due(0.052) == [ShownLine((1, 2, 3, 4, 5, 6, 7), "warning")]
 
 
 def test_no_line_waits_when_each_rank_has_printed_another() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     assert folder.push(1, ["I am 1"], 0.0) == []
-    assert folder.push(0, ["I am 0"], 0.001) == [Shown((0,), "I am 0")]
-    assert folder.due(HOLD_S) == [Shown((1,), "I am 1")]
+    assert folder.push(0, ["I am 0"], 0.001) == [ShownLine((0,), "I am 0")]
+    assert folder.due(HOLD_S) == [ShownLine((1,), "I am 1")]
 
 
 def test_a_line_before_a_common_one_does_not_part_it() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     assert folder.push(1, ["start"], 0.0) == []
-    assert folder.push(0, ["config"], 0.001) == [Shown((0,), "config")]
-    assert folder.push(0, ["start"], 0.002) == [Shown((0, 1), "start")]
+    assert folder.push(0, ["config"], 0.001) == [ShownLine((0,), "config")]
+    assert folder.push(0, ["start"], 0.002) == [ShownLine((0, 1), "start")]
 
 
 def test_a_common_line_behind_others_is_waited_for() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     assert folder.push(0, ["I am 0", "start"], 0.0) == []
     assert folder.push(1, ["I am 1", "start"], 0.0) == [
-        Shown((0,), "I am 0"),
-        Shown((1,), "I am 1"),
-        Shown((0, 1), "start"),
+        ShownLine((0,), "I am 0"),
+        ShownLine((1,), "I am 1"),
+        ShownLine((0, 1), "start"),
     ]
 
 
 def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
-    assert folder.due(2.0 + HOLD_S) == [Shown((0,), "loss 0.5"), Shown((0,), "loss 0.4")]
+    assert folder.due(2.0 + HOLD_S) == [ShownLine((0,), "loss 0.5"), ShownLine((0,), "loss 0.4")]
     assert folder.next_due() == math.inf
 
 
 def test_each_line_waits_its_own_time_in_its_order() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     for step in range(6):
         shown = folder.push(0, [f"{step}"], 0.01 * step)
     assert [line.text for line in shown] == ["0"]
@@ -78,32 +78,32 @@ def test_each_line_waits_its_own_time_in_its_order() -> None:
 
 
 def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
-    folder = Folder(2, HOLD_S)
+    folder = LineMerger(2, HOLD_S)
     for epoch in ("epoch 1", "epoch 2"):
         assert folder.push(0, [epoch], 0.0) == []
-        assert folder.push(1, [epoch], 0.01) == [Shown((0, 1), epoch)]
+        assert folder.push(1, [epoch], 0.01) == [ShownLine((0, 1), epoch)]
         assert folder.push(0, ["loss 0.3"], 0.02) == []
-        assert folder.due(1.0) == [Shown((0,), "loss 0.3")]
+        assert folder.due(1.0) == [ShownLine((0,), "loss 0.3")]
 
 
 def test_one_rank_never_waits() -> None:
-    assert Folder(1).push(0, ["a", "b"], 0.0) == [Shown((0,), "a"), Shown((0,), "b")]
+    assert LineMerger(1).push(0, ["a", "b"], 0.0) == [ShownLine((0,), "a"), ShownLine((0,), "b")]
 
 
 def test_8192_ranks_fold() -> None:
     world_size = 8192
-    folder = Folder(world_size)
+    folder = LineMerger(world_size)
     shown = [line for rank in range(world_size) for line in folder.push(rank, ["a", "b"], 0.0)]
-    assert shown == [Shown(tuple(range(world_size)), text) for text in "ab"]
+    assert shown == [ShownLine(tuple(range(world_size)), text) for text in "ab"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(LINES), st.sampled_from([0, 0.01, 0.06]))))
 def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
     pushes: list[tuple[int, list[str], float]],
 ) -> None:
-    folder = Folder(4, HOLD_S)
+    folder = LineMerger(4, HOLD_S)
     printed: defaultdict[int, list[str]] = defaultdict(list)
-    shown: list[Shown] = []
+    shown: list[ShownLine] = []
     now = 0.0
     for rank, lines, pause_s in pushes:
         now += pause_s
@@ -121,11 +121,11 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
 def test_equal_output_folds_whatever_the_interleaving(
     data: st.DataObject, lines: list[str], world_size: int
 ) -> None:
-    folder = Folder(world_size, HOLD_S)
+    folder = LineMerger(world_size, HOLD_S)
     order = data.draw(st.permutations([rank for rank in range(world_size) for _ in lines]))
     left = {rank: list(lines) for rank in range(world_size)}
     shown = [line for rank in order for line in folder.push(rank, [left[rank].pop(0)], 0.0)]
-    assert shown == [Shown(tuple(range(world_size)), line) for line in lines]
+    assert shown == [ShownLine(tuple(range(world_size)), line) for line in lines]
 
 
 @pytest.mark.parametrize(

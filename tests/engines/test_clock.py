@@ -11,7 +11,7 @@ from distributed.batched import BatchedSend
 from tornado.ioloop import IOLoop
 
 from taas_magic import certificate
-from taas_magic.host.member import steady, use_steady_clock
+from taas_magic.host.agent_worker import steady, use_steady_clock
 
 
 class Comm:

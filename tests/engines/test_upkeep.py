@@ -11,8 +11,8 @@ import pytest
 from taas_magic.config import PoolConfig
 from taas_magic.messages import WaitForHosts
 from taas_magic.pool.client import Pool as RealPool
-from taas_magic.pool.controller import Upkeep
-from taas_magic.pool.hosts import Member
+from taas_magic.pool.controller import PoolMeter
+from taas_magic.pool.hosts import PoolHost
 
 
 class Pool:
@@ -20,14 +20,14 @@ class Pool:
 
     def __init__(self, idle_timeout_s: float | None = 60.0) -> None:
         self.now = 0.0
-        self.hosts = [Member(f"tls://{name}", name=name, gpus=4) for name in "ab"]
+        self.hosts = [PoolHost(f"tls://{name}", name=name, gpus=4) for name in "ab"]
         members: Any = SimpleNamespace(all=lambda: self.hosts)
-        self.upkeep = Upkeep(members, idle_timeout_s, lambda: self.now)
-        self.upkeep.look()
+        self.meter = PoolMeter(members, idle_timeout_s, lambda: self.now)
+        self.meter.look()
 
     def pass_s(self, seconds: float) -> bool:
         self.now += seconds
-        return self.upkeep.look()
+        return self.meter.look()
 
 
 def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
@@ -35,8 +35,8 @@ def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
     pool.hosts[0].runs.add("run")
     assert not pool.pass_s(59)
     assert pool.pass_s(1)
-    assert pool.upkeep.is_in_use(pool.hosts[0])
-    assert not pool.upkeep.is_in_use(pool.hosts[1])
+    assert pool.meter.is_in_use(pool.hosts[0])
+    assert not pool.meter.is_in_use(pool.hosts[1])
 
 
 def test_a_host_that_was_just_taken_stays() -> None:
@@ -73,7 +73,7 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
     pool.pass_s(1800)
     pool.hosts.pop()
     pool.pass_s(1800)
-    host, status = pool.upkeep.host(pool.hosts[0]), pool.upkeep.pool()
+    host, status = pool.meter.host(pool.hosts[0]), pool.meter.pool()
     assert (host.had_s, host.idle_s, host.gpu_hours) == (3600, None, 4.0)
     assert status.hosts == [host]
     assert status.gpu_hours == pytest.approx(4 + 2)

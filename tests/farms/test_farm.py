@@ -20,8 +20,8 @@ from taas_magic.capture import pickling
 from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError, UsageError
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
+from taas_magic.farms.messages import FarmAddress, JobOutcome, JobUpdate, NodeUpdate
 from taas_magic.farms.table import FarmState, JobState, bundle
-from taas_magic.farms.terms import FarmPlace, JobNews, JobOutcome, NodeNews
 from taas_magic.host.spec import Origin
 from taas_magic.notebook import launch
 from tests.conftest import carriers
@@ -330,7 +330,7 @@ def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
     until(lambda: len(farm.status().here) == 2)
 
 
-def nodes_of(farm: Farm) -> list[NodeNews]:
+def nodes_of(farm: Farm) -> list[NodeUpdate]:
     return list(farm.status().nodes.values())
 
 
@@ -357,7 +357,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
     several.define("import taas\nhanging = taas.farm('many', nodes=1)")
     hanging = several.shell.user_ns["hanging"]
     assert isinstance(hanging, Farm)
-    ended: list[NodeNews] = []
+    ended: list[NodeUpdate] = []
     while not ended:
         until(lambda: programs("node") - known)
         node = node_besides(known)
@@ -604,7 +604,7 @@ def test_a_farm_of_one_node(
     until(lambda: len(farm.status().here) == 2)  # no other node comes now
     known, connect = programs(""), farm_module._connect
 
-    def connect_late(place: FarmPlace) -> Client:
+    def connect_late(place: FarmAddress) -> Client:
         client = connect(place)
         until(lambda: client.scheduler_info()["workers"])
         return client
@@ -677,9 +677,9 @@ def farm_state() -> FarmState:
     state = FarmState("farm-1", "many", 0, 2)
     state.add(JobState("train-1"))
     state.add(JobState("train-2"))
-    state.take(NodeNews("node-0", "here", host="h<1>"))
-    state.take(JobNews("train-1", "node-0", state="running"))
-    state.take(JobNews("train-1", "node-0", lines="epoch 1\repoch 2\n"))
+    state.take(NodeUpdate("node-0", "here", host="h<1>"))
+    state.take(JobUpdate("train-1", "node-0", state="running"))
+    state.take(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
     return state
 
 
@@ -694,7 +694,7 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
     state = farm_state()
-    state.take(NodeNews("node-0", "lost", "killed"))
+    state.take(NodeUpdate("node-0", "lost", "killed"))
     assert state.counts()["queued"] == 2
     assert "killed" in bundle(state)["text/plain"]
 
@@ -703,8 +703,8 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
     job.end(JobFailed("job train-1 was cancelled", etype="Cancelled"))
-    state.take(JobNews("train-1", "node-0", state="running"))
-    state.take(NodeNews("node-0", "lost", "killed"))
+    state.take(JobUpdate("train-1", "node-0", state="running"))
+    state.take(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
 
 
@@ -719,10 +719,10 @@ def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
 
 def test_what_is_told_late_does_not_turn_a_node_back() -> None:
     state = farm_state()
-    state.take(NodeNews("node-0", "starting", host="h2"))
+    state.take(NodeUpdate("node-0", "starting", host="h2"))
     assert [(node.state, node.host) for node in state.here] == [("here", "h2")]
-    state.take(NodeNews("node-0", "lost", "killed"))
-    state.take(NodeNews("node-0", "here"))
+    state.take(NodeUpdate("node-0", "lost", "killed"))
+    state.take(NodeUpdate("node-0", "here"))
     assert not state.here
 
 
@@ -731,7 +731,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 
     def change() -> None:
         for number in range(2000):
-            state.take(NodeNews(f"node-{number}", "left"))
+            state.take(NodeUpdate(f"node-{number}", "left"))
             state.jobs[f"job-{number}"] = JobState(f"job-{number}")
         over.set()
 

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from taas_magic.host.member import EXPIRED, Lease
+from taas_magic.host.agent_worker import EXPIRED, Lease
 from taas_magic.leases import BEATS_PER_LEASE
 
 WITHIN_S = 100.0
@@ -66,7 +66,7 @@ def test_beats_are_several_to_a_lease() -> None:
 def test_a_process_whose_event_loop_hangs_ends() -> None:
     code = """
 import asyncio, functools, time
-from taas_magic.host.member import Lease, end_agent
+from taas_magic.host.agent_worker import Lease, end_agent
 async def hang():
     Lease(0.5, functools.partial(end_agent, 0.5)).start()
     time.sleep(600)

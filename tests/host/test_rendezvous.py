@@ -17,7 +17,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host import rendezvous
 from taas_magic.host.host_run import HostRun
 from taas_magic.host.rendezvous import Rendezvous
-from taas_magic.host.spec import HostSpec, Origin, Place, of_host, torchrun_variables
+from taas_magic.host.spec import HostAddress, HostSpec, Origin, of_host, torchrun_variables
 from taas_magic.messages import pack, unpack
 from taas_magic.plan import Flags, HostCapacity, make_plan
 
@@ -58,7 +58,7 @@ def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = structs.replace(spec(0), master_addr="192.0.2.1")
     with pytest.raises(OSError, match="Cannot assign requested address"):
-        HostRun(gone, Place("gpu1", "192.0.2.1", False), print, lambda: True, print)
+        HostRun(gone, HostAddress("gpu1", "192.0.2.1", False), print, lambda: True, print)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter
 from taas_magic.config import Config
 from taas_magic.errors import RankFailed, ResultError, UsageError
-from taas_magic.host.results import Brought, Sources, receive
+from taas_magic.host.results import ResultsHeader, Sources, receive
 from taas_magic.host.spec import VALUE
 from taas_magic.notebook import pools
 from tests.harness import Notebook
@@ -230,7 +230,7 @@ def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = Fals
         writer = PlainWriter()
         writer.add(dict.fromkeys(names, value))
         written = Pickled(writer.data, ())
-    pickling.write_archive(path, written, Brought(names=[*names], is_plain=is_plain))
+    pickling.write_archive(path, written, ResultsHeader(names=[*names], is_plain=is_plain))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_host_that_lies_runs_nothing_in_the_kernel(notebook: Notebook, tmp_pat
 import os, pickle, glob
 from pathlib import Path
 from taas_magic.capture import pickling
-from taas_magic.host.results import Brought
+from taas_magic.host.results import ResultsHeader
 class Makes:
     def __reduce__(self):
         return os.mknod, ({str(tmp_path / "made")!r},)
@@ -279,7 +279,8 @@ if rank:
     folder.mkdir(exist_ok=True)
     data = pickle.dumps(dict.fromkeys(names, pickling.loads and Makes()))
     for name in ("0-1-0", "0-1-9", "1-0-0", "7-1-0", "0-2-0"):
-        pickling.write_archive(folder / name, pickling.Pickled(data, ()), Brought(names=names))
+        header = ResultsHeader(names=names)
+        pickling.write_archive(folder / name, pickling.Pickled(data, ()), header)
 x, y = [rank], "mine"
 dist.barrier()
 rank + 7

@@ -23,14 +23,14 @@ from taas_magic.display.view import TerminalScreen
 from taas_magic.host import tracebacks
 from taas_magic.host.output import Pump
 from taas_magic.host.spec import HostSpec, Origin
-from taas_magic.host.stacks import Sight, Stand, of_fetcher, waits_for
+from taas_magic.host.stacks import StackMonitor, StackSample, of_fetcher, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import (
     Event,
     Hang,
     RankFailure,
     RanksStarted,
-    RankStand,
+    RankStack,
     Restart,
     RunEnded,
     Settled,
@@ -426,16 +426,18 @@ def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
     library = os.path.dirname(os.__file__)
     frames = [StackFrame(f"{library}/{file}", 1, "recv") for file in files]
     cell = StackFrame("Cell In[1]", 1, "<module>")
-    sight = Sight(1, "", "sleeping", "ep_poll", {"MainThread": [cell, *frames]}, answers=True)
-    assert waits_for(sight) == words
+    sample = StackSample(
+        1, "", "sleeping", "ep_poll", {"MainThread": [cell, *frames]}, answers=True
+    )
+    assert waits_for(sample) == words
 
 
 def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
     forked = StackFrame(
         f"{os.path.dirname(os.__file__)}/multiprocessing/popen_fork.py", 66, "_launch"
     )
-    sight = Sight(1, "python", "sleeping", "futex_wait", {"MainThread": [forked]})
-    assert waits_for(sight).startswith("os.fork, in which Python before 3.11.10 can hang")
+    sample = StackSample(1, "python", "sleeping", "futex_wait", {"MainThread": [forked]})
+    assert waits_for(sample).startswith("os.fork, in which Python before 3.11.10 can hang")
 
 
 def test_a_host_that_stood_still_blames_no_rank(
@@ -447,8 +449,8 @@ def test_a_host_that_stood_still_blames_no_rank(
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
         pump.heard_at.return_value = 0.0
-        monkeypatch.setattr(Stand, "_say", lambda stand, still_s: said.set())
-        stand = Stand(spec, ranks, pump, tmp_path, print)
+        monkeypatch.setattr(StackMonitor, "_say", lambda stand, still_s: said.set())
+        stand = StackMonitor(spec, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
         stand.look(woke)
         assert woke - still_since(ranks.states(), woke) < 10
@@ -495,18 +497,18 @@ def test_stacks_of_a_rank_that_is_stopped(
 )
 def test_what_the_system_says_of_a_wait(state: str, wchan: str, words: str) -> None:
     frames = [StackFrame("Cell In[1]", 1, "<module>")]
-    sight = Sight(1, "", state, wchan, {"MainThread": frames}, answers=True)
-    assert waits_for(sight) == words
+    sample = StackSample(1, "", state, wchan, {"MainThread": frames}, answers=True)
+    assert waits_for(sample) == words
 
 
-def row(rank: int, place: str = "Cell In[1], line 3: x", waits: str = "a lock") -> RankStand:
-    return RankStand(rank=rank, pid=rank + 10, quiet_s=60.0, place=place, waits_for=waits)
+def row(rank: int, place: str = "Cell In[1], line 3: x", waits: str = "a lock") -> RankStack:
+    return RankStack(rank=rank, pid=rank + 10, quiet_s=60.0, place=place, waits_for=waits)
 
 
 ALL = "all_reduce #7 of torch.distributed"
 
 
-def hang(host: str, *rows: RankStand, attempt: int = 0) -> Event:
+def hang(host: str, *rows: RankStack, attempt: int = 0) -> Event:
     return Hang(host=host, attempt=attempt, ranks=list(rows))
 
 

@@ -4,24 +4,24 @@ import pytest
 
 from taas_magic.host.watch import LEFT_GRACE_S
 from taas_magic.messages import Failure
-from taas_magic.pool.hosts import Member
-from taas_magic.pool.runs import LATE_S, SETTLE_S, HostPart, Outcome, Report, decide
+from taas_magic.pool.hosts import PoolHost
+from taas_magic.pool.runs import LATE_S, SETTLE_S, AttemptOutcome, HostPart, HostReport, decide
 
 
 def failure(rank: int, consequence: bool = False) -> Failure:
     return Failure(rank=rank, consequence=consequence)
 
 
-def host(heard_at: float, report: Report | None = None) -> HostPart:
-    return HostPart(Member("tls://host:1", heard_at=heard_at), 0, report)
+def host(heard_at: float, report: HostReport | None = None) -> HostPart:
+    return HostPart(PoolHost("tls://host:1", heard_at=heard_at), 0, report)
 
 
 def good(at: float = 0.0, *left: Failure) -> HostPart:
-    return host(at, Report("SUCCEEDED", "", at, left))
+    return host(at, HostReport("SUCCEEDED", "", at, left))
 
 
 def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> HostPart:
-    return host(at, Report(state, cause, at, failures))
+    return host(at, HostReport(state, cause, at, failures))
 
 
 def running(heard_at: float) -> HostPart:
@@ -30,13 +30,15 @@ def running(heard_at: float) -> HostPart:
 
 def test_success_takes_all_hosts() -> None:
     assert decide([good(), running(9.0)], now=10.0) is None
-    assert decide([good(), good()], now=10.0) == Outcome("SUCCEEDED")
+    assert decide([good(), good()], now=10.0) == AttemptOutcome("SUCCEEDED")
 
 
 def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
     hosts = [bad(5.0, failure(0)), running(5.0)]
     assert decide(hosts, now=5.0 + SETTLE_S / 2) is None
-    assert decide(hosts, now=5.0 + SETTLE_S) == Outcome("FAILED", (failure(0),), curable=True)
+    assert decide(hosts, now=5.0 + SETTLE_S) == AttemptOutcome(
+        "FAILED", (failure(0),), curable=True
+    )
 
 
 def test_all_reports_are_enough() -> None:
@@ -47,7 +49,7 @@ def test_a_consequence_waits_until_all_others_were_heard() -> None:
     follows = bad(5.0, failure(0, consequence=True))
     assert decide([follows, running(5.0 + LATE_S - 0.1)], now=100.0) is None
     outcome = decide([follows, running(5.0 + LATE_S)], now=7.0)
-    assert outcome == Outcome("FAILED", (failure(0, consequence=True),), curable=True)
+    assert outcome == AttemptOutcome("FAILED", (failure(0, consequence=True),), curable=True)
 
 
 def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -> None:
@@ -79,14 +81,14 @@ def test_what_another_attempt_would_not_cure(cause: str) -> None:
 def test_an_interrupt_waits_for_all_hosts_and_blames_none() -> None:
     stopped = bad(5.0, failure(0), state="INTERRUPTED", cause="interrupt")
     assert decide([stopped, running(50.0)], now=60.0) is None
-    assert decide([stopped, good(6.0)], now=6.0) == Outcome("INTERRUPTED")
+    assert decide([stopped, good(6.0)], now=6.0) == AttemptOutcome("INTERRUPTED")
 
 
 def test_ranks_that_left_are_to_blame_when_others_go_on_or_fail_for_it() -> None:
     left = good(5.0, failure(1))
     assert decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S - 0.1) is None
     over = decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S)
-    assert over == Outcome("FAILED", (failure(1),), curable=True)
+    assert over == AttemptOutcome("FAILED", (failure(1),), curable=True)
     follows = decide([left, bad(6.0, failure(0, consequence=True))], now=6.0)
     assert follows is not None and follows.failures[0].rank == 1
-    assert decide([left, good(6.0, failure(0))], now=60.0) == Outcome("SUCCEEDED")
+    assert decide([left, good(6.0, failure(0))], now=60.0) == AttemptOutcome("SUCCEEDED")

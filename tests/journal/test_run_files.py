@@ -10,12 +10,12 @@ from msgspec import structs
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
 from taas_magic.host.files import FileServer, HostFiles, OwnedFiles, RunFolderCopy
-from taas_magic.host.spec import HostSpec, Origin, Place
+from taas_magic.host.spec import HostAddress, HostSpec, Origin
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
 from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
 
-HERE = Place("here", "127.0.0.1", is_foreign=False)
+HERE = HostAddress("here", "127.0.0.1", is_foreign=False)
 
 
 @pytest.fixture

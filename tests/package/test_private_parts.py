@@ -52,7 +52,7 @@ GONE = {
     "torch._logging._init_logs": "rank._read_environ_again: see how torch reads TORCH_LOGS now",
     "tempfile._TemporaryFileCloser": "store/redirect.py: see how tempfile unlinks now",
     "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
-    "distributed.batched.time": "host/member.py: see by what clock BatchedSend waits",
+    "distributed.batched.time": "host/agent_worker.py: see by what clock BatchedSend waits",
 }
 
 

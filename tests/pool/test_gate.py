@@ -26,7 +26,6 @@ from taas_magic.messages import (
     Detach,
     EndPool,
     EndRun,
-    Enter,
     GetAgentKeys,
     GetFacts,
     GetStacks,
@@ -35,6 +34,7 @@ from taas_magic.messages import (
     Halt,
     HostHello,
     PlaceFetcher,
+    RegisterKernel,
     Relay,
     Request,
     TakeFetchers,
@@ -183,7 +183,7 @@ def test_who_may_ask_what_and_who_answers(
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, Relay, Halt, GetStatus, GetStacks}
-    by_kernels |= {GetFacts, EndPool, Enter, Detach, TakeFetchers}
+    by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}

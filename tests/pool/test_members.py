@@ -20,12 +20,12 @@ from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
-from taas_magic.pool.hosts import Member, Members
+from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.store.manifest import WriteRunFile
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
-Play = Callable[[HeadScheduler, Controller, Member], Coroutine[Any, Any, None]]
+Play = Callable[[HeadScheduler, Controller, PoolHost], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def named(name: str) -> Request[None]:
 
 
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         said = await controller.members.call(member.address, Greet())
         assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
@@ -85,7 +85,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
 def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play], None]) -> None:
     """FAULTS 49: a stale generation, answers nobody waits for, events of no run of the host."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         handlers = scheduler.stream_handlers
         before = (await controller.status(GetStatus())).refused
         handlers["taas_answer"](worker=member.address, id=12345, answer=b"late")
@@ -103,7 +103,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
 ) -> None:
     """A host that was counted as busy would never be given back, nor would its pool end."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
         data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
         plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
@@ -121,7 +121,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
 
 
 def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         number = 10**9
         waiting = member.pending[number] = asyncio.get_running_loop().create_future()
         await scheduler.remove_worker(member.address, stimulus_id="test")
@@ -134,7 +134,7 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
 
 
 def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         call, failed = controller.members.call, list[str]()
 
         async def fail_first(address: str, request: Request[Any]) -> Any:
@@ -166,7 +166,7 @@ def new_one(known: set[psutil.Process]) -> psutil.Process:
 def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     """FAULTS 12: however it came to be silent."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, _: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.members.take(1)
         gone = asyncio.Event()
         with mock.patch.object(controller.members, "_on_lost", lambda lost, why: gone.set()):
@@ -186,7 +186,7 @@ async def failed(task: asyncio.Task[Any]) -> bool:
 def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
     """Two wait for it: one is told of the failure, the other gets the host that comes next."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, _: Member) -> None:
+    async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         await controller.members.release(lambda host: False)
         known = supervisors()
         takes = [asyncio.create_task(controller.members.take(1)) for _ in range(2)]
@@ -200,9 +200,9 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
     async def play() -> None:
         scheduler = HeadScheduler(dashboard=False)
-        members = Members(scheduler, mock.Mock(Engine), 1, 30)
+        members = PoolHosts(scheduler, mock.Mock(Engine), 1, 30)
         for number, runs in enumerate([{"a", "b"}, {"a"}, set(), {"a"}]):
-            members._members[str(number)] = Member(str(number), name=f"h{number}", runs=runs)
+            members._members[str(number)] = PoolHost(str(number), name=f"h{number}", runs=runs)
         assert [m.name for m in members.choose(3)] == ["h2", "h1", "h3"]
         assert [m.name for m in members.choose(2, keep=["0"])] == ["h0", "h2"]
 

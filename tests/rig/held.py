@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.store import guard
-from taas_magic.store.guard import Means, hold
+from taas_magic.store.guard import StoreProtection, hold
 from taas_magic.store.rule import StoreRule
 from tests.rig.main_module import CONTEXT, plain_main
 
@@ -40,7 +40,7 @@ class Setting:
 
     store: str
     scratch: str
-    means: Means
+    means: StoreProtection
     writes: str = "discard"
     rank: int = 1
     shared: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ def _serve(connection: Connection, setting: Setting) -> None:
             connection.send((True, (type(error).__name__, str(error), traceback.format_exc())))
 
 
-def _enter(setting: Setting) -> Means:
+def _enter(setting: Setting) -> StoreProtection:
     if setting.user is not None:
         become(*setting.user)
     os.environ["HOME"] = setting.home

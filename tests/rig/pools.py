@@ -18,7 +18,7 @@ from taas_magic.engines.keys import Keys
 from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
-from taas_magic.pool.hosts import Member
+from taas_magic.pool.hosts import PoolHost
 from tests.conftest import GONE_WITHIN_S, describe, is_tracker
 from tests.harness import Notebook, below
 from tests.rig.hosts import Hosts
@@ -108,7 +108,7 @@ class PoolHere:
     scheduler: HeadScheduler
     controller: Controller
     keys: Keys
-    member: Member
+    member: PoolHost
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.store import redirect
-from taas_magic.store.guard import Means, strongest
+from taas_magic.store.guard import StoreProtection, strongest
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
@@ -24,7 +24,9 @@ def base() -> Iterator[Path]:
 
 @pytest.fixture
 def rank(base: Path) -> Iterator[Held]:
-    with held.held(Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON)) as process:
+    with held.held(
+        Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON)
+    ) as process:
         yield process
 
 
@@ -64,7 +66,7 @@ def test_libraries_that_open_files_themselves_are_led(base: Path, rank: Held) ->
 
 def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
     means = strongest()
-    if means is Means.PYTHON:
+    if means is StoreProtection.PYTHON:
         pytest.skip("the system holds nothing here")
     with held.held(Setting(str(base / "store"), str(base / "scratch"), means)) as process:
         *refused, elsewhere = process.call(sights.is_refused_by_the_system)
@@ -89,7 +91,7 @@ def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: Held) -> None
 
 
 def test_rank_0_writes_and_is_noted(base: Path) -> None:
-    setting = Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON, rank=0)
+    setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
     with held.held(setting) as rank:
         rank.call(sights.saves, "m.pt", 2.0)
         rank.call(os.rename, "data.bin", "renamed.bin")
@@ -100,7 +102,7 @@ def test_rank_0_writes_and_is_noted(base: Path) -> None:
 
 
 def test_torchs_pathless_error_gets_its_path(base: Path) -> None:
-    setting = Setting(str(base / "store"), str(base / "scratch"), Means.PYTHON, rank=0)
+    setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
     with held.held(setting) as rank, pytest.raises(Raised) as caught:
         rank.call(sights.writes_by_torch, str(base / "outside" / "missing" / "m.pt"))
     assert str(base / "outside" / "missing" / "m.pt") in caught.value.text

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from taas_magic.store import guard
-from taas_magic.store.guard import Means
+from taas_magic.store.guard import StoreProtection
 from tests.children import attempts
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting, hash_of
@@ -53,13 +53,13 @@ def base(user: User) -> Iterator[Path]:
         yield folder
 
 
-def means_of(user: User, which: str) -> Means:
+def means_of(user: User, which: str) -> StoreProtection:
     root = user is None and os.geteuid() == 0
     return guard.candidates(0 if root else 1)[0 if which == "mount" else 1]
 
 
 @contextmanager
-def hold(base: Path, user: User, means: Means, **more: Any) -> Iterator[Held]:
+def hold(base: Path, user: User, means: StoreProtection, **more: Any) -> Iterator[Held]:
     setting = Setting(str(base / "store"), str(base / "scratch"), means, user=user, **more)
     with held.held(setting) as rank:
         if rank.means is not means:
@@ -110,7 +110,7 @@ def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> Non
 
 @pytest.mark.parametrize("writes", ["discard", "refuse"])
 def test_python_alone_holds_what_is_python(base: Path, user: User, writes: str) -> None:
-    with hold(base, user, Means.PYTHON, writes=writes) as rank:
+    with hold(base, user, StoreProtection.PYTHON, writes=writes) as rank:
         refused = refused_of(rank, attempts.PYTHON, base / "store")
     assert refused == (names(attempts.PYTHON) if writes == "refuse" else [])
 
@@ -146,7 +146,7 @@ def test_a_shared_folder_is_open_to_all(base: Path, user: User, which: str) -> N
 
 
 def test_a_shard_of_a_checkpoint_is_never_lost_in_silence(base: Path, user: User) -> None:
-    with hold(base, user, Means.PYTHON) as rank, pytest.raises(Raised) as caught:
+    with hold(base, user, StoreProtection.PYTHON) as rank, pytest.raises(Raised) as caught:
         rank.call(attempts.writes_a_shard)
     assert caught.value.etype == "PermissionError"
     assert "rank 1" in caught.value.text and "--shared-writes folder" in caught.value.text
@@ -158,7 +158,10 @@ def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
     inner.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid", "none", inner], check=True)
     try:
-        with hold(base, None, Means.MOUNT, writes="none") as rank, pytest.raises(Raised) as caught:
+        with (
+            hold(base, None, StoreProtection.MOUNT, writes="none") as rank,
+            pytest.raises(Raised) as caught,
+        ):
             rank.call(Path(inner, "new").write_text, "mine")
     finally:
         subprocess.run(["umount", inner], check=True)
@@ -194,7 +197,7 @@ def test_a_second_thread_would_not_be_held(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(RuntimeError, match="second thread"):
-            guard.protect(str(tmp_path), [], Means.LANDLOCK)
+            guard.protect(str(tmp_path), [], StoreProtection.LANDLOCK)
     finally:
         ended.set()
         thread.join()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import PathFileCheck, PublishFiles
-from taas_magic.store.mirror import News, bring_in
+from taas_magic.store.mirror import StoreUpdate, bring_in
 from taas_magic.store.ownership import (
     WHY_BESIDE,
     WHY_NOT_KEPT,
@@ -19,6 +18,7 @@ from taas_magic.store.ownership import (
     is_start_up,
 )
 from taas_magic.store.rule import StoreRule
+from taas_magic.store.server import StoreServer
 from tests.store.test_travel_outbound import checkpoint, empty, folders, in_two
 from tests.store.travel_rig import Travel, tree_of, wired
 
@@ -28,27 +28,29 @@ def travel(tmp_path: Path) -> Iterator[Travel]:
     """Yield a store of whose files hosts may replace none of the user's."""
     travel = Travel(tmp_path, overwrite=())
     yield travel
-    travel.desk.close()
+    travel.store_server.close()
 
 
 @pytest.fixture
-def desk(travel: Travel) -> Desk:
+def store_server(travel: Travel) -> StoreServer:
     """Return what a hostile host asks itself."""
-    return travel.desk
+    return travel.store_server
 
 
-def put(desk: Desk, path: str, content: bytes = b"from the host", host_rank: int = 0) -> str:
+def put(
+    store_server: StoreServer, path: str, content: bytes = b"from the host", host_rank: int = 0
+) -> str:
     """Publish a file in two pieces; return why it was refused, or ""."""
-    ask = wired(desk, host_rank)
+    ask = wired(store_server, host_rank)
     said = [ask(PublishFiles([piece])).get(path, "") for piece in in_two(path, content)]
     return next(filter(None, said), "")
 
 
-def next_run(travel: Travel, overwrite: tuple[str, ...] = ()) -> Desk:
-    travel.desk.close()
+def next_run(travel: Travel, overwrite: tuple[str, ...] = ()) -> StoreServer:
+    travel.store_server.close()
     rule = StoreRule(str(travel.store), shared=travel.rule.shared, overwrite=overwrite)
-    travel.desk = Desk(rule, travel.folder / "state")
-    return travel.desk
+    travel.store_server = StoreServer(rule, travel.folder / "state")
+    return travel.store_server
 
 
 def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> None:
@@ -70,15 +72,20 @@ def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> No
     assert "no run made the file that is there" in note and "[store] overwrite" in note
 
 
-def test_other_hosts_of_the_run_have_rank_0s_version(travel: Travel, desk: Desk) -> None:
+def test_other_hosts_of_the_run_have_rank_0s_version(
+    travel: Travel, store_server: StoreServer
+) -> None:
     (travel.store / "m.pt").write_text("mine")
     mirror, _ = travel.mirrored(1)
-    news, there = News(mirror, wired(desk, 1), travel.notes.append), Path(mirror.path, "m.pt")
+    news, there = (
+        StoreUpdate(mirror, wired(store_server, 1), travel.notes.append),
+        Path(mirror.path, "m.pt"),
+    )
     assert there.read_text() == "mine"
-    assert put(desk, "m.pt") == WHY_BESIDE
+    assert put(store_server, "m.pt") == WHY_BESIDE
     news.catch_up()
     assert there.read_bytes() == b"from the host"
-    bring_in(mirror, wired(desk, 1), fresh=True)  # the next attempt
+    bring_in(mirror, wired(store_server, 1), fresh=True)  # the next attempt
     assert there.read_bytes() == b"from the host"
     assert not Path(mirror.path, "m.pt.from-host").exists()
     mirror.close()
@@ -92,15 +99,15 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
     travel: Travel,
 ) -> None:
     names = ("m.pt", "edited", "copied", "gone")
-    assert [put(travel.desk, name) for name in names] == [""] * 4
-    desk = next_run(travel)
+    assert [put(travel.store_server, name) for name in names] == [""] * 4
+    store_server = next_run(travel)
     (travel.store / "edited").write_text("my own words!")
     content = (travel.store / "copied").read_bytes()
     (travel.store / "copied").unlink()
     (travel.store / "copied").write_bytes(content)  # as by git, or a copy of the project
-    assert [put(desk, name, b"again") for name in names[:3]] == ["", WHY_BESIDE, ""]
+    assert [put(store_server, name, b"again") for name in names[:3]] == ["", WHY_BESIDE, ""]
     (travel.store / "own").write_text("mine")
-    removed = wired(desk)(PublishFiles(removed=["edited", "gone", "m.pt", "own"]))
+    removed = wired(store_server)(PublishFiles(removed=["edited", "gone", "m.pt", "own"]))
     assert removed == {"own": WHY_NOT_REMOVED}  # of the other one, what is beside it
     assert set(os.listdir(travel.store)) == {"edited", "copied", "own"}
     assert (travel.store / "edited").read_text() == "my own words!"
@@ -109,14 +116,17 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
 
 def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
     """A run's files are recorded before they are in their places, and not when it ends."""
-    put(travel.desk, "m.pt")
+    put(travel.store_server, "m.pt")
     record = travel.folder / "state" / "made-by-runs"
     record.write_bytes(record.read_bytes() + b'["torn')
-    killed, travel.desk = travel.desk, Desk(travel.rule, travel.folder / "state")
-    assert put(travel.desk, "m.pt", b"new") == ""
+    killed, travel.store_server = (
+        travel.store_server,
+        StoreServer(travel.rule, travel.folder / "state"),
+    )
+    assert put(travel.store_server, "m.pt", b"new") == ""
     (travel.store / "m.pt.from-host").write_text("mine")
     (travel.store / "m.pt").write_text("mine")
-    assert put(travel.desk, "m.pt", b"newest") == WHY_NOT_KEPT
+    assert put(travel.store_server, "m.pt", b"newest") == WHY_NOT_KEPT
     assert (travel.store / "m.pt.from-host").read_text() == "mine"
     killed.close()
 
@@ -142,16 +152,18 @@ IN_THE_USERS_FOLDERS = (
 
 
 def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_folders(
-    travel: Travel, desk: Desk
+    travel: Travel, store_server: StoreServer
 ) -> None:
     (travel.store / "src").mkdir()
     before = tree_of(travel.store)
     for path in IN_THE_USERS_FOLDERS:
-        assert put(desk, path) == WHY_NOT_NEW, path
-        assert wired(desk)(PublishFiles([empty(path)])) == {path: WHY_NOT_NEW}
+        assert put(store_server, path) == WHY_NOT_NEW, path
+        assert wired(store_server)(PublishFiles([empty(path)])) == {path: WHY_NOT_NEW}
     assert tree_of(travel.store) == before
-    desk = next_run(travel, overwrite=IN_THE_USERS_FOLDERS)
-    assert [put(desk, path) for path in IN_THE_USERS_FOLDERS] == [""] * len(IN_THE_USERS_FOLDERS)
+    store_server = next_run(travel, overwrite=IN_THE_USERS_FOLDERS)
+    assert [put(store_server, path) for path in IN_THE_USERS_FOLDERS] == [""] * len(
+        IN_THE_USERS_FOLDERS
+    )
 
 
 def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel) -> None:
@@ -163,11 +175,14 @@ def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel
         "exp/src/__init__.py", "exp/.done", ".metadata", "data.zarr/.zattrs", "data.zarr/x/.zarray",
         "checkpoints/.metadata", ".hydra/config.yaml", "results.json", "figure.png", "notes.ipynb",
     )  # fmt: skip
-    assert [put(travel.desk, path) for path in good] == [""] * len(good)
-    desk = next_run(travel)
-    assert put(desk, "exp/src/more.py") == "" and put(desk, "exp/src/conftest.py") == WHY_NOT_NEW
-    assert put(desk, "exp/__init__.py") == WHY_NOT_NEW  # it would be a module `exp`
-    assert wired(desk)(PublishFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
+    assert [put(travel.store_server, path) for path in good] == [""] * len(good)
+    store_server = next_run(travel)
+    assert (
+        put(store_server, "exp/src/more.py") == ""
+        and put(store_server, "exp/src/conftest.py") == WHY_NOT_NEW
+    )
+    assert put(store_server, "exp/__init__.py") == WHY_NOT_NEW  # it would be a module `exp`
+    assert wired(store_server)(PublishFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
         ".idea2", "venv/bin/activate.d",
     }  # fmt: skip
 
@@ -175,16 +190,16 @@ def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel
 def test_hidden_files_come_into_folders_that_are_open_to_all_ranks(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("ckpt",), overwrite=())
     (travel.store / "ckpt").mkdir()
-    assert put(travel.desk, "ckpt/.anything", host_rank=1) == ""
-    travel.desk.close()
+    assert put(travel.store_server, "ckpt/.anything", host_rank=1) == ""
+    travel.store_server.close()
 
 
-def test_no_host_makes_a_program(travel: Travel, desk: Desk) -> None:
+def test_no_host_makes_a_program(travel: Travel, store_server: StoreServer) -> None:
     for number, begins in enumerate((b"#!/bin/sh\n", b"\x7fELF\2\1\1\0", b"data")):
         name = f"bin/ls{number}"
         for piece in in_two(name, begins * 3):
             entry = structs.replace(piece.entry, executable=True)
-            said = wired(desk)(PublishFiles([structs.replace(piece, entry=entry)]))
+            said = wired(store_server)(PublishFiles([structs.replace(piece, entry=entry)]))
         assert said == ({} if begins == b"data" else {name: WHY_NOT_NEW})
     assert not os.access(travel.store / "bin" / "ls2", os.X_OK)
 

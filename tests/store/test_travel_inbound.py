@@ -19,7 +19,7 @@ class Counted:
     """Asks a desk and takes down what was read."""
 
     def __init__(self, travel: Travel) -> None:
-        self._ask = wired(travel.desk)
+        self._ask = wired(travel.store_server)
         self.read: list[str] = []
 
     def __call__(self, request: FileRequest[Any]) -> Any:
@@ -100,7 +100,7 @@ def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
 def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
     """FAULTS 40: found by its hash, and named where it stays so."""
     fill(travel.store)
-    ask, flips = wired(travel.desk), 1
+    ask, flips = wired(travel.store_server), 1
 
     def flipping(request: FileRequest[Any]) -> Any:
         nonlocal flips
@@ -222,7 +222,7 @@ def test_too_much_is_refused_with_what_is_big(tmp_path: Path) -> None:
 def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (travel.store / "a").write_text("a")
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     travel.look_again()
     (travel.store / "later").write_text("not in the list")
     answer = ask(ReadStore([("../secret", 0, 6), ("later", 0, 6), ("a", 0, 1), ("a", -1, 1)]))
@@ -268,10 +268,10 @@ def test_any_tree_becomes_any_other(
     for wanted in trees:
         make(travel.store, wanted)
         travel.look_again()
-        bring_in(mirror, wired(travel.desk))
+        bring_in(mirror, wired(travel.store_server))
         assert tree_of(Path(mirror.path)) == tree_of(travel.store)
     mirror.close()
-    travel.desk.close()
+    travel.store_server.close()
 
 
 def make(store: Path, files: dict[str, bytes]) -> None:
@@ -322,5 +322,5 @@ def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
 def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:
     make(travel.store, {".env": b"secret", "train.py": b"code"})
     travel.mirrored()
-    answer = wired(travel.desk)(ReadStore([(".env", 0, 6), ("train.py", 0, 4)]))
+    answer = wired(travel.store_server)(ReadStore([(".env", 0, 6), ("train.py", 0, 4)]))
     assert answer == [None, b"code"]

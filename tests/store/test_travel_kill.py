@@ -49,13 +49,13 @@ def unfinished(store: Path) -> list[Path]:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     travel = Travel(tmp_path)
-    travel.desk.close()
+    travel.store_server.close()
     state, socket = tmp_path / "state", tmp_path / "socket"
     child = start("desk", socket, travel.store, state)
     wait_until_ready(child)
     mirror = travel.host()
-    desk = Client(str(socket))
-    ask = travel_side.asking(desk)
+    store_server = Client(str(socket))
+    ask = travel_side.asking(store_server)
     bring_in(mirror, ask)
     outbound = Outbound(mirror, ask, travel.notes.append)
     outbound.start()
@@ -68,7 +68,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     kill(child)
     travel_side.write_all(Path(mirror.path), number)  # all that came before may have been sent
     outbound.finish()
-    desk.close()
+    store_server.close()
     assert "the desk is gone" in travel.notes[-1]
     left = unfinished(travel.store)
     for path in left:
@@ -86,7 +86,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
 def test_the_host_is_killed(tmp_path: Path, seed: int) -> None:
     travel = Travel(tmp_path)
     with Listener(str(tmp_path / "socket")) as listener:
-        serving = threading.Thread(target=travel_side.serve, args=(travel.desk, listener))
+        serving = threading.Thread(target=travel_side.serve, args=(travel.store_server, listener))
         serving.start()
         child = start("host", tmp_path / "socket", travel.store, tmp_path / "cache")
         wait_until_ready(child)
@@ -94,6 +94,6 @@ def test_the_host_is_killed(tmp_path: Path, seed: int) -> None:
         threading.Event().wait(random.Random(seed).uniform(0, 0.3))
         kill(child)
         serving.join()
-    travel.desk.close()
+    travel.store_server.close()
     assert not unfinished(travel.store)
     check(travel.store)

@@ -17,9 +17,9 @@ import torch
 from msgspec import structs
 
 from taas_magic.store import outbound as inotify
-from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import Entry, FileRequest, Piece, PublishFiles
-from taas_magic.store.mirror import News
+from taas_magic.store.mirror import StoreUpdate
+from taas_magic.store.server import StoreServer
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, folder, tree_of, wired
 
@@ -72,7 +72,7 @@ def test_what_is_being_written_is_not_there_yet(travel: Travel) -> None:
 
 def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
     asked: list[str] = []
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
 
     def spy(request: FileRequest[Any]) -> Any:
         asked.extend(published(request))
@@ -92,7 +92,7 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
 def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> None:
     """The beats of the host go the same way: after 9 s without one it is taken for lost."""
     sent: list[int] = []
-    ask, aside = wired(travel.desk), tmp_path / "aside"
+    ask, aside = wired(travel.store_server), tmp_path / "aside"
     aside.mkdir()
     for number in range(60):
         (aside / f"{number}.bin").write_bytes(os.urandom(50_000))
@@ -162,7 +162,7 @@ def test_what_the_user_put_into_a_removed_folder_stays(travel: Travel) -> None:
 def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> None:
     content = os.urandom(20_000_000)
     on_the_way, go_on = threading.Event(), threading.Event()
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
 
     def slow(request: FileRequest[Any]) -> Any:
         if is_going_on(request):
@@ -183,7 +183,7 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
 
 
 def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel: Travel) -> None:
-    ask, rewritten = wired(travel.desk), threading.Event()
+    ask, rewritten = wired(travel.store_server), threading.Event()
     last = os.urandom(3_000_000)
 
     def rewriting(request: FileRequest[Any]) -> Any:
@@ -200,7 +200,7 @@ def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel
 
 def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> None:
     sent: list[str] = []
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
 
     def spy(request: FileRequest[Any]) -> Any:
         sent.extend(published(request))
@@ -253,7 +253,7 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
     (travel.store / "way-out").symlink_to(tmp_path / "outside")
     (travel.store / "link.txt").symlink_to(tmp_path / "victim")
     (travel.store / "Known").touch()
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     travel.look_again()
     bad = [
         "../out",
@@ -296,7 +296,7 @@ def in_two(path: str, content: bytes) -> list[Piece]:
 def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     """FAULTS 40, on the way back."""
     (travel.store / "m.pt").write_text("old")
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     refused = ask(PublishFiles([Piece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
     assert "m.pt was damaged on its way" in refused["m.pt"]
     assert tree_of(travel.store) == {"m.pt": b"old"}
@@ -305,7 +305,7 @@ def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
 def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
-    ask = wired(travel.desk, host_rank=1)
+    ask = wired(travel.store_server, host_rank=1)
     assert ask(PublishFiles(folders(["other"]))) == {
         "other": "only rank 0 writes to the project store"
     }
@@ -321,7 +321,7 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
         (travel.store / name).touch()
     other, _ = travel.mirrored(1)
-    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
     news.start()
     with travel.running() as mirror:
         (mirror / "out").mkdir()
@@ -344,7 +344,7 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
         (travel.store / name).parent.mkdir(parents=True)
         (travel.store / name).touch()
     other, _ = travel.mirrored(1)
-    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         shutil.rmtree(mirror / "gone")
         shutil.rmtree(mirror / "to-file")
@@ -356,7 +356,7 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
     other.close()
 
 
-def followed(travel: Travel, news: News, mirror: Path, other: Path) -> Callable[[], bool]:
+def followed(travel: Travel, news: StoreUpdate, mirror: Path, other: Path) -> Callable[[], bool]:
     """Return what tells whether the store, and another host's copy of it, are as rank 0's."""
 
     def holds() -> bool:
@@ -369,7 +369,7 @@ def followed(travel: Travel, news: News, mirror: Path, other: Path) -> Callable[
 
 def test_a_file_that_was_just_sent_and_becomes_a_folder_is_followed(travel: Travel) -> None:
     other, _ = travel.mirrored(1)
-    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         are_equal = followed(travel, news, mirror, Path(other.path))
         for content in (b"first", b"second"):
@@ -389,7 +389,7 @@ def test_another_folder_in_the_place_of_one_that_was_moved_is_followed(travel: T
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
         (travel.store / name).write_text(name)
     other, _ = travel.mirrored(1)
-    news = News(other, wired(travel.desk, 1), travel.notes.append)
+    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         (mirror / "a").rename(mirror / "b")
         (mirror / "a").mkdir()
@@ -401,7 +401,7 @@ def test_another_folder_in_the_place_of_one_that_was_moved_is_followed(travel: T
 
 def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Travel) -> None:
     (travel.store / "out").mkdir()
-    ask, removed = wired(travel.desk), threading.Event()
+    ask, removed = wired(travel.store_server), threading.Event()
 
     def removing(request: FileRequest[Any]) -> Any:
         if is_going_on(request) and not removed.is_set():
@@ -424,10 +424,10 @@ def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None
     (travel.store / "shards").mkdir()
     mirror, _ = travel.mirrored(1)
     (Path(mirror.path) / "shards" / "x").write_bytes(b"a file here")
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     publish(ask, "shards/x/y", b"in a folder there")
     publish(ask, "shards/z", b"more")
-    News(mirror, wired(travel.desk, 1), travel.notes.append).catch_up()
+    StoreUpdate(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
     assert tree_of(Path(mirror.path, "shards")) == {
         "x": None,
         "x/y": b"in a folder there",
@@ -445,11 +445,11 @@ def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewher
     mirror, _ = travel.mirrored(1)
     mine = Path(mirror.path, "shards", "x", "mine")
     mine.write_bytes(b"not sent yet")
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     assert ask(PublishFiles(removed=["shards/x"])) == {}
     publish(ask, "shards/x", b"a file now")
     publish(ask, "shards/y", b"more")
-    News(mirror, wired(travel.desk, 1), travel.notes.append).catch_up()
+    StoreUpdate(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
     assert mine.read_bytes() == b"not sent yet"
     assert Path(mirror.path, "shards", "y").read_bytes() == b"more"
     assert [note.partition(" is a file")[0] for note in travel.notes] == ["shards/x"]
@@ -460,7 +460,7 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     sent: list[str] = []
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
 
     def spy(request: FileRequest[Any]) -> Any:
         sent.append(request.op())
@@ -471,9 +471,9 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
     with travel.running() as path:
         own = travel.outbound._mirror
         travel.outbound._sender._ask = spy
-        news = News(own, ask, travel.notes.append)
+        news = StoreUpdate(own, ask, travel.notes.append)
         big, small = os.urandom(600_000), b"small"
-        other = wired(travel.desk, 1)
+        other = wired(travel.store_server, 1)
         publish(other, "shards/small", small)
         publish(other, "shards/big", big)
         news.catch_up()
@@ -500,7 +500,7 @@ def test_without_inotify_a_look_now_and_then_does(
 
 def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> None:
     code = "for i in range(6000): open(str(i), 'w').close(); i < 5900 and os.unlink(str(i))"
-    ask, go_on = wired(travel.desk), threading.Event()
+    ask, go_on = wired(travel.store_server), threading.Event()
 
     def waiting(request: FileRequest[Any]) -> Any:
         assert go_on.wait(WITHIN_S)
@@ -528,9 +528,9 @@ def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
         assert list(full.outbound.refused) == ["big"]
         assert "big did not get into the project store: No space left" in full.notes[0]
         assert set(os.listdir(full.store)) == {"old"}
-        full.desk.close()
+        full.store_server.close()
     finally:
-        travel.desk.close()
+        travel.store_server.close()
         subprocess.run(["umount", travel.store], check=True)
 
 
@@ -564,8 +564,8 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     (travel.store / ".taasignore").write_text("cache.bin\n")
     (travel.store / ".bashrc").write_text("mine")
     (travel.store / "taas.toml").write_text("mine")
-    desk = Desk(travel.rule, travel.folder / "other-state")
-    ask = wired(desk)
+    store_server = StoreServer(travel.rule, travel.folder / "other-state")
+    ask = wired(store_server)
     before = tree_of(travel.store)
     assert ask(PublishFiles([empty(path) for path in BELIEVED])).keys() == set(BELIEVED)
     assert ask(PublishFiles(removed=[*BELIEVED])).keys() == set(BELIEVED)
@@ -573,7 +573,7 @@ def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
     for path in BELIEVED:
         assert ask(PublishFiles(in_two(path, b"ab"))).keys() == {path}
     assert tree_of(travel.store) == before
-    desk.close()
+    store_server.close()
 
 
 PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
@@ -582,7 +582,7 @@ PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
 @pytest.mark.parametrize("name", PATH_FILES)
 def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel, name: str) -> None:
     """FAULTS 75: Python runs the lines of one that lies where it looks for packages."""
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
         entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
         assert bool(ask(PublishFiles([Piece(entry, 0, content)]))) == is_refused

@@ -19,7 +19,7 @@ from taas_magic.store.manifest import (
     Hashes,
     Ignore,
     MakeToken,
-    Pace,
+    MessageSizer,
     Piece,
     PublishFiles,
     ReadStore,
@@ -27,7 +27,7 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.receipt import Receipt
 from taas_magic.store.rule import Identity
-from taas_magic.store.tree import Cases, Seen, Tree, UnsafeError, why_astray, why_unsafe
+from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, UnsafeError, why_astray, why_unsafe
 from tests.store.travel_rig import Travel, wired
 
 
@@ -45,7 +45,7 @@ def test_unsafe_paths(path: str) -> None:
 
 
 def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
-    cases = Cases()
+    cases = CaseChecker()
     assert cases.clash("Data/x") == "" and cases.clash("Data/y") == ""
     assert cases.clash("data/z") == "Data" and cases.clash("Data/X") == "Data/x"
     assert (
@@ -59,23 +59,23 @@ def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
 def test_batches_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
     entries = [Entry(str(number), size, "") for number, size in enumerate(sizes)]
-    pace = Pace()
+    sizer = MessageSizer()
     at = dict.fromkeys((entry.path for entry in entries), 0)
-    for batch in batches(entries, pace):
+    for batch in batches(entries, sizer):
         assert sum(size for _, _, size in batch) <= CHUNK_BYTES
         for path, offset, size in batch:
             assert offset == at[path]
             at[path] += size
-        pace.took(0.01)
+        sizer.took(0.01)
     assert at == {entry.path: entry.size for entry in entries}
 
 
 def test_a_slow_link_gets_small_messages() -> None:
-    pace = Pace()
+    sizer = MessageSizer()
     for seconds, holds in ((0.01, CHUNK_BYTES), (5.0, 1 << 16)):
         for _ in range(20):
-            pace.took(seconds)
-        assert pace.size == holds
+            sizer.took(seconds)
+        assert sizer.size == holds
 
 
 def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
     os.utime(file, (just_now, just_now))
     with closing(Tree(tmp_path / "tree")) as tree:
         hashes = Hashes(tmp_path / "hashes.json")
-        seen = Seen("a", file.stat())
+        seen = TreeEntry("a", file.stat())
         assert hashes.of(tree, seen) == hashlib.sha256(b"one").hexdigest()
         assert "a" not in hashes, "it was written just now, and may be once more in the same tick"
         hashes.remember("a", "remembered", file.stat())
@@ -95,7 +95,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
         assert again.of(tree, seen) == "remembered"
         file.write_bytes(b"two")
         os.utime(file, (just_now, just_now))
-        assert again.of(tree, Seen("a", file.stat())) == hashlib.sha256(b"two").hexdigest()
+        assert again.of(tree, TreeEntry("a", file.stat())) == hashlib.sha256(b"two").hexdigest()
     (tmp_path / "hashes.json").write_text("[[1")
     assert Hashes(tmp_path / "hashes.json").paths() == []
 
@@ -137,24 +137,24 @@ def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
 
 def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
     travel = Travel(tmp_path)
-    ask = wired(travel.desk)
+    ask = wired(travel.store_server)
     here = Identity.of(str(travel.store))
     there = Identity(here.path, "another kernel", here.device, here.inode)
     assert there.is_here(lambda: ask(MakeToken()))
     assert not there.is_here(lambda: ".taas-arriving-of-another-store")
     assert len(os.listdir(travel.store)) == 1
-    travel.desk.close()
+    travel.store_server.close()
     assert os.listdir(travel.store) == []
     with pytest.raises(ProtocolError, match="has ended"):
         ask(MakeToken())
 
 
 def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
-    desk = Travel(tmp_path).desk
+    store_server = Travel(tmp_path).store_server
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(desk)(ReadStore([("a", 0, 1 << 30)]))
+        wired(store_server)(ReadStore([("a", 0, 1 << 30)]))
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(desk)(PublishFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
+        wired(store_server)(PublishFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:

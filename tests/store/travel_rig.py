@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
-from taas_magic.store.desk import Desk
 from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListStore, Manifest
 from taas_magic.store.mirror import Mirror, bring_in, take
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
+from taas_magic.store.server import StoreServer
 
 STARTED_WITHIN_S = 240.0
 """How long a pool and a run on it may take to be under way on a machine that has much to do."""
@@ -24,13 +24,13 @@ _one_at_a_time = threading.Lock()
 """A desk is asked by one thread, as `FileServer` does it."""
 
 
-def wired(desk: Desk, host_rank: int = 0) -> Ask:
+def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
     """How a host asks a desk."""
 
     def ask(request: FileRequest[Any]) -> Any:
         asked = from_bytes(to_bytes(request), type(request))
         with _one_at_a_time:
-            answer = desk.answer(host_rank, asked)
+            answer = store_server.answer(host_rank, asked)
         return request.read_answer(to_bytes(answer))
 
     return ask
@@ -57,15 +57,15 @@ class Travel:
         self.rule = StoreRule(
             str(self.store), shared=open_to_all, limit_bytes=limit_bytes, overwrite=overwrite
         )
-        self.desk = Desk(self.rule, folder / "state")
+        self.store_server = StoreServer(self.rule, folder / "state")
         self.notes: list[str] = []
 
     def look_again(self) -> None:
         """Have the desk take the store as it is now."""
-        listed = self.desk.answer(0, ListStore(fresh=True))
+        listed = self.store_server.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
-            listed = self.desk.answer(0, ListStore())
+            listed = self.store_server.answer(0, ListStore())
 
     def host(self, number: int = 0) -> Mirror:
         """Make a mirror on a host of its own."""
@@ -73,13 +73,15 @@ class Travel:
 
     def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
         mirror = self.host(number)
-        return mirror, bring_in(mirror, wired(self.desk, number))
+        return mirror, bring_in(mirror, wired(self.store_server, number))
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
         """Run the mirror of a host while its ranks run; all is sent when the block ends."""
         mirror, _ = self.mirrored(number)
-        self.outbound = Outbound(mirror, wired(self.desk, number), self.notes.append, shared)
+        self.outbound = Outbound(
+            mirror, wired(self.store_server, number), self.notes.append, shared
+        )
         self.outbound.start()
         try:
             yield Path(mirror.path)

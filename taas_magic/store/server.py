@@ -1,7 +1,8 @@
 """The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
-The pool's process has one `Desk` for each run. The controller has already checked which host of
-the run sent a request. Everything else in a request is checked here, because a host may be hostile.
+The pool's process has one `StoreServer` for each run. The controller has already checked which host
+of the run sent a request. Everything else in a request is checked here, because a host may be
+hostile.
 """
 
 import os
@@ -45,7 +46,7 @@ from taas_magic.store.ownership import (
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import (
     Arrival,
-    Cases,
+    CaseChecker,
     Tree,
     UnsafeError,
     folders_of,
@@ -80,7 +81,7 @@ class _Change(NamedTuple):
     entry: Entry | None
 
 
-class Desk:
+class StoreServer:
     """Server for the requests of a run's hosts; handles one request at a time.
 
     Args:
@@ -94,7 +95,7 @@ class Desk:
         self._rule, self._writer, self._tree = rule, writer, Tree(rule.path)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hashes = Hashes(folder / "hashes.json")
-        self._ignore, self._cases = ignore_of(self._tree), Cases()
+        self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
         self._made, self._exceptions = RunsFiles(folder), Exceptions(rule.overwrite)
         self._beside: set[str] = set()
         """Paths of the user's files that rank 0 wrote in this run.
@@ -105,7 +106,7 @@ class Desk:
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
         self._looker = ThreadPoolExecutor(1, "taas-store-look")
-        self._look: Future[tuple[Cases, Manifest]] | None = None
+        self._look: Future[tuple[CaseChecker, Manifest]] | None = None
         self._listed: set[str] = set()
         self._changes: dict[str, _Change] = {}
         self._number = 0

@@ -58,7 +58,7 @@ class Blob:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
-class FarmTerms(Struct, frozen=True):
+class FarmSettings(Struct, frozen=True):
     """The settings of a farm, which the kernel sends to the farm's process.
 
     Attributes:
@@ -79,7 +79,7 @@ class FarmTerms(Struct, frozen=True):
     origin: Origin
 
 
-class FarmPlace(Struct, frozen=True):
+class FarmAddress(Struct, frozen=True):
     """The address and key by which the kernel connects to the farm's process.
 
     Attributes:
@@ -91,7 +91,7 @@ class FarmPlace(Struct, frozen=True):
     slots: int
 
 
-class NodeTerms(Struct, frozen=True):
+class NodeSettings(Struct, frozen=True):
     """The settings of a node, which the farm's process sends.
 
     Attributes:
@@ -115,13 +115,13 @@ class NodeTerms(Struct, frozen=True):
     start_timeout_s: float
 
 
-class JobSetting(Struct, frozen=True):
+class JobProcessState(Struct, frozen=True):
     """The settings of a job process, from the rank that started the node and from the node.
 
     Attributes:
         store: The rule of the project store, with this host's path.
         means: The mechanism that keeps the process's writes out of the store
-            (`store.guard.Means`).
+            (`store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: The scratch folder for writes that are kept out of the store; the process creates
             it. In the setting of a slot: the common prefix of the slot's scratch folders.
@@ -137,7 +137,7 @@ class JobSetting(Struct, frozen=True):
     scratch: str = ""
 
 
-class NodeSetting(Struct, frozen=True):
+class NodeProcessState(Struct, frozen=True):
     """The settings of a node's process. Jobs receive only a part of them.
 
     Attributes:
@@ -145,9 +145,9 @@ class NodeSetting(Struct, frozen=True):
         jobs: The settings that are the same for all jobs of the node.
     """
 
-    terms: NodeTerms
+    terms: NodeSettings
     scheduler: str
-    jobs: JobSetting
+    jobs: JobProcessState
 
 
 class JobCall(Struct, frozen=True):
@@ -225,7 +225,7 @@ NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
 """The states of a node, in their order. After "here", a node gets at most one more state."""
 
 
-class NodeNews(Struct, tag="node"):
+class NodeUpdate(Struct, tag="node"):
     """A change of a node's state.
 
     Several threads send these messages, so an earlier state may arrive after a later one.
@@ -237,7 +237,7 @@ class NodeNews(Struct, tag="node"):
     host: str = ""
 
 
-class JobNews(Struct, tag="job"):
+class JobUpdate(Struct, tag="job"):
     """News of a job: it runs, it has failed, or it has printed something.
 
     Attributes:
@@ -251,7 +251,7 @@ class JobNews(Struct, tag="job"):
     lines: str = ""
 
 
-News = NodeNews | JobNews | JobOutcome
+FarmUpdate = NodeUpdate | JobUpdate | JobOutcome
 
 
 class JobEnded(Exception):

@@ -32,7 +32,7 @@ from tornado.ioloop import IOLoop
 from taas_magic import probe
 from taas_magic.errors import PoolError
 from taas_magic.host import forkserver, system
-from taas_magic.host.host_run import HostFetchers, HostRun, HostShare, Told
+from taas_magic.host.host_run import HostFetchers, HostRun, HostShare, PoolCommand
 from taas_magic.host.host_session import HostCell, HostSession
 from taas_magic.host.spec import (
     AGENT,
@@ -41,8 +41,8 @@ from taas_magic.host.spec import (
     CALL,
     EVENT,
     HEARD,
+    HostAddress,
     HostSpec,
-    Place,
     StartShare,
 )
 from taas_magic.leases import BEATS_PER_LEASE
@@ -184,7 +184,7 @@ class AgentWorker(ClosedWorker):
     def __init__(
         self,
         *args: Any,
-        place: Place,
+        place: HostAddress,
         lease: Lease,
         warming: "asyncio.Task[list[str]]",
         **kwargs: Any,
@@ -289,7 +289,7 @@ class AgentWorker(ClosedWorker):
             raise PoolError(f"session {spec.plan.session} has ended on host {self._place.host}")
         return lambda first, *about: HostCell(first, session, *about)
 
-    async def tell(self, told: Told) -> None:
+    async def tell(self, told: PoolCommand) -> None:
         """Pass the controller's command to the share that it is for, unless the share has ended."""
         if share := self._shares.get(told.run_id):
             share.tell(told)
@@ -405,7 +405,7 @@ async def serve(words: bytes) -> None:
     address = system.choose_address(
         settings.interface, os.environ, get_address_host(settings.scheduler)
     )
-    place = Place(settings.host_name or socket.gethostname(), address, settings.is_foreign)
+    place = HostAddress(settings.host_name or socket.gethostname(), address, settings.is_foreign)
     guard.strongest()  # determined and cached here, before a run needs it
     warming = asyncio.create_task(
         asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s), name="taas-warm-up"
