@@ -509,7 +509,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
     spins: bool = False
 
 
-class RankStackSample(RankMessage, tag="sight"):
+class RankStackSample(RankMessage, tag="stack_sample"):
     """The rank sends its stack report: stacks by the thread's name, and unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
