@@ -245,7 +245,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
 ) -> None:
     links, aside = [Link(), Link()], set[int]()
     route = route_to(2)
-    monkeypatch.setattr(route, "pick", lambda slot, streams: 1 if 0 in aside else 0)
+    monkeypatch.setattr(route, "pick", lambda slot, streams, preferred: 1 if 0 in aside else 0)
     monkeypatch.setattr(route, "connect", links.__getitem__)
     monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
     client = Client(route, 0)
