@@ -468,11 +468,11 @@ def test_refusal_says_why_the_variable_travels(notebook: Notebook) -> None:
 
 
 def test_refuses_more_than_the_limit(notebook: Notebook) -> None:
-    notebook.run("a, b, c, d = (bytes(n << 10) for n in (4, 3, 2, 1))")
+    notebook.run("a, b, c, d = (bytes(n << 10) for n in (40, 30, 20, 10))")
     with pytest.raises(CaptureError) as caught:
-        notebook.capture("a, b, c, d", limit_bytes=9 << 10)
+        notebook.capture("a, b, c, d", limit_bytes=90 << 10)
     message = str(caught.value)
-    assert "`a` 4.0 KiB, `b` 3.0 KiB, `c` 2.0 KiB;" in message
+    assert "`a` 40.0 KiB, `b` 30.0 KiB, `c` 20.0 KiB;" in message
     with pytest.raises(CaptureError, match="more than 5 bytes: the notebook's settings "):
         notebook.capture("1", limit_bytes=5)
     assert "`[capture] limit` in taas.toml" in message

@@ -121,16 +121,19 @@ def test_the_data_services_notebook_is_stored_with_its_outputs() -> None:
     notebook = stored("data_service")
     text = texts(notebook)
     check_data_service(notebook)
+    assert "advice: ranks waited" in text and "--cpus" in text
     shares = re.findall(r"^(\d|no) fetchers? +waited +(\d+) %", text, re.MULTILINE)
     waited = {fetchers: int(share) for fetchers, share in shares}
     assert waited["4"] < waited["no"] / 2
 
 
 def check_data_service(notebook: NotebookNode) -> None:
-    """Whether the outputs show advice, equal weights, and pictures of the waiting and the data."""
+    """Check that the outputs show equal weights, and pictures of the waiting and of the data.
+
+    How long ranks wait, and so whether there is advice, depends on how busy this machine is.
+    """
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
-    assert "advice: ranks waited" in text and "--cpus" in text
     assert "all three networks are equal to the last bit" in text
     found = ACCURACY.search(text)
     assert found is not None and float(found[1]) > 0.9
