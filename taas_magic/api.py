@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from taas_magic.farms.farm import farm
     from taas_magic.federation.federation import Federation as federation
     from taas_magic.host.metrics import log
+    from taas_magic.notebook.functions import run
     from taas_magic.notebook.runs import Run, compare, runs
     from taas_magic.store.publish import save
 
@@ -30,6 +31,7 @@ __all__ = [
     "log",
     "register",
     "registered",
+    "run",
     "runs",
     "save",
     "unregister",
@@ -107,6 +109,10 @@ def __getattr__(name: str) -> Any:
         from taas_magic.notebook import runs
 
         return getattr(runs, name)
+    if name == "run":
+        from taas_magic.notebook.functions import run
+
+        return run
     if name == "device_type":
         return _device_type()
     if name == "farm":

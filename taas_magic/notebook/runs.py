@@ -19,8 +19,8 @@ from taas_magic.display.failure import cause_of, headline, to_exception, with_la
 from taas_magic.display.head import COLOURS, RunState, duration
 from taas_magic.display.replay import Replay
 from taas_magic.errors import ResultError, UsageError, interrupted
-from taas_magic.host import results
-from taas_magic.host.spec import VALUE
+from taas_magic.host import results as returned
+from taas_magic.host.spec import RETURNED, VALUE
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics
 from taas_magic.journal.analysis import Flow, advice, draw
@@ -72,7 +72,7 @@ class Run:
         self._folder = RunFolder(path)
         self._reader = JournalReader(self._folder.events)
         self._replay: Replay | None = None
-        self._received: results.Received | None = None
+        self._received: returned.Received | None = None
 
     @property
     def run_id(self) -> str:
@@ -171,7 +171,8 @@ class Run:
     @property
     def out(self) -> dict[str, Any]:
         """Variables that `--out` returned, also from a failed run. They are loaded only once."""
-        return {name: value for name, value in self._results().values.items() if name != VALUE}
+        values = self._results().values
+        return {name: values[name] for name in values if name not in (VALUE, RETURNED)}
 
     @property
     def missing(self) -> dict[str, str]:
@@ -180,8 +181,21 @@ class Run:
 
     @property
     def result(self) -> Any:
-        """Value of the cell's last expression on rank 0; None if it could not be pickled."""
-        return self._results().values.get(VALUE)
+        """Value of the cell's last expression on rank 0; None if it could not be pickled.
+
+        For a run that `taas.run` started: the value that the function returned on rank 0.
+        """
+        if f"{RETURNED}@all" in self.plan.out:
+            return self.results[0] if self.results else None
+        values = self._results().values
+        return values.get(RETURNED, values.get(VALUE))
+
+    @property
+    def results(self) -> list[Any]:
+        """Values that the function of `taas.run(..., gather=True)` returned, by rank; else []."""
+        is_gathered = f"{RETURNED}@all" in self.plan.out
+        found: list[Any] = self._results().values.get(RETURNED, []) if is_gathered else []
+        return found
 
     @property
     def result_notes(self) -> list[str]:
@@ -333,13 +347,13 @@ class Run:
     def _summary(self) -> RunSummary:
         return journal.summary(self._folder)
 
-    def _results(self) -> results.Received:
+    def _results(self) -> returned.Received:
         if self._received is None:
             if self.is_active:
-                return results.Received()
+                return returned.Received()
             head, pool = self.head, self.plan.untrusted_pool
-            sources = results.Sources(head.last_attempt, head.world_size, pool)
-            self._received = results.receive(
+            sources = returned.Sources(head.last_attempt, head.world_size, pool)
+            self._received = returned.receive(
                 self._folder.results, self.plan.out, sources, _names_of_notebook()
             )
         return self._received

@@ -1,0 +1,156 @@
+"""`taas.run`: run a function on ranks, from a notebook, a module or a script.
+
+A run needs an IPython shell, whose variables the ranks receive. A notebook has one. In a script,
+`run` creates a shell for the script's `__main__` module, so that functions of the script reach the
+ranks as functions of a notebook do.
+"""
+
+import functools
+import inspect
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config as ShellConfig
+
+from taas_magic.capture.payload import Cell
+from taas_magic.config import load_config
+from taas_magic.errors import UsageError
+from taas_magic.host.spec import RETURNED
+from taas_magic.notebook import flags, launch
+
+if TYPE_CHECKING:
+    from taas_magic.notebook.runs import Run
+
+_CALL = "__taas_call"
+_numbers = itertools.count()
+
+
+def run(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    gpus: int,
+    cpus: int | None = None,
+    units: int | str | None = None,
+    pool: str | None = None,
+    data_pool: str | None = None,
+    prefill: int | str | None = None,
+    out: str | Sequence[str] | None = None,
+    name: str | None = None,
+    max_restarts: int | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    logs: str | None = None,
+    gather: bool = False,
+    **kwargs: Any,
+) -> "Run":
+    """Call a function on ranks, as a `%%taas` cell runs on ranks. Block until the run has ended.
+
+    The function, its arguments and all objects of the notebook or script that it uses are sent to
+    the ranks. The run is shown below the cell; in a script, the ranks' lines are printed.
+
+    Args:
+        function: The function. Every rank calls it.
+        *args: Positional arguments of the function; the same for all ranks.
+        gpus: Number of ranks, as `--gpus`.
+        cpus: Number of fetcher hosts for each registered loader, as `--cpus`.
+        units: Limit on the units that all ranks together get, as `--units`.
+        pool: Name of the pool, as `--pool`; default is this machine.
+        data_pool: Name of the pool that runs the fetchers, as `--data-pool`.
+        prefill: Data that fetchers prepare before ranks start, as `--prefill`.
+        out: Global variables of the function's module that return to the notebook, as `--out`.
+        name: Name of the run, as `--name`.
+        max_restarts: Number of times that all ranks may start again, as `--max-restarts`.
+        timeout: Limit on the run's time, in seconds.
+        env: Environment variables of the ranks, as `--env`.
+        logs: Ranks whose lines are shown, as `--logs`.
+        gather: Whether the values that all ranks returned come back, as `run.results`. Without it,
+            only rank 0's value comes back, as `run.result`.
+        **kwargs: Keyword arguments of the function; the same for all ranks.
+
+    Returns:
+        The run. `run.result` is the value that rank 0 returned.
+
+    Raises:
+        UsageError: An option has an impossible value, or the function has a parameter with the
+            name of an option that was given.
+        CaptureError: The function or an argument cannot be pickled for the ranks.
+        ResultError: The returned value could not be pickled.
+        PoolError: The pool could not be started.
+        RunError: The function raised an exception on a rank.
+        KeyboardInterrupt: The user interrupted the run.
+    """
+    options = {
+        "gpus": gpus,
+        "cpus": cpus,
+        "units": units,
+        "pool": pool,
+        "data_pool": data_pool,
+        "prefill": prefill,
+        "name": name,
+        "max_restarts": max_restarts,
+        "timeout": timeout,
+        "logs": logs,
+    }
+    given = {option: value for option, value in options.items() if value is not None}
+    also = {"out": out, "env": env, "gather": gather or None}
+    names = {*given, *(option for option, value in also.items() if value is not None)}
+    if clash := sorted(names & _free_parameters(function)):
+        raise UsageError(
+            f"{_name_of(function)} has a parameter `{clash[0]}`, which is an option of taas.run, "
+            f"too. Give the function its value first: functools.partial(function, {clash[0]}=...)"
+        )
+    shell, settings = _shell(), load_config(Path.cwd())
+    words = [word for option, value in given.items() for word in _flag(option, str(value))]
+    words += [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
+    wanted = [out] if isinstance(out, str) else list(out or ())
+    words += ["--out", ",".join([*wanted, f"{RETURNED}@all" if gather else RETURNED])]
+    asked = flags.parse(shlex.join(words), settings)
+    call = f"{_CALL}_{next(_numbers)}"
+    text = f"taas.run({_name_of(function)}, ...)"
+    cell = Cell(f"{RETURNED} = {call}()", f"<{text}>", text)
+    variables = shell.user_ns
+    variables[call] = functools.partial(function, *args, **kwargs)
+    try:
+        return launch.execute(asked, cell, shell, settings)
+    finally:
+        del variables[call]
+        variables.pop(RETURNED, None)
+
+
+def _flag(option: str, value: str) -> tuple[str, str]:
+    """Return the two words of a `%%taas` line that set an option."""
+    return f"--{option.replace('_', '-')}", value
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _free_parameters(function: Callable[..., Any]) -> set[str]:
+    """Return the names of a function's parameters, without those that a partial has set."""
+    try:
+        names = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function written in C may have no signature
+        return set()
+    return names - set(getattr(function, "keywords", ()))
+
+
+def _shell() -> InteractiveShell:
+    """Return the current IPython shell; in a script, create one for its `__main__` module."""
+    shell = get_ipython()
+    if shell is None:
+        settings = ShellConfig()
+        settings.HistoryManager.enabled = False  # a script's calls are not part of a history
+        main = sys.modules["__main__"]
+        shell = InteractiveShell.instance(
+            config=settings, user_module=main, user_ns=vars(main), colors="NoColor"
+        )
+    return shell
