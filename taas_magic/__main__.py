@@ -1,4 +1,4 @@
-"""The `%taas` commands in a terminal: `python -m taas_magic attach [RUN]`."""
+"""Commands in a terminal: `python -m taas_magic run` for scripts, and the `%taas` commands."""
 
 import os
 import shlex
@@ -18,12 +18,18 @@ INTERRUPTED = 130
 
 
 def main(words: list[str]) -> int:
-    """Run one `%taas` command, print its result or error, and return the exit code.
+    """Run one command, print its result or error, and return the exit code.
 
     Args:
-        words: Name and arguments of the command.
+        words: "run" and what `functions.run_script` takes; or a command of `%taas`, such as
+            "attach", and its arguments.
     """
     try:
+        if words[:1] == ["run"]:
+            from taas_magic.notebook.functions import run_script
+
+            run_script(words[1:])
+            return 0
         shown = run_command(shlex.join(words), load_config(Path.cwd()))
     except KeyboardInterrupt as error:
         sys.stderr.write(f"{error}\n")

@@ -181,6 +181,7 @@ class Cell:
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if it has none yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
+        title: Name in tracebacks of a cell that is not in the notebook; "" for a notebook's cell.
     """
 
     source: str
@@ -189,11 +190,12 @@ class Cell:
     line_offset: int = 0
     execution_count: int | None = None
     compiler_flags: int = 0
+    title: str = ""
 
     @property
     def label(self) -> str:
         """Name of the cell in tracebacks, such as `Cell In[5]`."""
-        return f"Cell In[{self.execution_count or '?'}]"
+        return self.title or f"Cell In[{self.execution_count or '?'}]"
 
     @property
     def lines_above(self) -> int:

@@ -1,4 +1,4 @@
-"""`taas.run`: run a function on ranks, from a notebook, a module or a script.
+"""Run a function (`taas.run`) or a script (`python -m taas_magic run`) on ranks.
 
 A run needs an IPython shell, whose variables the ranks receive. A notebook has one. In a script,
 `run` creates a shell for the script's `__main__` module, so that functions of the script reach the
@@ -19,16 +19,19 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config as ShellConfig
 
 from taas_magic.capture.payload import Cell
-from taas_magic.config import load_config
-from taas_magic.errors import UsageError
+from taas_magic.config import Config, load_config
+from taas_magic.errors import RunError, UsageError
 from taas_magic.host.spec import RETURNED
 from taas_magic.notebook import flags, launch
+from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
 _CALL = "__taas_call"
 _numbers = itertools.count()
+_of_script: InteractiveShell | None = None
+"""The shell that was created for a script."""
 
 
 def run(
@@ -114,14 +117,49 @@ def run(
     asked = flags.parse(shlex.join(words), settings)
     call = f"{_CALL}_{next(_numbers)}"
     text = f"taas.run({_name_of(function)}, ...)"
-    cell = Cell(f"{RETURNED} = {call}()", f"<{text}>", text)
+    cell = Cell(f"{RETURNED} = {call}()", f"<{text}>", text, title=text)
     variables = shell.user_ns
     variables[call] = functools.partial(function, *args, **kwargs)
     try:
-        return launch.execute(asked, cell, shell, settings)
+        return _execute(asked, cell, shell, settings)
     finally:
         del variables[call]
         variables.pop(RETURNED, None)
+
+
+def run_script(words: Sequence[str]) -> "Run":
+    """Run a script on ranks, as `torchrun` does. Block until the run has ended.
+
+    Each rank runs the script as its `__main__` module, with the script's folder on the import path.
+
+    Args:
+        words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
+
+    Raises:
+        UsageError: No word is the path of a Python file.
+        Exception: As `run` raises them.
+    """
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None or not Path(words[at]).is_file():
+        what = "no script is named" if at is None else f"there is no file {words[at]}"
+        raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
+    shell, settings = _shell(), load_config(Path.cwd())
+    asked = flags.parse(shlex.join(words[:at]), settings)
+    text = f"%run {shlex.join(words[at:])}"
+    return _execute(asked, Cell(text, f"<{text}>", text, title=text), shell, settings)
+
+
+def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config) -> "Run":
+    """Run a cell on ranks; in a script, print the rank's traceback if the run fails.
+
+    A notebook shows the traceback with the exception (`RunError._render_traceback_`).
+    """
+    try:
+        return launch.execute(asked, cell, shell, settings)
+    except RunError as error:
+        if shell is _of_script:
+            sys.stderr.write("".join(f"{line}\n" for line in error.details))
+        raise
 
 
 def _flag(option: str, value: str) -> tuple[str, str]:
@@ -145,12 +183,13 @@ def _free_parameters(function: Callable[..., Any]) -> set[str]:
 
 def _shell() -> InteractiveShell:
     """Return the current IPython shell; in a script, create one for its `__main__` module."""
+    global _of_script
     shell = get_ipython()
     if shell is None:
         settings = ShellConfig()
         settings.HistoryManager.enabled = False  # a script's calls are not part of a history
         main = sys.modules["__main__"]
-        shell = InteractiveShell.instance(
+        shell = _of_script = InteractiveShell.instance(
             config=settings, user_module=main, user_ns=vars(main), colors="NoColor"
         )
     return shell

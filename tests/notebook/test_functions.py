@@ -1,0 +1,185 @@
+"""`taas.run` and `python -m taas_magic run`: functions and scripts on ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taas_magic.errors import RankFailed, ResultError, UsageError
+from tests.frontend import Scene
+from tests.harness import ANSI, Notebook
+
+pytestmark = pytest.mark.timeout(300)
+
+TRAIN = """
+import functools, os, torch, taas
+import torch.distributed as dist
+scale = 10
+class Model(torch.nn.Module): pass
+def scaled(x): return x * scale
+def train(lr, steps=1, *, model=None):
+    dist.init_process_group("gloo")
+    total = torch.ones(1) * dist.get_rank()
+    dist.all_reduce(total)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {steps} steps")
+    return scaled(total.item()), lr, type(model).__name__, os.environ.get("EXTRA")
+"""
+
+
+def value(notebook: Notebook, expression: str) -> Any:
+    """Return a value of the notebook."""
+    return eval(expression, notebook.shell.user_ns)
+
+
+def test_a_function_of_the_notebook_runs_on_ranks(notebook: Notebook) -> None:
+    notebook.define(TRAIN)
+    before = set(notebook.shell.user_ns)
+    notebook.define(
+        "run = taas.run(train, 0.5, steps=3, model=Model(), gpus=2, env={'EXTRA': 'a b'}, "
+        "name='first try')"
+    )
+    assert value(notebook, "run.result") == (10.0, 0.5, "Model", "a b")
+    assert value(notebook, "run.state, run.world_size, run.name") == ("SUCCEEDED", 2, "first try")
+    assert value(notebook, "run.out, run.results") == ({}, [])
+    assert {*notebook.shell.user_ns} - before <= {"run", "_i", "_ii", "_iii"} | {
+        name for name in notebook.shell.user_ns if name.startswith("_i")
+    }
+    assert "rank 1 of 2: 3 steps" in value(notebook, "run.logs(rank=1)")
+
+
+def test_the_values_of_all_ranks_come_back(notebook: Notebook) -> None:
+    notebook.define("import os, taas\ncount = 0")
+    notebook.define("""
+def number():
+    global count
+    count = 5
+    return int(os.environ["RANK"])
+run = taas.run(number, gpus=3, gather=True, out="count")""")
+    assert value(notebook, "run.results, run.result, run.out") == ([0, 1, 2], 0, {"count": 5})
+    assert value(notebook, "count") == 5
+
+
+def test_an_exception_on_a_rank_is_raised(notebook: Notebook) -> None:
+    notebook.define("import os, taas")
+    notebook.define("def fail():\n    if os.environ['RANK'] == '1':\n        1 / 0")
+    with pytest.raises(RankFailed, match="division by zero") as caught:
+        notebook.define("taas.run(fail, gpus=2)")
+    shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "taas.run(fail, ...)" in shown and re.search(r"Cell In\[\d+\], line 3", shown)
+    assert not [name for name in notebook.shell.user_ns if name.startswith("__taas")]
+
+
+def test_a_returned_value_that_cannot_be_pickled_is_an_error(notebook: Notebook) -> None:
+    notebook.define("import threading, taas")
+    with pytest.raises(ResultError, match="lock"):
+        notebook.define("taas.run(threading.Lock, gpus=1)")
+
+
+def test_a_registered_loader_is_an_argument(notebook: Notebook) -> None:
+    notebook.define("""
+import taas, torch
+from torch.utils.data import DataLoader
+loader = DataLoader(range(12), 2)
+taas.register(loader)
+def consume(batches): return [batch.tolist() for batch in batches]
+""")
+    try:
+        notebook.define("run = taas.run(consume, loader, gpus=2, cpus=1, gather=True)")
+        found = value(notebook, "run.results")
+        assert sorted(n for batches in found for batch in batches for n in batch) == [*range(12)]
+        assert len(found[0]) == len(found[1]) == 3
+    finally:
+        notebook.define("taas.unregister(loader)")
+
+
+def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
+    notebook: Notebook,
+) -> None:
+    notebook.define("import functools, taas\ndef show(name): return name")
+    with pytest.raises(UsageError, match=r"show has a parameter `name`.*functools.partial"):
+        notebook.define("taas.run(show, gpus=1, name='x')")
+    notebook.define("run = taas.run(functools.partial(show, name='x'), gpus=1, name='y')")
+    assert value(notebook, "run.result, run.name") == ("x", "y")
+    notebook.define("run = taas.run(show, 'positional', gpus=1)")
+    assert value(notebook, "run.result") == "positional"
+    with pytest.raises(UsageError, match="--gpus needs a number"):
+        notebook.define("taas.run(show, 'x', gpus=0)")
+
+
+SCRIPT = """
+import sys
+import taas
+from beside import double
+
+BASE = 20
+
+def work(number):
+    print("working on", number, flush=True)
+    if number < 0:
+        raise ValueError("a negative number")
+    return double(number) + BASE
+
+if __name__ == "__main__":
+    run = taas.run(work, int(sys.argv[1]), gpus=2)
+    print("the result is", run.result)
+"""
+
+PLAIN = """
+import argparse, os
+from beside import double
+parser = argparse.ArgumentParser()
+parser.add_argument("--number", type=int)
+number = parser.parse_args().number
+if __name__ == "__main__":
+    print("rank", os.environ["RANK"], "has", double(number), flush=True)
+    if number == 7:
+        raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Any:
+    """Yield the surroundings of scripts; the pools that they start are ended."""
+    found = Scene(tmp_path)
+    (found.project / "beside.py").write_text("def double(n): return 2 * n\n")
+    (found.project / "script.py").write_text(SCRIPT)
+    (found.project / "plain.py").write_text(PLAIN)
+    yield found
+    python(found, "-m", "taas_magic", "down")
+    found.close()
+
+
+def python(scene: Scene, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the project's folder."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=scene.project,
+        env={**os.environ, **scene.environ()},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_script_calls_a_function_on_ranks(scene: Scene) -> None:
+    done = python(scene, "script.py", "4")
+    assert done.returncode == 0, done.stderr
+    assert "working on 4" in done.stdout and "the result is 28" in done.stdout
+    failed = python(scene, "script.py", "-1")
+    assert failed.returncode == 1
+    assert "ValueError: a negative number" in failed.stderr and "line 11" in failed.stderr
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_script_runs_on_ranks(scene: Scene) -> None:
+    done = python(scene, "-m", "taas_magic", "run", "--gpus", "2", "plain.py", "--number", "3")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 has 6" in done.stdout and "rank 1 has 6" in done.stdout
+    failed = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "plain.py", "--number", "7")
+    assert failed.returncode == 1 and "RankFailed" in failed.stderr
+    missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
+    assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
