@@ -83,7 +83,7 @@ class Watch:
         names = self._changed(namespace)
         classes = [name for name in names if isinstance(namespace[name], type)]
         values = [name for name in names if name not in classes]
-        parts = [_said(values)] if values else []
+        parts = [_sentence(values)] if values else []
         if classes:
             listed = ", ".join(classes[:_LISTED])
             parts.append(
@@ -106,7 +106,7 @@ class Watch:
         return found
 
 
-def _said(names: list[str]) -> str:
+def _sentence(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]

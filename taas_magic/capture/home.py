@@ -108,11 +108,11 @@ class HomePickler(ValuePickler):
             if missing:
                 undo()
         for name in missing:
-            self._bring_along(name, owner)
+            self._add_needed(name, owner)
         if missing:
             self.add(value())
 
-    def _bring_along(self, name: str, owner: str) -> None:
+    def _add_needed(self, name: str, owner: str) -> None:
         if name in self._met:
             return
         self._met.add(name)

@@ -119,7 +119,7 @@ class RankNames:
                     kept.append(name)
                 continue
             try:
-                sent, needs = _look(name, namespace, to)
+                sent, needs = _pickle_value(name, namespace, to)
             except CaptureError as error:
                 refuse(error)
                 continue
@@ -216,7 +216,7 @@ class RankNames:
         return notes
 
 
-def _look(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
+def _pickle_value(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
     """Pickle one value on its own, to compare it and to find the names that it needs.
 
     Returns:

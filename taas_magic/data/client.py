@@ -507,11 +507,11 @@ class Client:
         for message, body in link.receive(self._blocks):
             self._route.answered(number)
             if isinstance(message, Response):
-                self._take(link, message, body)
+                self._store_response(link, message, body)
             if self._links.get(number) is not link:
                 return
 
-    def _take(self, link: FetcherLink, response: Response, body: memoryview) -> None:
+    def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Store a response for the oldest pending requests of its connection, one for each body.
 
         Raises:
@@ -527,9 +527,11 @@ class Client:
         size = len(body) // bodies
         for number, one in enumerate([asked.popleft() for _ in range(bodies)]):
             own = body[number * size : (number + 1) * size]
-            self._take_one(one, response, memoryview(bytearray(own)) if size <= _FEW_BYTES else own)
+            self._store_one_response(
+                one, response, memoryview(bytearray(own)) if size <= _FEW_BYTES else own
+            )
 
-    def _take_one(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
+    def _store_one_response(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
         """Store the response to one request, or send the request that it makes necessary."""
         number = self._where.pop(ask)
         if ask.kind is RequestKind.OPEN:

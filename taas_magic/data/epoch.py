@@ -171,7 +171,7 @@ class EpochIterator(Iterator[Any]):
             self.close()
             raise
         self._stop_waiting()
-        return self._hand_out(step)
+        return self._count_batch(step)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -303,7 +303,7 @@ class EpochIterator(Iterator[Any]):
             about = loader.name, slot, self.epoch, loader.feed.rank
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
 
-    def _hand_out(self, step: Step) -> Any:
+    def _count_batch(self, step: Step) -> Any:
         """Count a received batch and return it.
 
         Raises:
@@ -381,18 +381,18 @@ class EpochRequests:
     def steps(self) -> Iterator[Step]:
         """Yield this rank's steps until the end of the epoch."""
         for step in itertools.count(self._first):
-            received = self._take(step)
+            received = self._receive_step(step)
             if received is None:
                 return
             yield Step(received, self._schedule.row_units(step), self._schedule.place(step + 1))
 
-    def _take(self, step: int) -> Delivered | None:
+    def _receive_step(self, step: int) -> Delivered | None:
         """Return this rank's batch of a step; None at the end of the epoch."""
         if step >= self._ask_again_at:
-            self._ask_ahead(step)
+            self._request_ahead(step)
         while (slot := self._schedule.at(step)) is NoSlot.WAIT:
             if not self._unlearnt:
-                self._ask_ahead(step)
+                self._request_ahead(step)
             ask = self._unlearnt.popleft()
             learnt = self._client.reply(ask)
             self._schedule.learn(ask.slot, learnt.units)
@@ -411,10 +411,10 @@ class EpochRequests:
             self._largest_bytes = received.size
         return received
 
-    def _ask_ahead(self, step: int) -> None:
+    def _request_ahead(self, step: int) -> None:
         """Request the batches of the next steps, up to `window_bytes`.
 
-        `_take` calls this method again when the rank has received a quarter of these steps.
+        `_receive_step` calls this method again when the rank has received a quarter of these steps.
         """
         ahead = self._least
         if self._largest_bytes:

@@ -77,7 +77,7 @@ class Order:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
                 if not self._forgets():
-                    self._pass_by(before)
+                    self._skip_epoch(before)
             self._epochs[number] = self._enumerate(number)
             for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
                 del self._starts[old]
@@ -99,10 +99,10 @@ class Order:
             unsized = Unsized(lambda: self._begin(number)[2])
             return Epoch(unsized, None, unsized.digest)
         packed, digest = _pack(indices)
-        self._leave(number, sampler, generator)
+        self._save_state_after(number, sampler, generator)
         return Epoch(packed, len(packed), digest)
 
-    def _pass_by(self, number: int) -> None:
+    def _skip_epoch(self, number: int) -> None:
         """Replay an epoch only for the state of sampler and generator after it."""
         sampler, generator, indices = self._begin(number)
         most = None if _has_length(sampler) else _MOST_PASSED
@@ -112,9 +112,9 @@ class Order:
             # It may be endless: start each epoch from the registered state.
             self._starts[1] = self._starts[0]
             return
-        self._leave(number, sampler, generator)
+        self._save_state_after(number, sampler, generator)
 
-    def _leave(self, number: int, sampler: Any, generator: Any) -> None:
+    def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
         """Save the state of sampler and generator after an epoch, as the start of the next one."""
         if not self._forgets():
             tell_epoch(sampler, 0, "sampler")

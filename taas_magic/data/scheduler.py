@@ -371,7 +371,7 @@ class Buffer:
         """Cancel all requests of a connection; prepared responses stay for later requests."""
         self._due.pop(who, None)
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
-            self._leave(who, request)
+            self._remove_waiter(who, request)
 
     def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
         """Return the response that `who` sends next, if it is ready.
@@ -381,11 +381,11 @@ class Buffer:
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
-            self._stand_by(who, request)
+            self._record_next_response(who, request)
             return None
         prepared = entry.prepared
         prepared.hold()
-        self._leave(who, request)
+        self._remove_waiter(who, request)
         if not entry.waiting:
             self._remove(request)
         return prepared
@@ -398,9 +398,9 @@ class Buffer:
         """
         units = self.units(request)
         if units is None:
-            self._stand_by(who, request)
+            self._record_next_response(who, request)
         else:
-            self._leave(who, request)
+            self._remove_waiter(who, request)
         return units
 
     def units(self, request: LoaderRequest) -> int | None:
@@ -431,7 +431,7 @@ class Buffer:
             return None
         if self.is_full:
             self.make_room()
-        request = self._due_of(worker) if self.is_full else self._wanted_of(worker, follows)
+        request = self._due_of(worker) if self.is_full else self._next_request_for(worker, follows)
         if request is not None:
             self._unqueue(request, self._entries[request])
             if request.kind is RequestKind.GET:
@@ -457,7 +457,7 @@ class Buffer:
         self._doing -= 1
         if request.kind is RequestKind.GET:
             if not request.detail:
-                self._take_count(request, prepared.reply.units)
+                self._record_units(request, prepared.reply.units)
             self._batch_bytes = prepared.memory_bytes or self._batch_bytes
         entry.prepared = prepared
         self._tally(request, prepared, 1)
@@ -488,7 +488,7 @@ class Buffer:
                 self._counts.pop(request, None)
                 self._remove(request)
 
-    def _take_count(self, request: LoaderRequest, units: int) -> None:
+    def _record_units(self, request: LoaderRequest, units: int) -> None:
         """Remember the units of a batch, also for the time after the batch is removed."""
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
@@ -496,7 +496,7 @@ class Buffer:
         if units == VOID:
             self.ahead.ended(request.epoch, request.slot)
 
-    def _stand_by(self, who: Hashable, request: LoaderRequest) -> None:
+    def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that this response is the next one that `who` must send.
 
         Such a request is prepared even if the buffer is full. If its response was dropped, the
@@ -505,7 +505,7 @@ class Buffer:
         self.want(who, request)
         self._due[who] = request
 
-    def _wanted_of(
+    def _next_request_for(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns."""
@@ -566,7 +566,7 @@ class Buffer:
         if not queues:
             del self._queues[home]
 
-    def _leave(self, who: Hashable, request: LoaderRequest) -> None:
+    def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
         If no other connection waits for it, a queued request is dropped, and a prepared response
@@ -650,7 +650,7 @@ class Scheduler:
         self._parent.start()
         self._stopped = worker.StoppedChildren()
         theirs.close()
-        selector.register(self._control, selectors.EVENT_READ, self._hear_parent)
+        selector.register(self._control, selectors.EVENT_READ, self._on_worker_ended)
 
     def start(self) -> None:
         """Start the workers; call this after the constructors of all loaders' schedulers."""
@@ -765,9 +765,9 @@ class Scheduler:
         with theirs:
             socket.send_fds(self._control, [change], [theirs.fileno()])
         self._workers[number] = one
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(one))
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._receive_replies(one))
 
-    def _hear_parent(self) -> None:
+    def _on_worker_ended(self) -> None:
         """Handle the parent process's message that a worker has ended.
 
         Raises:
@@ -780,18 +780,18 @@ class Scheduler:
             )
         self._lose(msgspec.msgpack.decode(said, type=protocol.WorkerChange))
 
-    def _hear(self, one: WorkerHandle) -> None:
+    def _receive_replies(self, one: WorkerHandle) -> None:
         """Handle the replies that a worker has sent."""
         if one.is_gone:
             return  # its parent has reported the end in the same step
         try:
             for reply in one.hear():
-                self._take(one, one.told.pop(reply.number), reply)
+                self._store_reply(one, one.told.pop(reply.number), reply)
         except EOFError:
             # The parent's message, which says how the worker ended, is still to come.
             self._hang_up(one)
 
-    def _take(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
+    def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         """Store a worker's reply in the buffer as the response to `request`."""
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
@@ -831,7 +831,7 @@ class Scheduler:
         """
         number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
-        self._hear(one)  # handle the replies that it sent before it ended
+        self._receive_replies(one)  # handle the replies that it sent before it ended
         self._hang_up(one)
         self._suspects.add(number)
         self._start(number)

@@ -390,7 +390,7 @@ class Server:
         for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
             if isinstance(key.data, RankConnection):
                 if mask & selectors.EVENT_READ:
-                    self._guarded(key.data, self._hear)
+                    self._guarded(key.data, self._receive_messages)
                 if mask & selectors.EVENT_WRITE:
                     self._guarded(key.data, self._pump)
             else:
@@ -408,7 +408,7 @@ class Server:
         now = time.monotonic()
         if now - self._looked > ALIVE_S / 4:
             self._looked = now
-            self._look(now)
+            self._run_periodic_checks(now)
 
     def close(self) -> None:
         """Close all connections and listeners, and end all workers."""
@@ -502,7 +502,7 @@ class Server:
             _log.info("a peer is gone: %s", error)
             self._drop(connection, is_gone=True)
 
-    def _hear(self, connection: RankConnection) -> None:
+    def _receive_messages(self, connection: RankConnection) -> None:
         """Receive and handle all messages that a peer has sent."""
         if connection.is_greeting and not self._has_shaken_hands(connection):
             return
@@ -515,7 +515,7 @@ class Server:
                 self._drop(connection, is_gone=True)
                 return
             for message, body in connection.assembler.feed(data):
-                self._take(connection, message, body)
+                self._handle_message(connection, message, body)
             if not connection.tls and len(data) < _HEAR_BYTES:
                 break
         self._dirty[connection] = None
@@ -534,7 +534,7 @@ class Server:
         self._challenge(connection)
         return True
 
-    def _take(
+    def _handle_message(
         self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
     ) -> None:
         """Handle one message of a peer.
@@ -584,7 +584,7 @@ class Server:
         else:
             del self._unproved[connection]
             if _files_left(connection) < _SPARE_FILES and not self._make_room_for_one():
-                why = self._say_full()
+                why = self._reason_when_full()
         if why:
             connection.say(protocol.Rejected(why))
             connection.send()
@@ -592,7 +592,7 @@ class Server:
         connection.loader = self._loaders[proof.loader]
         connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
 
-    def _say_full(self) -> str:
+    def _reason_when_full(self) -> str:
         """Return the reason for rejecting a rank when the process has too many open files.
 
         The user is warned the first time.
@@ -610,7 +610,7 @@ class Server:
     def _pump(self, connection: RankConnection) -> None:
         """Send the responses that are ready, until the socket would block."""
         if connection.is_greeting:
-            self._hear(connection)
+            self._receive_messages(connection)
             return
         while True:
             while connection.asked and connection.out_bytes < _OUT_BYTES:
@@ -663,7 +663,7 @@ class Server:
         connection.asked.popleft()
         return True
 
-    def _look(self, now: float) -> None:
+    def _run_periodic_checks(self, now: float) -> None:
         """Do the periodic checks.
 
         Kill stopped (SIGSTOP) parent processes of workers, close peers that have not authenticated

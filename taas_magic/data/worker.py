@@ -274,7 +274,7 @@ class Worker:
             if not message:
                 return
             self._obey(_read_orders(message), files)
-            self._say()
+            self._send_replies()
 
     def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
         """Execute one message of the server.
@@ -324,13 +324,13 @@ class Worker:
         disk = on_disk, to_disk and not on_disk
         self._replies.append(Reply(number, kind, units, order, *sizes, *times, *disk))
         if now - self._replied > self._hold_back_s:
-            self._say()
+            self._send_replies()
             self._replied = now
 
     def _where(self, request: LoaderRequest) -> str:
         return f'batch {request.slot} of loader "{self._served.name}"'
 
-    def _say(self) -> None:
+    def _send_replies(self) -> None:
         """Send the queued replies to the server."""
         if self._replies:
             replies, self._replies = self._replies, []

@@ -224,7 +224,7 @@ class RunState:
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}
             gpus = event.gpus
-        self._hold(gpus, now)
+        self._set_gpus(gpus, now)
         if event.host and event.host not in self.hosts:
             self.hosts.append(event.host)
             self.first_ranks[event.host] = min(event.pids, default=0)
@@ -251,7 +251,7 @@ class RunState:
         for known in (self.up, self.hangs, self.settled, self.failures):
             known.clear()
 
-    def _hold(self, gpus: int, now: float) -> None:
+    def _set_gpus(self, gpus: int, now: float) -> None:
         """Change the number of GPUs that the run holds from `now` on."""
         self.held_gpu_s = self.gpu_seconds(now)
         if self.up_since < math.inf:

@@ -89,7 +89,7 @@ class Replay:
                 if not self._log_ranks or _reporter(line) in self._log_ranks:
                     printed.append(line)
                 if has_bar and b"%|" in line and _reporter(line) == b"0":
-                    self._take_bar(line)
+                    self._apply_bar(line)
             elif line.startswith(_COUNTS):
                 counts.append(line)
             elif line.startswith(_PROGRESS):
@@ -103,7 +103,7 @@ class Replay:
                 self._shown.add(b"".join(printed), errs)
                 self._counts.add(counts)
                 printed, counts = [], []
-                self._take(event)
+                self._apply_event(event)
         self._shown.add(b"".join(printed), errs)
         self._counts.add(counts)
 
@@ -111,7 +111,7 @@ class Replay:
         """Return the past output in its order; call it once."""
         return self._shown.pieces(self.state)
 
-    def _take(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         self._shown.keep(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
@@ -120,7 +120,7 @@ class Replay:
         if not isinstance(event, Display | ClearOutput):
             self._state.apply(event, event.time)
 
-    def _take_bar(self, line: bytes) -> None:
+    def _apply_bar(self, line: bytes) -> None:
         event = _decoded(line)
         if isinstance(event, Lines) and any("%|" in it and TQDM.match(it) for it in event.lines):
             self._progress = [line]

@@ -110,7 +110,7 @@ class DaskClassEngine(Engine):
             finally:
                 # From here on no `bring` may start hosts, because Dask would wait for them.
                 await self._turn.acquire()
-                await self._keep(())
+                await self._end_workers_except(())
 
     async def bring(self, count: int) -> list[str]:
         """See `Engine.bring`. Also asks the batch system about jobs whose hosts have not joined.
@@ -118,9 +118,9 @@ class DaskClassEngine(Engine):
         If the caller is cancelled, the request continues (`asyncio.shield`): otherwise a host that
         is requested at that moment would be recorded nowhere.
         """
-        return await asyncio.shield(self._bring(count))
+        return await asyncio.shield(self._request_hosts(count))
 
-    async def _bring(self, count: int) -> list[str]:
+    async def _request_hosts(self, count: int) -> list[str]:
         from distributed import Status
 
         async with self._turn:
@@ -147,9 +147,9 @@ class DaskClassEngine(Engine):
     async def give_back(self, keep: Collection[str]) -> None:
         """See `Engine.give_back`. Ends the workers that started the returned agents."""
         async with self._turn:
-            await self._keep(keep)
+            await self._end_workers_except(keep)
 
-    async def _keep(self, keep: Collection[str]) -> None:
+    async def _end_workers_except(self, keep: Collection[str]) -> None:
         kept = {vehicle_of(name) for name in keep}
         left = [name for name in self._cluster.worker_spec if str(name) not in kept]
         await self._cluster.scale_down(left)
@@ -366,16 +366,16 @@ class BatchSystem:
         """
         if not job_ids:
             return {}
-        found, complaint = await self._ask(self.command(job_ids))
+        found, complaint = await self._run_command(self.command(job_ids))
         if self.history and _HISTORY_HINT in complaint:
-            ended, _ = await self._ask(self.history(job_ids))
+            ended, _ = await self._run_command(self.history(job_ids))
             found = {**ended, **found}
         ended_long_ago = any(said in complaint.lower() for said in _UNKNOWN)
         if complaint and not found and not ended_long_ago:
             raise OSError(complaint)
         return found
 
-    async def _ask(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
+    async def _run_command(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
         """Run a command; return the jobs in its output, and its error text if it fails."""
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -479,7 +479,9 @@ class Vehicles:
         self._served |= set(agents)
         if time.monotonic() - self._looked < LOOK_S:
             return self._said
-        jobs = await self._ask({n: j for n, j in self._jobs.items() if n not in self._served})
+        jobs = await self._query_jobs(
+            {n: j for n, j in self._jobs.items() if n not in self._served}
+        )
         self._looked = time.monotonic()
         awaited = sorted(set(asked) - set(agents))
         self._said = [f"{name}: {self._about(jobs.get(name), name in up)}" for name in awaited]
@@ -505,7 +507,7 @@ class Vehicles:
             return f"{self._system.title} job {job_id} is in an unknown state ({error})"
         return f"{self._system.title} job {job_id} is {job or 'no longer known'}"
 
-    async def _ask(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
+    async def _query_jobs(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """Query the jobs of workers whose agents have not joined yet; return them by worker name.
 
         Args:

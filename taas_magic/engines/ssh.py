@@ -217,7 +217,7 @@ class _SshHost(Host):
         while (host := await self._engine.take(failures, self._stop)) is not None:
             self._host, joined = host, False
             try:
-                await self._engine.in_thread(self._bring_up, host)
+                await self._engine.in_thread(self._start_host, host)
                 await self._join(host, until)
                 joined = True
                 return
@@ -234,7 +234,7 @@ class _SshHost(Host):
             finally:
                 self._do("")
                 if not joined:
-                    await self._leave()
+                    await self._release_host()
         if self._stop.is_set():
             raise PoolError("the start of this host was cancelled")
         raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
@@ -246,7 +246,7 @@ class _SshHost(Host):
             if self.connection is not None:
                 self.connection.transport.close()
             await asyncio.wait({self.coming})
-        await self._leave()
+        await self._release_host()
 
     def news(self) -> str:
         """See `Host.news`."""
@@ -270,7 +270,7 @@ class _SshHost(Host):
     def _do(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
 
-    def _bring_up(self, host: str) -> None:
+    def _start_host(self, host: str) -> None:
         pool, name = self._engine.pool, self.name
         target = find_target(host, read_config(pool.options.get("ssh_config")))
         self._do(f"still connecting to {target.hostname}:{target.port}")
@@ -333,7 +333,7 @@ class _SshHost(Host):
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _leave(self) -> None:
+    async def _release_host(self) -> None:
         """End everything that runs on the host, close the connection, and make the host free."""
         host, self._host = self._host, None
         if host is not None:

@@ -190,11 +190,11 @@ class Farm:
         self._why_over = ""
         self._ended: queue.SimpleQueue[FarmUpdate | None] = queue.SimpleQueue()
         self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._client.subscribe_topic(TOPIC, self._hear)
+        self._client.subscribe_topic(TOPIC, self._on_message)
         self._show(update=False)
         threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
-        threading.Thread(target=self._tell, name="taas-farm-tell", daemon=True).start()
+        threading.Thread(target=self._call_listeners, name="taas-farm-tell", daemon=True).start()
 
     def __enter__(self) -> "Farm":
         return self
@@ -504,7 +504,7 @@ class Farm:
         job.end(None, result)
         self._solved.put(job)
 
-    def _tell(self) -> None:
+    def _call_listeners(self) -> None:
         """Call the listeners of `on_solution` with each job that returned, until `close`.
 
         A separate thread runs this, because a listener may itself wait for other jobs.
@@ -531,7 +531,7 @@ class Farm:
         details = [*ended.traceback, *([f"full log: {log}"] if log.exists() else [])]
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
-    def _hear(self, pair: tuple[float, dict[str, Any]]) -> None:
+    def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process; runs in Dask's client thread."""
         said: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(said, JobOutcome) or (isinstance(said, JobUpdate) and said.state == "erred"):

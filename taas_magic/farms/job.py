@@ -63,7 +63,7 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     kept_out: list[str] = []
-    _settle(setting, kept_out.append)
+    _apply_settings(setting, kept_out.append)
     before = _state()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
@@ -88,7 +88,7 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
                 return
 
 
-def _settle(setting: JobProcessState, note: Callable[[str], None]) -> None:
+def _apply_settings(setting: JobProcessState, note: Callable[[str], None]) -> None:
     """Apply `setting` to this process and keep its writes out of the project store.
 
     Args:

@@ -156,7 +156,7 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
     means = guard.strongest().value
     terms, security = setting.terms, Security(**setting.terms.security)
     warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, terms.start_timeout_s))
-    await _tell_imports(warming, setting, security)
+    await _report_imports(warming, setting, security)
     await warming
     forkserver.start_importing_rest()
     slots = Slots(setting, folder, means)
@@ -180,7 +180,7 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
     slots.close()
 
 
-async def _tell_imports(
+async def _report_imports(
     warming: "asyncio.Future[list[str]]", setting: NodeProcessState, security: "Security"
 ) -> None:
     """Tell the farm which module the forkserver imports, every `SAID_S`, until all are imported."""
@@ -257,7 +257,7 @@ class Slots:
             await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
             raise JobEnded(outcome)
         if files.exists():
-            outcome.files = await asyncio.to_thread(_taken, files)
+            outcome.files = await asyncio.to_thread(_collect_files, files)
         return outcome
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Slots:
             slot.close()
 
 
-def _taken(folder: Path) -> list[tuple[bytes, bytes]]:
+def _collect_files(folder: Path) -> list[tuple[bytes, bytes]]:
     """Read the files that a job saved, and remove their folder.
 
     Returns:
@@ -373,7 +373,7 @@ class Slot:
         try:
             process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
         except PoolError:
-            _leave()
+            _exit_node()
         theirs.close()
         written.close()
         os.set_blocking(self._output.fileno(), False)
@@ -385,7 +385,7 @@ class Slot:
     async def _wait(self, lines: "_Lines", say: Say) -> JobOutcome:
         is_said = False
         while True:
-            ready = await self._stirs()
+            ready = await self._wait_for_output()
             if self._output in ready:
                 lines.take(printed := self._printed())
                 if not printed:  # end of file: the process is about to end
@@ -400,7 +400,7 @@ class Slot:
                 is_said = True
             lines.flush()
 
-    async def _stirs(self) -> set[Any]:
+    async def _wait_for_output(self) -> set[Any]:
         """Wait until the process has sent something or has ended, at most `_FLUSH_S`.
 
         Returns:
@@ -428,12 +428,12 @@ class Slot:
         connection.wait([self._process.sentinel], _END_S)
         code = forkserver.exitcode(self._process) or 0
         if forkserver.took_along([code]):
-            _leave()
+            _exit_node()
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome(etype="JobDied", message=f"its process {self._process.pid} {how}")
 
 
-def _leave() -> NoReturn:
+def _exit_node() -> NoReturn:
     """End this node's process because its forkserver has ended; other nodes run its jobs again."""
     sys.stderr.write(f"{forkserver.why_ended()}\n")
     sys.stderr.flush()

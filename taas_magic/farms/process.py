@@ -86,11 +86,11 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(DASK_SETTINGS)
-    asyncio.run(_keep(terms))
+    asyncio.run(_run_farm(terms))
     return 0
 
 
-async def _keep(terms: FarmSettings) -> None:
+async def _run_farm(terms: FarmSettings) -> None:
     from taas_magic.host.agent_worker import use_steady_clock
 
     use_steady_clock()
@@ -209,7 +209,7 @@ class Fleet(SchedulerPlugin):
         """
         looks = 0
         while True:
-            spare = len(self._living()) - self._wanted()
+            spare = len(self._living()) - self._needed_nodes()
             for _ in range(-spare):
                 name = f"node-{next(self._numbers)}"
                 self._nodes[name] = _NodeRun()
@@ -224,7 +224,7 @@ class Fleet(SchedulerPlugin):
         """Return the names of the nodes that are in one of `states`."""
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
-    def _wanted(self) -> int:
+    def _needed_nodes(self) -> int:
         """Return the number of nodes that the farm needs now.
 
         That is enough for all unfinished jobs and never less than the nodes that run jobs, within
@@ -248,14 +248,14 @@ class Fleet(SchedulerPlugin):
         places = {name: place for place, name in self._names.items() if name in here}
         idle = [name for name in places if not workers[places[name]].processing]
         for name in [*self._living(["coming"]), *idle][:count]:
-            self._leave(name)
+            self._end_node(name)
             if name in idle:  # so that Dask gives it no job meanwhile
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
-    def _leave(self, name: str) -> None:
+    def _end_node(self, name: str) -> None:
         """End a node that is not needed; a thread then ends its run."""
         self._nodes[name].state = "left"
-        self._said(name, "left")
+        self._report_node_state(name, "left")
         self._threads.submit(self._end, name)
 
     def _start(self, name: str) -> None:
@@ -266,7 +266,7 @@ class Fleet(SchedulerPlugin):
                 return
             if self._failed >= FAILED_STARTS:
                 why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
-                self._said(name, "given up", why)
+                self._report_node_state(name, "given up", why)
                 return
             # choose the pool with a free host and the fewest recent failures
             room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
@@ -274,7 +274,7 @@ class Fleet(SchedulerPlugin):
             node.pool, node.wait = pool, Wait(pool)
             wait, hosts = node.wait, min(self._count(pool), pool.config.max_hosts)
         try:
-            self._said(name, "asked for")
+            self._report_node_state(name, "asked for")
             connection = pool.open(hosts, wait=wait)
             with self._lock:  # one after another, so that each gets the least loaded host
                 if node.wait is None:
@@ -301,7 +301,7 @@ class Fleet(SchedulerPlugin):
 
         with spec.folder.held():
             hosts = connection.launch(spec, hear, [])
-        self._said(name, "starting", host=hosts[0])
+        self._report_node_state(name, "starting", host=hosts[0])
 
     def _reach(self, connection: PoolConnection) -> str:
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
@@ -382,7 +382,7 @@ class Fleet(SchedulerPlugin):
         node = self._nodes[name]
         if node.state == "left":
             return
-        self._said(name, "lost", why)
+        self._report_node_state(name, "lost", why)
         if node.state == "coming":
             self._failed, self._why = self._failed + 1, why
             if node.pool is not None:
@@ -399,7 +399,7 @@ class Fleet(SchedulerPlugin):
             node.state, self._failed = "here", 0
             if node.pool is not None:
                 self._failures[node.pool.name] = 0
-            self._said(name, "here")
+            self._report_node_state(name, "here")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Record that a node has ended; called by Dask before other nodes get its jobs.
@@ -439,14 +439,14 @@ class Fleet(SchedulerPlugin):
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _said(self, name: str, state: str, why: str = "", host: str = "") -> None:
+    def _report_node_state(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Send the state of a node to the kernel."""
         self._on_loop(self._scheduler.tell, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
         """End all nodes and close the pools; returns when the pools have received the requests."""
         for name in self._living():
-            self._leave(name)
+            self._end_node(name)
         await asyncio.to_thread(self._threads.shutdown)
         for pool in self._pools:
             await asyncio.to_thread(pool.close)

@@ -92,7 +92,7 @@ class FarmState:
         """Apply a message from a node or from the farm's process."""
         self.changes += 1
         if isinstance(said, NodeUpdate):
-            self._take_node(said)
+            self._apply_node_update(said)
         elif (job := self.jobs.get(said.job)) is not None and not job.outcome.done():
             job.node, job.host = said.node, self.host_of(said.node)
             job.runs = job.runs or said.state == "running"
@@ -132,7 +132,7 @@ class FarmState:
             return None
         return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
 
-    def _take_node(self, said: NodeUpdate) -> None:
+    def _apply_node_update(self, said: NodeUpdate) -> None:
         node = self.nodes.setdefault(said.node, said)
         node.host = said.host or node.host
         if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):

@@ -55,10 +55,10 @@ class NodeWorker(ClosedWorker):
         if isinstance(part, bytes):
             return part
         if part not in self._parts:
-            self._parts[part] = asyncio.ensure_future(self._bring(part))
+            self._parts[part] = asyncio.ensure_future(self._fetch_part(part))
         return await self._parts[part]
 
-    async def _bring(self, name: str) -> Blob:
+    async def _fetch_part(self, name: str) -> Blob:
         try:
             return await asyncio.to_thread(Blob, await getattr(self.scheduler, ASK)(name=name))
         except BaseException:

@@ -81,7 +81,7 @@ def _import(name: str) -> None:
     """
 
     def say() -> None:
-        _say(f"this host imports {name} for the apps")
+        _log_line(f"this host imports {name} for the apps")
 
     timer = threading.Timer(SAID_AFTER_S, say)
     timer.start()
@@ -91,7 +91,7 @@ def _import(name: str) -> None:
     timer.join()
 
 
-def _say(line: str) -> None:
+def _log_line(line: str) -> None:
     """Write a line to the rank's log."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -135,7 +135,7 @@ class _Forks:
             self._running.remove(process)
             if process.exitcode < 0:
                 how = signal_name(process.exitcode)
-                _say(f"an app's process {process.pid} was killed by {how}")
+                _log_line(f"an app's process {process.pid} was killed by {how}")
             process.close()
 
 

@@ -104,7 +104,7 @@ def take_part(terms: FederationSettings, server_app: Any, client_app: Any) -> An
     with folder as path, _Host(Path(path), terms) as host:
         if os.environ["RANK"] == "0":
             try:
-                return _lead(host, meeting)
+                return _run_first_host(host, meeting)
             finally:
                 meeting.set(_OVER, "")
         host.start_supernode(_get(meeting, _SUPERLINK))
@@ -114,7 +114,7 @@ def take_part(terms: FederationSettings, server_app: Any, client_app: Any) -> An
     return None
 
 
-def _lead(host: "_Host", meeting: TCPStore) -> Any:
+def _run_first_host(host: "_Host", meeting: TCPStore) -> Any:
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.expect([_get(meeting, f"{_HOST}{rank}") for rank in ranks])
     address = host.start_superlink(os.environ["MASTER_ADDR"])

@@ -257,7 +257,7 @@ class AgentWorker(ClosedWorker):
         emit = functools.partial(self._emit, run_id)
 
         def ask_files(request: FileRequest[_T]) -> _T:
-            return self._ask(structs.replace(request, run_id=run_id))
+            return self._send_request(structs.replace(request, run_id=run_id))
 
         make = self._maker(spec)
         share = await asyncio.to_thread(make, spec, self._place, emit, self._is_alone, ask_files)
@@ -349,7 +349,7 @@ class AgentWorker(ClosedWorker):
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
 
-    def _ask(self, request: Request[_T]) -> _T:
+    def _send_request(self, request: Request[_T]) -> _T:
         """Send a request to the controller and wait for the response.
 
         Any thread may call this, except that of the event loop.

@@ -79,7 +79,7 @@ class Fetcher:
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
         started.workers, started.entry = self._workers, self.entry()
-        _say(control, started)
+        _send_to_agent(control, started)
         over: list[bool] = []
         self.server.watch(control, lambda: over.append(True))
         reported = time.monotonic()
@@ -88,10 +88,10 @@ class Fetcher:
             if time.monotonic() - reported >= REPORT_S and _has_room(control):
                 reported = time.monotonic()
                 for sentence in self._notes():
-                    _say(control, Note(text=sentence))
-                _say(control, FetcherReport(number=number, loaders=self.server.stats()))
+                    _send_to_agent(control, Note(text=sentence))
+                _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
         if _has_room(control):
-            _say(control, FetcherReport(number=number, loaders=self.server.stats()))
+            _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _notes(self) -> list[str]:
         """Return messages for the user that have come up since the last call."""
@@ -159,7 +159,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     with suppress(BrokenPipeError):  # the agent has ended, so the fetcher ends too
         try:
             if spec.setting is not None:
-                _take(spec.setting, spec.plan.number)
+                _apply_settings(spec.setting, spec.plan.number)
             fetcher = Fetcher(spec)
             folder = service.folder_of(spec.run_dir) / "fetchers"
             file = service.write_entry(folder, spec.plan.number, fetcher.entry())
@@ -172,10 +172,10 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
             raise
         except Exception as error:
             traceback.print_exc()
-            _say(control, FetcherFailed(f"{type(error).__name__}: {error}"))
+            _send_to_agent(control, FetcherFailed(f"{type(error).__name__}: {error}"))
 
 
-def _take(setting: ProcessSpec, number: int) -> None:
+def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Apply output, environment, import path and write protection to this new process.
 
     Call this before any thread starts.
@@ -214,5 +214,5 @@ def _has_room(control: Connection) -> bool:
     return bool(select.select([], [control], [], 0)[1])
 
 
-def _say(control: Connection, message: Event | FetcherFailed) -> None:
+def _send_to_agent(control: Connection, message: Event | FetcherFailed) -> None:
     control.send_bytes(messages.encode(message))

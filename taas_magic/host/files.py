@@ -123,7 +123,7 @@ class RunFolderCopy:
             PoolError: The pool's process does not respond.
         """
         sizes = self._ask(ListRunFiles())
-        return all(self._bring(name, size, is_wanted) for name, size in sizes.items())
+        return all(self._copy_file(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
         """Send back logs, ledgers and results. Called when all processes of the run have ended.
@@ -146,7 +146,7 @@ class RunFolderCopy:
         """Remove the copy."""
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
-    def _bring(self, name: str, size: int, is_wanted: Callable[[], bool]) -> bool:
+    def _copy_file(self, name: str, size: int, is_wanted: Callable[[], bool]) -> bool:
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -218,7 +218,7 @@ class Travelling:
             take(self._rule.path, spec.origin.store.kernel) if shares is None else shares._mirror
         )
         try:
-            _say_what_stays(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
+            _report_skipped(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
             if not spec.is_session:  # between a session's cells, nothing is transferred
                 self._follow(_sends(spec))
         except BaseException:
@@ -304,7 +304,7 @@ class Travelling:
         return os.path.normpath(os.path.join(self._mirror.path, below))
 
 
-def _say_what_stays(manifest: Manifest, note: Callable[[str], None]) -> None:
+def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
     if manifest.skipped:
         named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
         more = len(manifest.skipped) - len(named)

@@ -100,7 +100,7 @@ def begin(modules: Sequence[str]) -> None:
     """
     global _server, _imports_file
     _imports_file = Path(tempfile.gettempdir(), f"taas-imports-{os.getpid()}")
-    _say_import(_imports_file, MODULES[0])
+    _write_import_name(_imports_file, MODULES[0])
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     os.environ[_IMPORTS] = str(_imports_file)
     # No import may create a CUDA context, because a fork cannot use it. With this variable, torch
@@ -128,7 +128,7 @@ def importing() -> tuple[str, float]:
     return name, time.monotonic() - _imports_seen[1] if name else 0.0
 
 
-def _say_import(file: Path, name: str) -> None:
+def _write_import_name(file: Path, name: str) -> None:
     """Write the name of the module being imported to `file`, atomically."""
     new = file.with_suffix(".new")
     new.write_text(name)
@@ -312,7 +312,7 @@ def _import_rest_once() -> None:
             with _replaced_by(stand_in):
                 if any(child != stand_in.process for child in _server.children()):
                     return
-                _say_import(_imports_file, LATER[0])
+                _write_import_name(_imports_file, LATER[0])
                 _server.send_signal(signal.SIGUSR1)
                 while importing()[0] and is_alive():
                     time.sleep(_IMPORTS_LOOK_S)
@@ -500,18 +500,18 @@ def _preload() -> None:
     gc.disable()  # imported objects stay alive; collecting during the imports takes 0.2 s
     imports_file = Path(os.environ[_IMPORTS])
     for name in MODULES:
-        _say_import(imports_file, name)
+        _write_import_name(imports_file, name)
         importlib.import_module(name)
     for name in filter(None, os.environ[_PRELOAD].split(",")):
-        _say_import(imports_file, name)
+        _write_import_name(imports_file, name)
         try:
             importlib.import_module(name)
         except Exception as error:  # any error of a module is only reported
             _problems.append(f"preload: {name!r} was not imported: {type(error).__name__}: {error}")
     importlib.import_module("taas_magic.host.rank").prepare()
-    _settle()
+    _prepare_for_forks()
     signal.signal(signal.SIGUSR1, _import_rest)
-    _say_import(imports_file, "")
+    _write_import_name(imports_file, "")
 
 
 def _close_input() -> None:
@@ -531,13 +531,13 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module raises the same error to the user
         for name in LATER:
-            _say_import(imports_file, name)
+            _write_import_name(imports_file, name)
             importlib.import_module(name)
-    _settle()
-    _say_import(imports_file, "")
+    _prepare_for_forks()
+    _write_import_name(imports_file, "")
 
 
-def _settle() -> None:
+def _prepare_for_forks() -> None:
     """Prepare imported objects for forks.
 
     Disables exit finalizers, and exempts all objects from garbage collection.

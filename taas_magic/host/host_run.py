@@ -148,7 +148,7 @@ class HostShare(ABC):
             spec = self._files.bring_in(self._is_wanted)
             if spec is not None:
                 self.spec = spec
-                self._work()
+                self._run_processes()
         except Exception as error:
             self._fail(error)
         remove_folder: Callable[[], None] = partial(shutil.rmtree, self.folder, ignore_errors=True)
@@ -161,7 +161,7 @@ class HostShare(ABC):
         try:
             self._files.bring_home()
         except Exception as error:
-            self._keep(error)
+            self._record_files_error(error)
 
     def tell(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread."""
@@ -177,7 +177,7 @@ class HostShare(ABC):
         """Return the processes' stacks. Blocks for some seconds. Called by another thread."""
 
     @abstractmethod
-    def _work(self) -> None:
+    def _run_processes(self) -> None:
         """Start processes and follow them until they have ended or must end."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class HostShare(ABC):
         """Return functions that end all processes. All are called, even if one raises."""
 
     @abstractmethod
-    def _keep(self, error: Exception) -> None:
+    def _record_files_error(self, error: Exception) -> None:
         """Record the error that prevented files from being sent back to the notebook."""
 
     def _is_wanted(self) -> bool:
@@ -273,9 +273,9 @@ class Attempt:
             error_file = link.rank_file(self.folder, rank, "error.json")
             environ = torchrun_variables(spec, local_rank, port, error_file)
             self.processes[rank] = forkserver.start(RANK, about, environ)
-        self._say_started()
+        self._report_started()
 
-    def _say_started(self) -> None:
+    def _report_started(self) -> None:
         """Record the process ids of the ranks, and report them to the pool."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         self.ranks.started(pids)
@@ -297,7 +297,7 @@ class Attempt:
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
-        self._look_for_ends()
+        self._poll_ends()
         now, states = time.monotonic(), self.ranks.states()
         self.ranks.poll(now)
         verdict = decide(states, now, deadline, interrupted_at)
@@ -305,11 +305,11 @@ class Attempt:
         if failed and forkserver.took_along({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")
         if verdict is not None:
-            self._settle(verdict)
+            self._conclude(verdict)
         else:
             self.stand.look(now)
 
-    def _look_for_ends(self) -> None:
+    def _poll_ends(self) -> None:
         """Query the system for ranks that have ended, and record them."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
@@ -340,7 +340,7 @@ class Attempt:
         end_all(alive, grace_s=grace_s)
         end_all(below, grace_s=0.0)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _conclude(self, verdict: Verdict) -> None:
         """Report the verdict, then end the ranks unless they succeeded.
 
         The report comes first, because ending ranks takes time.
@@ -473,7 +473,7 @@ class HostRun(HostShare):
                 self._entries[told.number] = told.entry
                 self._place_fetchers()
 
-    def _work(self) -> None:
+    def _run_processes(self) -> None:
         """Run one attempt, and the next when the controller commands it, until the run is over."""
         self._run_dir = self.spec.folder.path
         self._place_fetchers()
@@ -509,10 +509,10 @@ class HostRun(HostShare):
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
-            if attempt.ended is None and self._looks():
+            if attempt.ended is None and self._checks_ranks():
                 attempt.look(self._deadline, self.stopped_at)
 
-    def _looks(self) -> bool:
+    def _checks_ranks(self) -> bool:
         """Return whether this run should check the ranks now.
 
         A session must not check them while it runs a cell, because the cell's run does.
@@ -546,7 +546,7 @@ class HostRun(HostShare):
     def _fail(self, error: Exception) -> None:
         self._gone_wrong = "FAILED", [host_failure(self.host, error)]
 
-    def _keep(self, error: Exception) -> None:
+    def _record_files_error(self, error: Exception) -> None:
         failure = host_failure(self.host, error)
         self.emit(RankFailure(failure=failure))
         self._gone_wrong = "LOST", [failure]
@@ -625,7 +625,7 @@ class HostFetchers(HostShare):
             found.append(sample.stand(FetcherStack, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 
-    def _work(self) -> None:
+    def _run_processes(self) -> None:
         """Start the fetchers, and turn their messages into events until all have ended."""
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -639,10 +639,10 @@ class HostFetchers(HostShare):
                 for control in self._running:
                     with contextlib.suppress(OSError):  # the fetcher has ended
                         control.send("end")
-            for control in self._pass_on():
+            for control in self._forward_messages():
                 self._end(control)
             for one in self._running.values():
-                self._look_for_writes(one)
+                self._check_for_writes(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield the description of each fetcher to start on this host."""
@@ -678,7 +678,7 @@ class HostFetchers(HostShare):
         for plan in data.on(self.spec.host_rank):
             self.emit(fetcher_failed(self.spec.plan, plan, why))
 
-    def _keep(self, error: Exception) -> None:
+    def _record_files_error(self, error: Exception) -> None:
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
 
     def _held(self) -> Path:
@@ -687,7 +687,7 @@ class HostFetchers(HostShare):
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return tuple(partial(self._end, control) for control in self._running)
 
-    def _pass_on(self) -> list[connection.Connection]:
+    def _forward_messages(self) -> list[connection.Connection]:
         """Wait shortly for messages of fetchers, pass them on, and return fetchers that ended."""
         ended = []
         ready = connection.wait([*self._running, self.wakeup.fileno()], POLL_S)
@@ -706,7 +706,7 @@ class HostFetchers(HostShare):
                 self.emit(said)
         return ended
 
-    def _look_for_writes(self, one: _Running) -> None:
+    def _check_for_writes(self, one: _Running) -> None:
         """Send one note if a fetcher tried to write to the project store."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():

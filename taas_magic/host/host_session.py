@@ -78,7 +78,7 @@ class CellAttempt(Attempt):
     def start(self, port: int) -> None:
         """Order the ranks to run the cell. `port` is not used: the ranks have met already."""
         spec = self._spec
-        self._say_started()
+        self._report_started()
         chosen = spec.plan.ranks or range(spec.plan.world_size)
         for rank in spec.ranks:
             cell = CellOrder(
@@ -143,7 +143,7 @@ class CellAttempt(Attempt):
         while self._away() and time.monotonic() < self._called_back_at + self._patience_s():
             self._interrupt(self._called_back_at)
             connection.wait(self.sentinels, _LOOK_S)
-            self._look_for_ends()
+            self._poll_ends()
         if lost := [state for state in self._away() if state.rank not in self._killed]:
             self._kill(lost)
 
@@ -234,7 +234,7 @@ class HostSession(HostRun):
         self._started.set()
         return attempt
 
-    def _looks(self) -> bool:
+    def _checks_ranks(self) -> bool:
         """Return whether the session checks the ranks now: it runs no cell, or it was stopped."""
         return self._cell is None or self.stopped_at is not None
 

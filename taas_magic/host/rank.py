@@ -153,7 +153,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         os.environ.update({**found, **spec.share.plan.env})
     claim_taas()
     try:
-        _hold_to_store_rule(spec, link, rank)
+        _apply_store_rule(spec, link, rank)
     except Exception as error:  # without the store rule, no code of the user may run
         tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
@@ -210,7 +210,7 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     sys.argv[:] = ["taas"]
 
 
-def _hold_to_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
+def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     """Restrict writes to the project store to rank 0.
 
     Call before any thread starts and before any code of the user runs.

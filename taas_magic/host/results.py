@@ -171,7 +171,7 @@ def _load(
             received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
     except Exception as error:  # unpickling runs the user's code: anything may be raised
-        why = f"it arrived, but loading it in the notebook raised {_said(error)}"
+        why = f"it arrived, but loading it in the notebook raised {_error_text(error)}"
         received.missing |= {name: why for name in names if name != VALUE}
 
 
@@ -267,7 +267,7 @@ class ResultSender:
             try:
                 self._write(Pickled(b"", ()), ResultsHeader(missing=self._missing))
             except OSError as error:
-                self._note(f"writing into the run's folder raised {_said(error)}")
+                self._note(f"writing into the run's folder raised {_error_text(error)}")
 
     def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
         if self._failed:
@@ -316,7 +316,7 @@ class ResultSender:
             self._write(written, ResultsHeader(names=list(values), is_plain=plain is not None))
         except Exception as error:  # the disk is full, or the second pickling raised
             for name in values:
-                self._miss(name, f"writing it raised {_said(error)}")
+                self._miss(name, f"writing it raised {_error_text(error)}")
             return
         for problem in pickler.problems.values() if values.keys() != {VALUE} else ():
             self._note(problem)
@@ -331,7 +331,8 @@ class ResultSender:
             try:
                 whole, why = _gather(value, keeps), ""
             except Exception as error:  # from a collective, whose errors are of many types
-                why = f"it is sharded, and gathering it raised {_said(error)}; gather it {GATHER}"
+                raised = _error_text(error)
+                why = f"it is sharded, and gathering it raised {raised}; gather it {GATHER}"
         if keeps and why:
             self._miss(name, why)
         elif keeps:
@@ -450,6 +451,6 @@ def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exceptio
     return str(refusal(name, value, pickler.probe, error, to="notebook"))
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"

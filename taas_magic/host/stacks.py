@@ -274,7 +274,7 @@ class StackMonitor:
                 self._emit(Hang(attempt=self._attempt, ranks=[]))
         elif not self._is_said and any(self._looked_s < it <= still_s for it in self._looks_s):
             self._looked_s = still_s
-            threading.Thread(target=self._say, args=(still_s,), daemon=True).start()
+            threading.Thread(target=self._report_hang, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, StackSample]]:
         """Collect the stacks of all ranks and their children.
@@ -283,7 +283,7 @@ class StackMonitor:
         """
         with self._collecting:
             states = self._ranks.states()
-            self._ask([state for state in states if not state.ended])
+            self._request_stacks([state for state in states if not state.ended])
             cells = _cells(self._payload)
             found = [(state, self._sight(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
@@ -299,7 +299,7 @@ class StackMonitor:
             for state, sample in found
         ]
 
-    def _say(self, still_s: float) -> None:
+    def _report_hang(self, still_s: float) -> None:
         """Collect stacks and send a `Hang` event, unless a rank has made progress meanwhile.
 
         If a rank waits in a collective, the event is sent after `COLLECTIVE_S`, otherwise after
@@ -334,10 +334,10 @@ class StackMonitor:
         for state in self._ranks.states():
             state.forward_at = max(state.forward_at, self._pump.heard_at(state.rank))
         own_s = {pid: _cpu_s(pid) for pid in pids}
-        if not self._take_used(self._own_s, own_s, least_s, now):
-            self._take_used(self._all_s, _cpu_s_below(pids), least_s, now)
+        if not self._record_cpu_progress(self._own_s, own_s, least_s, now):
+            self._record_cpu_progress(self._all_s, _cpu_s_below(pids), least_s, now)
 
-    def _take_used(
+    def _record_cpu_progress(
         self, before: dict[int, float], used: dict[int, float], least_s: float, now: float
     ) -> bool:
         """Record progress for each rank that used at least `least_s` of CPU time since `before`.
@@ -356,7 +356,7 @@ class StackMonitor:
         before.update(used)
         return is_any
 
-    def _ask(self, states: Sequence[RankState]) -> None:
+    def _request_stacks(self, states: Sequence[RankState]) -> None:
         """Ask ranks for their stacks; wait until all have responded, or `ANSWER_S` have passed."""
         asked = time.monotonic()
         for state in states:

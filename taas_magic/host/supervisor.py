@@ -57,7 +57,7 @@ def main() -> int:
     lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         with host_folder() as folder:
             return _supervise(preload, folder, lease_s)
@@ -88,7 +88,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _leave(*_: object) -> None:
+def _on_sigterm(*_: object) -> None:
     """Handle the first SIGTERM: exit. A further SIGTERM cannot interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)

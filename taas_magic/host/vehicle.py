@@ -75,7 +75,7 @@ class Vehicle(WorkerPlugin):
         try:
             await self._start(worker)
         except OSError:
-            self._leave(worker, "its supervisor could not be started")
+            self._close_worker(worker, "its supervisor could not be started")
             raise
 
     async def teardown(self, worker: Worker) -> None:
@@ -118,7 +118,7 @@ class Vehicle(WorkerPlugin):
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
         """Close the vehicle when its supervisor ends, so that the batch system frees the host."""
         code = await supervisor.wait()
-        self._leave(worker, f"its agent ended with exit code {code}")
+        self._close_worker(worker, f"its agent ended with exit code {code}")
 
-    def _leave(self, worker: Worker, why: str) -> None:
+    def _close_worker(self, worker: Worker, why: str) -> None:
         worker.loop.add_callback(worker.close, reason=f"taas-vehicle: {why}")

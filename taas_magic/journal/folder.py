@@ -339,7 +339,7 @@ class Writer:
         """Queue an event for the journal; returns at once."""
         line = messages.encode(event) + b"\n"
         if isinstance(event, _BULK) and (why := self._why_full(len(line))):
-            self._say_incomplete(why)
+            self._report_incomplete(why)
             return
         self._appended_bytes += len(line)
         self._waiting.put((event, line))
@@ -361,13 +361,13 @@ class Writer:
             event, line = taken
             try:
                 if isinstance(event, _BULK) and not self._room.take(2 * len(line)):
-                    self._say_incomplete(f"{NO_ROOM} ({self.folder.events})")
+                    self._report_incomplete(f"{NO_ROOM} ({self.folder.events})")
                 else:
                     self._write(line)
                     if isinstance(event, Metrics):
                         self._write_metrics(event)
             except OSError as error:
-                self._say_incomplete(f"{reason_of(error)} ({self.folder.events})")
+                self._report_incomplete(f"{reason_of(error)} ({self.folder.events})")
             self._handled_bytes += len(line)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -393,7 +393,7 @@ class Writer:
         with open(self.folder.metrics, "ab", opener=_private) as table:
             table.write(metrics.rows(event, is_first=table.tell() == 0))
 
-    def _say_incomplete(self, why: str) -> None:
+    def _report_incomplete(self, why: str) -> None:
         if not self._is_incomplete:
             self._is_incomplete = True
             self._on_incomplete(why)

@@ -77,7 +77,7 @@ class TaasMagics(Magics):
         for call in between_cells.before_cell:
             call()
         for line in misplaced_pragma(info.raw_cell):
-            _say(line)
+            _print_line(line)
 
     def after(self, result: Any) -> None:
         """Print hints about a cell that has ended. Handles IPython's event `post_run_cell`.
@@ -86,10 +86,12 @@ class TaasMagics(Magics):
         notebook lacks because an earlier cell assigned them only on ranks.
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
-            _say(TAAS_IS_HERE)
+            _print_line(TAAS_IS_HERE)
         name = _missing_name(result.error_in_exec)
         if name in between_cells.set_in_ranks:
-            _say(f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}")
+            _print_line(
+                f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}"
+            )
 
     def variables(self) -> list[str]:
         """Return the names of the user's variables, for Tab completion."""
@@ -123,9 +125,9 @@ class TaasMagics(Magics):
         from taas_magic.notebook import launch
 
         if note := settings.pool_note(asked.pool):
-            _say(note)
+            _print_line(note)
         if asked.dry_run:
-            _say(launch.tell(asked, cell, self.shell, settings))
+            _print_line(launch.tell(asked, cell, self.shell, settings))
             return
         with _one_line("Stopped by you before the ranks started."):
             launch.execute(asked, cell, self.shell, settings)
@@ -143,7 +145,7 @@ class TaasMagics(Magics):
         if type(shown) is not str:
             display(shown)
         elif shown:
-            _say(shown)
+            _print_line(shown)
 
     def _cell(self, line: str, body: str) -> "Cell":
         from taas_magic.capture.payload import Cell, cell_number
@@ -251,7 +253,9 @@ def load(shell: "InteractiveShell") -> None:
     shell.Completer.custom_matchers.append(tab)
     _loaded[shell] = remove
     if claim_taas():
-        _say("taas: another package `taas` is imported; run `import taas` again to get taas-magic")
+        _print_line(
+            "taas: another package `taas` is imported; run `import taas` again to get taas-magic"
+        )
     if os.environ.get("TAAS_WARM") != "0":
         _warm_local(magics)
 
@@ -314,7 +318,7 @@ def _warm_local(magics: TaasMagics) -> None:
     _warm_ups[-1].start()
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
@@ -343,7 +347,7 @@ def run_command(line: str, settings: Config) -> str:
 def _status(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import runs
 
-    _take("status", words, most=0)
+    _optional_word("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
         # formatted as in the head of the run
@@ -366,7 +370,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook.logs import end_of_log, shortened
 
     given, words = _LOGS_FLAGS.parse_known_args(words)
-    run, asked = runs.find(_take("logs", words)), given.rank
+    run, asked = runs.find(_optional_word("logs", words)), given.rank
     rank = asked if asked is not None else run.failed_rank or 0
     if given.tail is None and given.grep is None:
         shown = end_of_log(run.log_path(rank))
@@ -381,7 +385,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import attach, launch, runs
 
-    run = runs.to_attach(_take("attach", words), Path.cwd())
+    run = runs.to_attach(_optional_word("attach", words), Path.cwd())
     launch.last_run = run
     attach.attach(run)
     return ""
@@ -390,7 +394,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
 def _detach(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
-    run = runs.active(_take("detach", words))
+    run = runs.active(_optional_word("detach", words))
     pools.detach(run, settings)
     return f"Run {run.run_id} goes on without its kernel: `%taas attach {run.run_id}` shows it."
 
@@ -398,7 +402,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
 def _stop(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
-    run = runs.active(_take("stop", words))
+    run = runs.active(_optional_word("stop", words))
     pools.stop(run, settings)
     return f"stopping run {run.run_id}"
 
@@ -409,7 +413,7 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.display.head import stacks_text
     from taas_magic.notebook import launch, pools, runs
 
-    run, shell = runs.active(_take("stacks", words)), get_ipython()
+    run, shell = runs.active(_optional_word("stacks", words)), get_ipython()
     labels = run.context.labels if shell is None else launch.labels_of_cells(shell)
     return stacks_text(pools.stacks(run, settings), labels)
 
@@ -418,7 +422,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
-    name = _take("pools", words[int(checks) :], most=int(checks))
+    name = _optional_word("pools", words[int(checks) :], most=int(checks))
     if checks:
         return pools.check(settings, [name] if name else [])
     found = pools.rows(settings)
@@ -460,7 +464,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
 def _warm(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    pool = settings.pool(_take("warm", words) or LOCAL)
+    pool = settings.pool(_optional_word("warm", words) or LOCAL)
     pools.warm(settings, pool.name)
     return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
 
@@ -471,7 +475,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     from taas_magic.host.variables import RankMemory
     from taas_magic.notebook import launch, sessions
 
-    _take("sessions", words, most=0)
+    _optional_word("sessions", words, most=0)
     rows = [("session", "pool", "ranks", "hosts", "memory", "GPU memory", "idle")]
     for session in sessions.live():
         assert session.plan is not None
@@ -495,7 +499,7 @@ def _vars(words: Sequence[str], settings: Config) -> str:
     from taas_magic.host.variables import Variable
     from taas_magic.notebook import launch, sessions
 
-    session = sessions.named(_take("vars", words))
+    session = sessions.named(_optional_word("vars", words))
     asked = launch.ask_ranks(session, "describe(globals())", _shell(), settings)
     rows = variable_rows([convert(each, dict[str, Variable]) for each in asked])
     return "\n".join(columns(rows)) if rows[1:] else f"session {session.name} has no variables"
@@ -505,7 +509,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import sessions
     from taas_magic.notebook.run import Interrupts
 
-    session = sessions.named(_take("end", words))
+    session = sessions.named(_optional_word("end", words))
     with Interrupts() as interrupts:
         session.end(interrupts)
     return f"Session {session.name} has ended; its ranks are gone."
@@ -514,7 +518,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
 def _restart(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import launch, sessions
 
-    name = _take("restart", words) or sessions.named(None).name
+    name = _optional_word("restart", words) or sessions.named(None).name
     session = launch.restart(name, _shell(), settings)
     assert session.plan is not None
     return f"Session {name} has {session.plan.world_size} new ranks, without variables."
@@ -531,7 +535,7 @@ def _shell() -> "InteractiveShell":
 def _down(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools
 
-    pool = settings.pool(_take("down", words) or LOCAL)
+    pool = settings.pool(_optional_word("down", words) or LOCAL)
     if pool.name == LOCAL:
         for warm_up in _warm_ups:
             warm_up.cancel()
@@ -543,7 +547,7 @@ def _report(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import runs
     from taas_magic.notebook.report import write_report
 
-    run_id = _take("report", words)
+    run_id = _optional_word("report", words)
     run = runs.find(run_id) if run_id else next(runs.newest(), None)
     name = f"taas-report-{run.run_id}.txt" if run else "taas-report.txt"
     path = write_report(settings, run.path if run else None, Path(name))
@@ -597,7 +601,7 @@ TaasMagics.run_line.__doc__ = "\n".join(
 )
 
 
-def _take(name: str, words: Sequence[str], most: int = 1) -> str | None:
+def _optional_word(name: str, words: Sequence[str], most: int = 1) -> str | None:
     """Return the word after a command, or None.
 
     Args:

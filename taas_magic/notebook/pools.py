@@ -105,7 +105,7 @@ def stop(run: Run, config: Config) -> None:
     Raises:
         PoolError: The pool's process has ended, or does not answer.
     """
-    _ask(run.context.pool_folder, run.pool, config, Halt(run.run_id, "interrupt"))
+    _send_request(run.context.pool_folder, run.pool, config, Halt(run.run_id, "interrupt"))
 
 
 def detach(run: Run, config: Config) -> None:
@@ -114,7 +114,7 @@ def detach(run: Run, config: Config) -> None:
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
     """
-    if why := _ask(run.context.pool_folder, run.pool, config, Detach(run.run_id)):
+    if why := _send_request(run.context.pool_folder, run.pool, config, Detach(run.run_id)):
         raise PoolError(f"run {run.run_id} cannot be detached: {why}")
 
 
@@ -124,15 +124,15 @@ def stacks(run: Run, config: Config) -> RunStacks:
     Raises:
         PoolError: The pool's process has ended, or does not answer.
     """
-    found = _ask(run.context.pool_folder, run.pool, config, GetStacks(run.run_id))
+    found = _send_request(run.context.pool_folder, run.pool, config, GetStacks(run.run_id))
     if data := RunFolder(run.path).plan().data:
         request = GetStacks(share_id(run.run_id))
-        of_data = _ask(run.context.data_folder, data.pool, config, request)
+        of_data = _send_request(run.context.data_folder, data.pool, config, request)
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
 
 
-def _ask(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
+def _send_request(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
     """Send a request to the process of a run's pool; never start a process.
 
     Args:

@@ -298,7 +298,7 @@ class RunFetchers:
         """
         self._listen = lambda event: None
         self._relay = threading.Thread(
-            target=self._pass_on, args=(connection,), name="taas-relay", daemon=True
+            target=self._forward_events, args=(connection,), name="taas-relay", daemon=True
         )
         self._relay.start()
 
@@ -352,7 +352,7 @@ class RunFetchers:
                 self._connection.forget(self._share_id)
                 self._connection.halt(self._share_id, "kill")
 
-    def _pass_on(self, connection: PoolConnection) -> None:
+    def _forward_events(self, connection: PoolConnection) -> None:
         # `said` may remove the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
@@ -567,7 +567,7 @@ class RunDriver:
                 checked_at = now
                 self._check(connection, view)
             if now >= leave_at and self._ended is None:
-                self._leave(connection)
+                self._stop_waiting(connection)
         connection.forget(self.run_id)
         if self._ended is None:
             if isinstance(view, View):
@@ -667,7 +667,7 @@ class RunDriver:
             self._is_silent = True
             view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
 
-    def _leave(self, connection: PoolConnection) -> None:
+    def _stop_waiting(self, connection: PoolConnection) -> None:
         """Stop waiting for an interrupted run; report the hosts whose ranks are still stopping."""
         # after a restart, the hosts may differ from those of the first attempt
         hosts = ", ".join(self.head.hosts or self.hosts)

@@ -190,7 +190,7 @@ class Session:
         spec = HostSpec(self.plan, 0, str(folder.path), origin, requires=requires, idle_s=idle_s)
 
         def launch() -> None:
-            connection.launch(spec, self._take)
+            connection.launch(spec, self._on_run_event)
             if not self._is_wanted:
                 connection.halt(self.run_id, "kill")
 
@@ -236,9 +236,9 @@ class Session:
         assert choice is not None and self.plan is not None
         if len(self._loaded) == self.plan.world_size:
             self.names.take_sent(choice)
-        self._take_changes(choice)
+        self._record_changes(choice)
 
-    def _take_changes(self, choice: VariablesToSend) -> None:
+    def _record_changes(self, choice: VariablesToSend) -> None:
         # rank 0 comes last, so that its report on a name replaces those of other ranks
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.take_changes(choice, said.assigned, said.deleted, said.plain)
@@ -282,7 +282,7 @@ class Session:
         """Wait until the session's ranks have ended; return whether they have."""
         return self._over.wait(timeout_s)
 
-    def _take(self, event: Event) -> None:
+    def _on_run_event(self, event: Event) -> None:
         """Record an event of the session's own run. Called in the Dask client's thread."""
         if isinstance(event, Note):
             self._notes.append(event.text)

@@ -292,7 +292,7 @@ class Controller(SchedulerPlugin):
         owner = asked.owner
         if first.fetches:
             return await self._fetch(owner, first)
-        tell = self._teller(owner, first.plan.run_id)
+        tell = self._event_sender(owner, first.plan.run_id)
         await self._interrupted_end(owner, tell)
         over = asyncio.Event()
         async with contextlib.AsyncExitStack() as until_end:
@@ -393,7 +393,10 @@ class Controller(SchedulerPlugin):
         fetchers = self._runs.get(asked.run_id)
         if not isinstance(fetchers, PoolFetchers) or asked.owner not in self._kernels.connected:
             return None
-        fetchers.owner, fetchers.publish = asked.owner, self._teller(asked.owner, asked.run_id)
+        fetchers.owner, fetchers.publish = (
+            asked.owner,
+            self._event_sender(asked.owner, asked.run_id),
+        )
         return fetchers.said
 
     async def _carry_out(
@@ -440,7 +443,7 @@ class Controller(SchedulerPlugin):
     async def _fetch(self, owner: str, first: HostSpec) -> Started:
         if before := self._runs.get(first.share_id):
             await before.gone()  # a `Halt` for the old fetchers would also end new ones on a host
-        fetch = PoolFetchers(first, owner, self.members, self._teller(owner, first.share_id))
+        fetch = PoolFetchers(first, owner, self.members, self._event_sender(owner, first.share_id))
 
         async def carry_out() -> None:
             await fetch.carry_out()
@@ -557,7 +560,7 @@ class Controller(SchedulerPlugin):
                 self._tasks.start(self.members.release(self._meter.is_in_use))
             await asyncio.sleep(BEAT_S)
 
-    def _teller(self, owner: str, run_id: str) -> Tell:
+    def _event_sender(self, owner: str, run_id: str) -> Tell:
         """Return a function that sends events of the run `run_id` to the kernel `owner`."""
         # The kernel also subscribes itself, but its subscription takes another path than its
         # request and may arrive later. Events in between would be lost.

@@ -184,7 +184,7 @@ class Gate(Listener):
     ) -> None:
         self._host, self._port = parse_host_port(address.removeprefix(self.prefix), 0)
         self._admit, self._handshake = admit, handshake
-        self._server = _Server(self._come, ssl_options=ssl_context)
+        self._server = _Server(self._serve_connection, ssl_options=ssl_context)
         self._unproved: dict[IOStream, None] = {}
         self.refused = 0
         """Number of connections that failed to authenticate, or whose messages broke a rule."""
@@ -211,7 +211,7 @@ class Gate(Listener):
         """The address to connect to; always the same as `listen_address`."""
         return self.listen_address
 
-    async def _come(self, stream: IOStream, address: Any) -> None:
+    async def _serve_connection(self, stream: IOStream, address: Any) -> None:
         """Authenticate a new connection, then serve it until it ends."""
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
@@ -251,10 +251,10 @@ class _Server(TCPServer):
 
     def __init__(self, come: Callable[[IOStream, Any], Awaitable[None]], **options: Any) -> None:
         super().__init__(**options)
-        self._come = come
+        self._serve_connection = come
 
     async def handle_stream(self, stream: IOStream, address: Any) -> None:
-        await self._come(stream, address)
+        await self._serve_connection(stream, address)
 
 
 HANDLERS = (

@@ -192,15 +192,15 @@ class PoolHosts(SchedulerPlugin):
         while True:
             self._runs_waiting += has_run
             try:
-                taken = await self._take(count, keep)
+                taken = await self._acquire(count, keep)
             finally:
                 self._runs_waiting -= has_run
-            await asyncio.gather(*(self._hear(member, say) for member in taken))
+            await asyncio.gather(*(self._await_response(member, say) for member in taken))
             there = [member for member in taken if self._members.get(member.address) is member]
             if len(there) == count:
                 return taken
 
-    async def _hear(self, member: PoolHost, say: Callable[[str], None] | None) -> None:
+    async def _await_response(self, member: PoolHost, say: Callable[[str], None] | None) -> None:
         """Wait until a host responds to `Greet` or is gone. Send a line to `say` if it is slow.
 
         Drops the host if it responds that no run can start there.
@@ -217,7 +217,7 @@ class PoolHosts(SchedulerPlugin):
                 )
             line = f"waits for host {member.name}, {why}"
             if say is None:
-                self._say([line])
+                self._publish_lines([line])
             else:
                 say(line)
 
@@ -229,9 +229,9 @@ class PoolHosts(SchedulerPlugin):
         finally:
             late.cancel()
             if say is None:
-                self._say([])
+                self._publish_lines([])
 
-    async def _take(self, count: int, keep: Collection[str]) -> list[PoolHost]:
+    async def _acquire(self, count: int, keep: Collection[str]) -> list[PoolHost]:
         self._takes += 1
         try:
             await self._have_joined(count)
@@ -242,7 +242,7 @@ class PoolHosts(SchedulerPlugin):
             raise PoolError(f"{joined} {within}: {about}") from None
         finally:
             self._takes -= 1
-            self._say([])
+            self._publish_lines([])
             if len(self.all()) < count:
                 self._tasks.start(self.release())
         taken = self.choose(count, keep)
@@ -397,7 +397,7 @@ class PoolHosts(SchedulerPlugin):
         while len(self.all()) < count:
             left_s = max(ASK_AGAIN_S, until - time.monotonic())
             lines = await asyncio.wait_for(self._source.bring(count), left_s)
-            self._say([*lines, *filter(None, map(slow_import, self.starting()))])
+            self._publish_lines([*lines, *filter(None, map(slow_import, self.starting()))])
             if len(self._lost_early) - lost_before >= FAILED_STARTS:
                 raise PoolError("\n".join(dict.fromkeys(self._lost_early[lost_before:])))
             if self._source.is_starting() or any(not m.name for m in self._members.values()):
@@ -407,7 +407,7 @@ class PoolHosts(SchedulerPlugin):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
-    def _say(self, lines: list[str]) -> None:
+    def _publish_lines(self, lines: list[str]) -> None:
         """Send `lines` about requested hosts to all kernels, if they differ from the last lines."""
         if lines != self.awaited:
             self.awaited = lines

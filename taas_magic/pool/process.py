@@ -271,11 +271,11 @@ def main() -> int:
     os.truncate(folder / LOG, 0)  # drop an earlier process's log; both open it to append
     engine = find_engine(words.pool)
     engine.prepare()
-    asyncio.run(_keep(engine, folder, words))
+    asyncio.run(_run_pool(engine, folder, words))
     return 0
 
 
-async def _keep(engine: Engine, folder: Path, words: PoolSettings) -> None:
+async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
     import dask
 
     from taas_magic.engines.keys import Keys

@@ -261,7 +261,7 @@ class Share(ABC):
         """Return whether a host may send `event`: it must concern the host's own processes only."""
 
     @abstractmethod
-    def _heard(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, part: HostPart, event: Event) -> None:
         """Handle an event that a host has sent."""
 
     @abstractmethod
@@ -296,7 +296,7 @@ class Share(ABC):
         part.heard_at = time.monotonic()
         event.time = time.time()  # not the host's clock, which may differ by days
         event.host = part.member.name
-        self._heard(part, event)
+        self._on_host_event(part, event)
         return True
 
     async def answer(self, address: str, asked: FileRequest[Any]) -> object:
@@ -317,7 +317,7 @@ class Share(ABC):
         part = self._part(member.address)
         if part is not None:
             self._lost(part, why)
-            self._leave(part)
+            self._record_part_ended(part)
 
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
@@ -331,7 +331,7 @@ class Share(ABC):
         self._how_halted = how
         self._halted.set()
         self._tasks.start(self._end_late(HALT_S))
-        await self._tell_all(Halt(self.run_id, how))
+        await self._send_to_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
         """Ask all hosts for the stacks of their ranks or fetchers, and return them together."""
@@ -365,7 +365,7 @@ class Share(ABC):
         """Return the addresses of the hosts that have not ended their ranks or fetchers."""
         return [address for address, part in self._parts.items() if not part.ended]
 
-    async def _take(
+    async def _acquire_hosts(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
     ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
@@ -383,7 +383,7 @@ class Share(ABC):
         until, said = time.monotonic() + patience_s, ""
         while True:
             try:
-                members = await self._take_once(count, keep)
+                members = await self._acquire_hosts_once(count, keep)
                 break
             except PoolError as error:
                 if self.is_halted or time.monotonic() >= until:
@@ -397,7 +397,7 @@ class Share(ABC):
         await self._require_fit(members)
         return members
 
-    async def _take_once(self, count: int, keep: Collection[str]) -> list[PoolHost]:
+    async def _acquire_hosts_once(self, count: int, keep: Collection[str]) -> list[PoolHost]:
         """Wait for `count` hosts.
 
         Raises:
@@ -441,11 +441,11 @@ class Share(ABC):
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._members.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
-            self._leave(part)
+            self._record_part_ended(part)
             raise
         return port
 
-    async def _tell_all(self, request: Request[None]) -> None:
+    async def _send_to_all(self, request: Request[None]) -> None:
         """Send a request to all hosts of the ranks or fetchers.
 
         Ignores errors, because `PoolHosts` notices lost hosts and calls `lose`.
@@ -453,7 +453,7 @@ class Share(ABC):
         calls = (self._members.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _leave(self, part: HostPart) -> None:
+    def _record_part_ended(self, part: HostPart) -> None:
         """Record that a host has ended its ranks or fetchers, or is gone."""
         part.ended = True
         part.member.runs.discard(self.run_id)
@@ -498,7 +498,7 @@ class PoolFetchers(Share):
 
         If one host fails, fetchers may run on others. So the caller must then call `halt`.
         """
-        chosen = (await self._take(self._data.pool_hosts))[: self._data.hosts]
+        chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
         starting = (self._start_one(part, self._spec) for part in parts)
@@ -537,13 +537,13 @@ class PoolFetchers(Share):
             return event.number in self._numbers(part)
         return isinstance(event, Note | HostEnded)
 
-    def _heard(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, part: HostPart, event: Event) -> None:
         if isinstance(event, HostEnded):
-            self._leave(part)
+            self._record_part_ended(part)
             return
-        self._say(event)
+        self._publish_event(event)
 
-    def _say(self, event: Event) -> None:
+    def _publish_event(self, event: Event) -> None:
         """Publish an event. Add start and end events to `said`."""
         if isinstance(event, FetcherStarted | FetcherEnded):
             self.said.append(event)
@@ -558,7 +558,7 @@ class PoolFetchers(Share):
         for fetcher in self._data.on(part.host_rank):
             ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
             ended.host = host
-            self._say(ended)
+            self._publish_event(ended)
 
 
 class PoolRun(Share):
@@ -597,7 +597,7 @@ class PoolRun(Share):
 
     async def start(self) -> list[str]:
         """See `Share.start`. Starts the first attempt."""
-        members = await self._take(len(self.plan.hosts))
+        members = await self._acquire_hosts(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(members)
         return [member.name for member in members]
@@ -634,12 +634,12 @@ class PoolRun(Share):
             raise PoolError(f"session {self.plan.session} has ended")
         return [part.member for part in parts]
 
-    async def _take(
+    async def _acquire_hosts(
         self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
     ) -> list[PoolHost]:
-        """See `Share._take`. A cell in a session gets the session's hosts."""
+        """See `Share._acquire_hosts`. A cell in a session gets the session's hosts."""
         if self._session is None:
-            return await super()._take(count, keep, patience_s)
+            return await super()._acquire_hosts(count, keep, patience_s)
         members = self._session.seats()
         await self._require_fit(members)
         return members
@@ -681,7 +681,7 @@ class PoolRun(Share):
                 self.publish(structs.replace(said, entry=UNSET))
                 if said.entry:
                     self._fetchers[said.number] = said.entry
-                    await self._tell_all(PlaceFetcher(self.run_id, said.number, said.entry))
+                    await self._send_to_all(PlaceFetcher(self.run_id, said.number, said.entry))
             else:
                 self.publish(said)
 
@@ -696,7 +696,7 @@ class PoolRun(Share):
     def _may_say(self, part: HostPart, event: Event) -> bool:
         return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._numbers(part))
 
-    def _heard(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, part: HostPart, event: Event) -> None:
         self.publish(event)
         if isinstance(event, Settled) and event.cause == "host":
             first = first_failure(event.failures)
@@ -706,7 +706,7 @@ class PoolRun(Share):
             self._report(part, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
-            self._leave(part)
+            self._record_part_ended(part)
 
     def _lost(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.member.name, PoolError(why))
@@ -756,7 +756,7 @@ class PoolRun(Share):
         self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
             patience_s = self._members.start_timeout_s
-            members = await self._take(len(self.plan.hosts), self._running(), patience_s)
+            members = await self._acquire_hosts(len(self.plan.hosts), self._running(), patience_s)
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))
@@ -863,7 +863,7 @@ class PoolRun(Share):
             return await self._start_one(part, spec, part.member.address in running)
         except PoolError as error:
             self._report(part, "FAILED", "host", [host_failure(part.member.name, error)])
-            self._leave(part)
+            self._record_part_ended(part)
             return 0
 
     async def _end(self) -> list[Failure]:
@@ -876,7 +876,7 @@ class PoolRun(Share):
         for part in there:
             part.report = None
         self._tasks.start(self._end_late(END_S))
-        await self._tell_all(EndRun(self.run_id))
+        await self._send_to_all(EndRun(self.run_id))
         await self.gone()
         await self._ways.aclose()
         reports = [part.report for part in there if part.report is not None]

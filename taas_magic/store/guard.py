@@ -137,19 +137,19 @@ def hold(
     writable = holes(rule.path, [*rule.shared, *usual, run_folder, str(scratch)], means)
     view = who, rule.path, writable, note
     if writes:
-        _lead(redirect.Watched(*view))
+        _redirect_calls(redirect.Watched(*view))
         return means
     used = protect(rule.path, writable, means)
     _move_temporary_folder(rule.path, used, scratch)
     _held.append(rule.path)
     if rule.writes == "refuse":
-        _lead(redirect.Refused(*view))
+        _redirect_calls(redirect.Refused(*view))
     else:
-        _lead(redirect.Discarded(*view, scratch=str(scratch)))
+        _redirect_calls(redirect.Discarded(*view, scratch=str(scratch)))
     return used
 
 
-def _lead(view: redirect.Watched) -> None:
+def _redirect_calls(view: redirect.Watched) -> None:
     """Redirect this process's file calls, in Python and in libraries, to the paths of `view`."""
     redirect.install(view)
     libraries.install(view)

@@ -79,7 +79,7 @@ def _replace_all(view: Watched, calls: list[_Call]) -> None:
         if real is None:  # this version of the library does not have it
             continue
         led: Any = _led_class(view, call, real) if inspect.isclass(real) else None
-        led, is_of_class = led or _led(view, call, real), inspect.isclass(holder)
+        led, is_of_class = led or _redirected(view, call, real), inspect.isclass(holder)
         setattr(holder, name, staticmethod(led) if is_of_class and call.position == 0 else led)
         if not is_of_class:
             _replace_where_imported(name, real, led)
@@ -96,7 +96,7 @@ def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
     """Return a subclass with a redirected constructor; None if subclassing is not allowed."""
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
-        return _led(view, call, partial(real.__new__, cls))(*args, **kw)
+        return _redirected(view, call, partial(real.__new__, cls))(*args, **kw)
 
     try:
         return type(real.__name__, (real,), {"__new__": new, "__module__": real.__module__})
@@ -104,7 +104,7 @@ def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
         return None
 
 
-def _led(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real, updated=())
     def lead(*args: Any, **kw: Any) -> Any:
         path = args[call.position] if len(args) > call.position else kw.get(call.parameter)

@@ -181,7 +181,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
     """
-    tree, there = mirror.tree, _look(mirror, {entry.path for entry in want.entries})
+    tree, there = mirror.tree, _scan_files(mirror, {entry.path for entry in want.entries})
     kinds = {entry.path: entry.is_folder for entry in want.entries}
     folders = [path for path, is_folder in kinds.items() if is_folder]
     missing = [path for path in folders if path not in there or not there[path].is_folder]
@@ -218,7 +218,7 @@ def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry
     return rest
 
 
-def _look(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
+def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     """List and hash the files of a mirror that may be useful, and remove all others.
 
     Useful are files that the new content needs, and files with a known hash, which may be copied.
@@ -256,7 +256,7 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
         try:
             for block in blocks(file):
                 arrival.write(block)
-            _settle(mirror, arrival, entry)
+            _install_file(mirror, arrival, entry)
             return True
         finally:
             arrival.discard()
@@ -277,7 +277,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
                 arrival.write(part or b"")
                 if offset + size == sought[path].size:
                     try:
-                        _settle(mirror, arrivals.pop(path), sought[path])
+                        _install_file(mirror, arrivals.pop(path), sought[path])
                     except (UnsafeError, FileNotFoundError, NotADirectoryError) as error:
                         missed[path] = error
     finally:
@@ -286,7 +286,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
     return missed
 
 
-def _settle(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
+def _install_file(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
     """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
     Raises:

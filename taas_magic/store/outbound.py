@@ -220,7 +220,7 @@ class _Sender:
         """
         for path in paths:
             try:
-                self._look(path)
+                self._queue_change(path)
             except UnsafeError as error:
                 self._refuse(path, error.why)
             asked = self._asked
@@ -280,7 +280,7 @@ class _Sender:
                 yield Piece(entry, offset, data)
                 offset += len(data)
 
-    def _look(self, path: str) -> None:
+    def _queue_change(self, path: str) -> None:
         """Queue the change at `path` for the next message.
 
         Raises:

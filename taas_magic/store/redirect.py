@@ -285,7 +285,7 @@ class Discarded(Watched):
         The call then changes or removes the empty one, and the file in the store stays as it is.
         """
         self.note(place)
-        return self.own(place) or self._stand_in(folder or os.path.isdir(place))
+        return self.own(place) or self._make_placeholder(folder or os.path.isdir(place))
 
     def source(self, place: str) -> str:
         """Return the rank's own version of `place`, or a copy of the file in the store."""
@@ -297,7 +297,7 @@ class Discarded(Watched):
     def _counterpart(self, place: str) -> str:
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
-    def _stand_in(self, folder: bool) -> str:
+    def _make_placeholder(self, folder: bool) -> str:
         """Make an empty file or folder for a call that would change or remove one in the store."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
@@ -340,22 +340,22 @@ def install(view: Watched) -> None:
     if isinstance(view, Discarded):
         for name, leads in _reading_calls(view).items():
             _replace(name, leads)
-    _replace_open(_led(open, partial(_open, view)))
-    _lead_torch_writer(view)
-    _lead_profiler(view)
-    _lead_temporary_files()
+    _replace_open(_redirected(open, partial(_open, view)))
+    _redirect_torch_writer(view)
+    _redirect_profiler(view)
+    _redirect_temporary_files()
     if isinstance(view, Refused | Discarded):
-        _lead_torch_maps(view)
+        _redirect_torch_maps(view)
     else:
         _save_atomically(view)
     if isinstance(view, Discarded):
-        _lead_torch_reader(view)
+        _redirect_torch_reader(view)
         _map_privately(view)
-        _tell_of_locks(view)
+        _warn_about_locks(view)
         # If each entry were redirected, it would fail on entries that rank 0 removes meanwhile.
         # So rmtree is redirected as a whole, and its own calls are not.
         removes = view.plain()(shutil.rmtree)
-        rmtree = _led(removes, partial(_write, view, partial(view.subject, folder=True)))
+        rmtree = _redirected(removes, partial(_write, view, partial(view.subject, folder=True)))
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
@@ -389,8 +389,8 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
 
 def _reading_calls(view: Watched) -> dict[str, _Call]:
     """Return the redirecting function for each function of `os` that reads a file system."""
-    reads = partial(_look, view)
-    reads_link = partial(_look, view, follow=False)
+    reads = partial(_call_on_existing, view)
+    reads_link = partial(_call_on_existing, view, follow=False)
     return {
         "stat": reads,
         "lstat": reads_link,
@@ -404,7 +404,7 @@ def _reading_calls(view: Watched) -> dict[str, _Call]:
     }
 
 
-def _led(real: _Call, leads: _Call) -> _Call:
+def _redirected(real: _Call, leads: _Call) -> _Call:
     """Return a wrapper of `real` that calls `leads(real, ...)` with the caller's arguments."""
 
     @functools.wraps(real)
@@ -423,7 +423,7 @@ def _replace(name: str, leads: _Call) -> None:
     real = getattr(os, name, None)
     if real is None:
         return
-    call = _led(real, leads)
+    call = _redirected(real, leads)
     call.__module__ = "os"
     for module in (os, sys.modules["posix"]):
         setattr(module, name, call)
@@ -470,7 +470,7 @@ def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
             setattr(held_by, name, staticmethod(call))
 
 
-def _lead(
+def _redirect_path(
     view: Watched,
     decide: Callable[[str], str | None],
     path: Path,
@@ -493,7 +493,7 @@ def _own_file(
     return view.ask(view.own, path, folder, follow=follow) if view.used else None
 
 
-def _call_led(
+def _call_redirected(
     real: _Call, asked: Path, led: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
     """Call `real` with `led`, the redirected path; errors name `asked`, the caller's path."""
@@ -507,7 +507,7 @@ def _call_led(
         raise
 
 
-def _look(
+def _call_on_existing(
     view: Watched,
     real: _Call,
     path: Path,
@@ -519,17 +519,17 @@ def _look(
     """Call `real` with the file in the store if it exists, else with the rank's own version."""
     first = path if view.busy or dir_fd is not None else view.asked(path)
     try:
-        return _call_led(real, path, first, dir_fd, *args, **kw)
+        return _call_redirected(real, path, first, dir_fd, *args, **kw)
     except FileNotFoundError:
         own = _own_file(view, path, dir_fd, follow=follow)
         if own is None:
             raise
-    return _call_led(real, path, own, None, *args, **kw)
+    return _call_redirected(real, path, own, None, *args, **kw)
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
     """Return the path with which to call a library's function; see `Watched.ask`."""
-    led, _ = _lead(view, decide, path, follow=True)
+    led, _ = _redirect_path(view, decide, path, follow=True)
     return led
 
 
@@ -546,8 +546,10 @@ def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, *
         return real(file, mode, *args, **kw)  # an opener calls os.open, which is redirected
     if set(mode) & set("wxa+"):
         target = partial(writable, view, keep=not set(mode) & set("wx"))
-        return _call_led(real, file, *_lead(view, target, file, follow=True), mode, *args, **kw)
-    return _look(view, real, file, mode, *args, **kw)
+        return _call_redirected(
+            real, file, *_redirect_path(view, target, file, follow=True), mode, *args, **kw
+        )
+    return _call_on_existing(view, real, file, mode, *args, **kw)
 
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -563,10 +565,10 @@ def _os_open(
     dir_fd: int | None = None,
 ) -> Any:
     if not flags & _WRITE_FLAGS:
-        return _look(view, real, path, flags, mode, dir_fd=dir_fd)
+        return _call_on_existing(view, real, path, flags, mode, dir_fd=dir_fd)
     target = partial(writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
-    led = _lead(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
-    return _call_led(real, path, *led, flags, mode)
+    led = _redirect_path(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
+    return _call_redirected(real, path, *led, flags, mode)
 
 
 def _write(
@@ -581,8 +583,8 @@ def _write(
 ) -> Any:
     """Call `real`, which changes the file or folder at one path, with the redirected path."""
     to_end = follow and kw.get("follow_symlinks", True)
-    led = _lead(view, decide, path, dir_fd, follow=to_end)
-    return _call_led(real, path, *led, *args, **kw)
+    led = _redirect_path(view, decide, path, dir_fd, follow=to_end)
+    return _call_redirected(real, path, *led, *args, **kw)
 
 
 def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
@@ -590,8 +592,8 @@ def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw:
 
     If they are on different file systems, `across` moves or copies instead.
     """
-    source, kw["src_dir_fd"] = _lead(view, view.source, src, kw.get("src_dir_fd"))
-    target, kw["dst_dir_fd"] = _lead(view, view.target, dst, kw.get("dst_dir_fd"))
+    source, kw["src_dir_fd"] = _redirect_path(view, view.source, src, kw.get("src_dir_fd"))
+    target, kw["dst_dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dst_dir_fd"))
     try:
         real(source, target, **kw)
     except OSError as error:
@@ -602,7 +604,7 @@ def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw:
 
 
 def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
-    target, kw["dir_fd"] = _lead(view, view.target, dst, kw.get("dir_fd"))
+    target, kw["dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dir_fd"))
     if target is not dst:  # the link moves to another folder, so a relative target must be resolved
         src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
     real(src, target, *args, **kw)
@@ -678,7 +680,7 @@ class _Entries(contextlib.ExitStack):
         return next(self._entries)
 
 
-def _lead_torch_writer(view: Watched) -> None:
+def _redirect_torch_writer(view: Watched) -> None:
     """Redirect torch.save's C++ writer, and add the path to its errors, which lack it."""
     import torch
 
@@ -688,7 +690,7 @@ def _lead_torch_writer(view: Watched) -> None:
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             led = file
             if isinstance(file, (str, os.PathLike)):
-                led, _ = _lead(view, partial(writable, view), file, follow=True)
+                led, _ = _redirect_path(view, partial(writable, view), file, follow=True)
             try:
                 super().__init__(led, *args, **kw)
             except RuntimeError as error:
@@ -697,7 +699,7 @@ def _lead_torch_writer(view: Watched) -> None:
     setattr(torch._C, "PyTorchFileWriter", PyTorchFileWriter)  # noqa: B010
 
 
-def _lead_torch_reader(view: Discarded) -> None:
+def _redirect_torch_reader(view: Discarded) -> None:
     """Redirect torch's C++ reader of files, so that it finds files that only the rank itself has.
 
     `torch.export.load` and `torch.package` use it.
@@ -717,19 +719,19 @@ def _lead_torch_reader(view: Discarded) -> None:
     setattr(torch._C, "PyTorchFileReader", PyTorchFileReader)  # noqa: B010
 
 
-def _lead_profiler(view: Watched) -> None:
+def _redirect_profiler(view: Watched) -> None:
     """Redirect torch.profiler's C++ trace writer, which would fail without an error."""
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
-        led, _ = _lead(view, partial(writable, view), path, follow=True)
+        led, _ = _redirect_path(view, partial(writable, view), path, follow=True)
         return real(profiled, led, *args, **kw)
 
     profile = torch.autograd.profiler.profile
-    setattr(profile, "export_chrome_trace", _led(profile.export_chrome_trace, export))  # noqa: B010
+    setattr(profile, "export_chrome_trace", _redirected(profile.export_chrome_trace, export))  # noqa: B010
 
 
-def _lead_temporary_files() -> None:
+def _redirect_temporary_files() -> None:
     """Make tempfile use the replaced `unlink`.
 
     tempfile copied `unlink` at its import, as the default value of a parameter.
@@ -750,10 +752,10 @@ def _save_atomically(view: Watched) -> None:
         write: Callable[..., None] = publish.save if is_path and view.ask(str, f) else real
         write(obj, f, *args, **kw)
 
-    torch.save = torch.serialization.save = _led(torch.save, save)
+    torch.save = torch.serialization.save = _redirected(torch.save, save)
 
 
-def _tell_of_locks(view: Discarded) -> None:
+def _warn_about_locks(view: Discarded) -> None:
     """Make `fcntl`'s locks warn if the file is the rank's own: no other rank sees that lock."""
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
@@ -768,7 +770,7 @@ def _tell_of_locks(view: Discarded) -> None:
         return real(file, operation, *args)
 
     for name in ("flock", "lockf"):
-        setattr(fcntl, name, _led(getattr(fcntl, name), lock))
+        setattr(fcntl, name, _redirected(getattr(fcntl, name), lock))
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
@@ -783,7 +785,7 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
     return isinstance(file, (str, os.PathLike)) and view.ask(theirs, file) is not None
 
 
-def _lead_torch_maps(view: Watched) -> None:
+def _redirect_torch_maps(view: Watched) -> None:
     """Redirect `torch.from_file`, with which tensordict maps all files that it reads as writable.
 
     For a `Discarded` view a file of the store is mapped privately, as in `_map_privately`.
@@ -799,10 +801,10 @@ def _lead_torch_maps(view: Watched) -> None:
         if isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
         decide = partial(writable, view, keep=True) if shared else shown
-        led, _ = _lead(view, decide, filename, follow=True)
+        led, _ = _redirect_path(view, decide, filename, follow=True)
         return real(led, shared, *args, **kw)
 
-    torch.from_file = _led(torch.from_file, from_file)
+    torch.from_file = _redirected(torch.from_file, from_file)
 
 
 def _map_privately(view: Watched) -> None:
@@ -824,5 +826,5 @@ def _map_privately(view: Watched) -> None:
             asked.arguments["mode"] = "c" if is_the_stores else "r+"
         return real(*asked.args, **asked.kwargs)
 
-    led: Any = staticmethod(_led(numpy.memmap.__new__, new))
+    led: Any = staticmethod(_redirected(numpy.memmap.__new__, new))
     setattr(numpy.memmap, "__new__", led)  # noqa: B010

@@ -233,7 +233,7 @@ class StoreServer:
             raise ValueError("too much at once")
         answers: dict[str, str] = {}
         for first in range(0, len(asked.pieces), GROUP):
-            answers |= self._take(host_rank, asked.pieces[first : first + GROUP])
+            answers |= self._write_pieces(host_rank, asked.pieces[first : first + GROUP])
         for path in asked.removed:
             answers[path] = self._try(self._remove, host_rank, path)
         return {path: why for path, why in answers.items() if why}
@@ -317,7 +317,7 @@ class StoreServer:
                 self._tree.make_folder(folder)
                 self._made.record_folder(folder)
 
-    def _take(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
+    def _write_pieces(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
         """Write pieces of files, and move the files that are complete after that to their paths.
 
         Files are forced to the disk together, because that takes hardly longer than for one file.

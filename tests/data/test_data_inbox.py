@@ -141,13 +141,13 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
         bodies.append(bytearray(encoded.body_bytes))
         encoded.copy_to(memoryview(bodies[-1]))
     response = Response(ResponseKind.BATCH, 0, 0, head_bytes=sizes[0][0], more=2)
-    client._take(link, response, memoryview(bytearray().join(bodies)))
+    client._store_response(link, response, memoryview(bytearray().join(bodies)))
     for slot in slots:
         batch = client.reply(SlotRequest(slot, True)).batch
         assert batch.tolist() == [slot] * 100
         assert batch.untyped_storage().nbytes() <= sizes[0][1]
     with pytest.raises(ProtocolError, match=r"was asked None .* and 2 more"):
-        client._take(link, response, memoryview(bytearray().join(bodies)))
+        client._store_response(link, response, memoryview(bytearray().join(bodies)))
 
 
 def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:
@@ -255,7 +255,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     body = encode.encode(7)
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
-    client._take(links[0], response, memoryview(bytearray(body.body_bytes)))
+    client._store_response(links[0], response, memoryview(bytearray(body.body_bytes)))
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
     assert sorted(links[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4

@@ -429,7 +429,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     for name in ("../outside", f"{tmp_path}/outside", "a/../../outside", "", "."):
         with pytest.raises(ProtocolError):
             delivered("inside", name).result()
-    farm._hear((0.0, {"type": "job", "job": "../outside", "node": "node-0", "lines": "x\n"}))
+    farm._on_message((0.0, {"type": "job", "job": "../outside", "node": "node-0", "lines": "x\n"}))
     assert not list(tmp_path.rglob("*side")) and not (farm.folder / "outside").exists()
     assert delivered("a/inside").result() == "the result"
     assert (tmp_path / "jobs" / "forged" / "a" / "inside").read_bytes() == b"x"

@@ -449,7 +449,7 @@ def test_a_host_that_stood_still_blames_no_rank(
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
         pump.heard_at.return_value = 0.0
-        monkeypatch.setattr(StackMonitor, "_say", lambda stand, still_s: said.set())
+        monkeypatch.setattr(StackMonitor, "_report_hang", lambda stand, still_s: said.set())
         stand = StackMonitor(spec, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
         stand.look(woke)

@@ -27,9 +27,9 @@ LISTED = {
 OWN = {
     "_storages",
     # of `Attempt` and `HostRun`, whose subclasses for sessions are in host/host_session.py
-    *("_emit", "_ending", "_files", "_look_for_ends", "_on_message", "_place", "_say_started"),
+    *("_emit", "_ending", "_files", "_poll_ends", "_on_message", "_place", "_report_started"),
     *("_spec", "_start_ranks"),
-    "_take",  # of `Share`, which its subclasses in pool/runs.py extend
+    "_acquire_hosts",  # of `Share`, which its subclasses in pool/runs.py extend
 }
 """Attributes that a class of ours has from another class of ours."""
 
