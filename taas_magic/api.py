@@ -5,6 +5,19 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from taas_magic.errors import (
+    CaptureError,
+    JobFailed,
+    PoolError,
+    RankFailed,
+    ResultError,
+    RunError,
+    RunLost,
+    RunTimeout,
+    StoreError,
+    TaasError,
+    UsageError,
+)
 from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
@@ -19,13 +32,22 @@ if TYPE_CHECKING:
     last_run: Run | None
 
 __all__ = [
+    "CaptureError",
+    "JobFailed",
+    "PoolError",
+    "RankFailed",
+    "ResultError",
     "Run",
+    "RunError",
+    "RunLost",
+    "RunTimeout",
+    "StoreError",
+    "TaasError",
+    "UsageError",
     "compare",
     "device_type",
     "farm",
     "federation",
-    "get_registered_data_loaders_names",
-    "get_worker_info",
     "is_registered",
     "last_run",
     "log",
@@ -35,8 +57,8 @@ __all__ = [
     "runs",
     "save",
     "unregister",
-    "unregistered",
 ]
+"""What `taas.<Tab>` offers. The names of the old client are left out, but can be imported."""
 
 unregistered = unregister
 """Alias of `unregister`, for code written for DataSphere's old package `taas`."""
@@ -128,3 +150,8 @@ def __getattr__(name: str) -> Any:
 
         return save
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    """Return the names that Tab completion offers."""
+    return __all__

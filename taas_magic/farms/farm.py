@@ -58,6 +58,7 @@ from taas_magic.host.system import spawn_command
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import cleaned
 from taas_magic.notebook import launch, pools
+from taas_magic.notebook.options import refuse_shared_names
 from taas_magic.plan import new_run_id
 from taas_magic.pool.client import disconnect
 from taas_magic.shared_files import lock
@@ -89,7 +90,7 @@ _naming = threading.Lock()
 
 
 class Job(JobState):
-    """A call of a function in a farm.
+    """A call of a function in a farm, with the methods of a `concurrent.futures.Future`.
 
     Attributes:
         args: Positional arguments of the call.
@@ -113,11 +114,11 @@ class Job(JobState):
         """Return whether the job has ended: returned, failed or cancelled."""
         return self.outcome.done()
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Any:
         """Wait for the job and return the function's result. An interrupt cancels the job.
 
         Args:
-            timeout_s: Seconds to wait; default is no limit.
+            timeout: Seconds to wait; default is no limit.
 
         Raises:
             JobFailed: The job raised, died or was cancelled. The message has the job's traceback,
@@ -126,16 +127,16 @@ class Job(JobState):
             TimeoutError: The job has not ended in that time.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        error = self.exception(timeout_s)
+        error = self.exception(timeout)
         if error is not None:
             raise error
         return self.outcome.result()
 
-    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the job and return the exception that `result` would raise.
 
         Args:
-            timeout_s: Seconds to wait; default is no limit.
+            timeout: Seconds to wait; default is no limit.
 
         Returns:
             The exception, or None if the function returned.
@@ -146,16 +147,37 @@ class Job(JobState):
         """
         with self._farm.cancelling([self]):
             try:
-                return self.outcome.exception(timeout_s)
+                return self.outcome.exception(timeout)
             except concurrent.futures.TimeoutError:
-                late = f"job {self.name} has not ended after {timeout_s} s"
+                late = f"job {self.name} has not ended after {timeout} s"
                 raise TimeoutError(late) from None
 
-    def cancel(self) -> None:
-        """Cancel the job, unless it has ended. A running job is interrupted, then killed."""
+    def running(self) -> bool:
+        """Return whether a node runs the job now."""
+        return self.state == "running"
+
+    def cancelled(self) -> bool:
+        """Return whether the job was cancelled."""
+        return self.state == "cancelled"
+
+    def add_done_callback(self, function: Callable[["Job"], object]) -> None:
+        """Call a function with this job when the job has ended; now, if it has.
+
+        The call is made in the thread that ends the job. An exception of the function is logged.
+        """
+        self.outcome.add_done_callback(lambda outcome: function(self))
+
+    def cancel(self) -> bool:
+        """Cancel the job, unless it has ended. A running job is interrupted, then killed.
+
+        Returns:
+            Whether the job was cancelled: False if it had ended before.
+        """
+        had_ended = self.done()
         self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
         if (future := self._farm._forget(self.name)) is not None:
             future.cancel()
+        return not had_ended
 
     def end(self, error: BaseException | None, result: Any = None) -> None:
         """Set the outcome of the job, unless it already has one; the table then refreshes."""
@@ -227,6 +249,7 @@ class Farm:
         Raises:
             CaptureError: An object cannot be pickled; the message has the path to it.
             PoolError: The farm is closed, or its process has ended.
+            UsageError: `retries` or `fresh` was given, and the function has such a parameter, too.
         """
         return self._submit([(args, kwargs)], function, retries, fresh)[0]
 
@@ -353,6 +376,8 @@ class Farm:
             raise PoolError(f"{self.name} takes no jobs: {self._why_over}; make another farm")
         if not calls:
             return []
+        given = {"retries": retries, "fresh": fresh}
+        refuse_shared_names("a farm's job", function, [name for name in given if given[name]])
         packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
         functions: dict[Any, tuple[str, bytes, str]] = {}
         for call in packed:

@@ -6,7 +6,6 @@ ranks as functions of a notebook do.
 """
 
 import functools
-import inspect
 import itertools
 import shlex
 import sys
@@ -23,6 +22,7 @@ from taas_magic.config import Config, load_config
 from taas_magic.errors import RunError, UsageError
 from taas_magic.host.spec import RETURNED
 from taas_magic.notebook import flags, launch
+from taas_magic.notebook.options import name_of, refuse_shared_names
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
@@ -104,11 +104,7 @@ def run(
     given = {option: value for option, value in options.items() if value is not None}
     also = {"out": out, "env": env, "gather": gather or None}
     names = {*given, *(option for option, value in also.items() if value is not None)}
-    if clash := sorted(names & _free_parameters(function)):
-        raise UsageError(
-            f"{_name_of(function)} has a parameter `{clash[0]}`, which is an option of taas.run, "
-            f"too. Give the function its value first: functools.partial(function, {clash[0]}=...)"
-        )
+    refuse_shared_names("taas.run", function, names)
     shell, settings = _shell(), load_config(Path.cwd())
     words = [word for option, value in given.items() for word in _flag(option, str(value))]
     words += [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
@@ -116,7 +112,7 @@ def run(
     words += ["--out", ",".join([*wanted, f"{RETURNED}@all" if gather else RETURNED])]
     asked = flags.parse(shlex.join(words), settings)
     call = f"{_CALL}_{next(_numbers)}"
-    text = f"taas.run({_name_of(function)}, ...)"
+    text = f"taas.run({name_of(function)}, ...)"
     cell = Cell(f"{RETURNED} = {call}()", f"<{text}>", text, title=text)
     variables = shell.user_ns
     variables[call] = functools.partial(function, *args, **kwargs)
@@ -165,20 +161,6 @@ def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config
 def _flag(option: str, value: str) -> tuple[str, str]:
     """Return the two words of a `%%taas` line that set an option."""
     return f"--{option.replace('_', '-')}", value
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for messages."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _free_parameters(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters, without those that a partial has set."""
-    try:
-        names = set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function written in C may have no signature
-        return set()
-    return names - set(getattr(function, "keywords", ()))
 
 
 def _shell() -> InteractiveShell:

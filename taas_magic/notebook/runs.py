@@ -260,27 +260,27 @@ class Run:
             raise UsageError(f"run {self.run_id} has ranks 0 to {most - 1}; got {rank}")
         return path
 
-    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait until the run has ended; return the variables of `--out`, or raise its error.
 
         An interrupt ends the wait, not the run.
 
         Args:
-            timeout_s: Seconds to wait. None waits until the end.
+            timeout: Seconds to wait. None waits until the end.
 
         Raises:
-            TimeoutError: The run is still active after `timeout_s`.
+            TimeoutError: The run is still active after `timeout`.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank.
             RunLost: The hosts, or the process that owned the run, are gone.
             StoreError: The project store could not be copied to a host.
             KeyboardInterrupt: The user interrupted the wait, or the run was stopped.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while self.is_active:
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"run {self.run_id} goes on after {timeout_s:g} s")
+                    raise TimeoutError(f"run {self.run_id} goes on after {timeout:g} s")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             raise interrupted(goes_on(self.run_id)) from None

@@ -1,6 +1,8 @@
 """A farm of jobs, as a user has it: cells of a notebook, a pool of three hosts of this machine."""
 
+import functools
 import os
+import queue
 import signal
 import sys
 import threading
@@ -526,6 +528,29 @@ farm.on_solution(chain)
     assert farm.submit(train, 1).result().value == 3
     until(lambda: chained)
     assert farm.submit(train, 3).result().value == 9 and chained == [6]
+
+
+def test_a_job_is_like_a_future(farm: Farm, names: dict[str, Any]) -> None:
+    job = farm.submit(names["train"], 2)
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+    job.add_done_callback(ended.put)
+    assert ended.get(timeout=100) is job
+    assert job.done() and not job.running() and not job.cancelled()
+    assert job.result(timeout=0).value == 6 and job.exception(timeout=0) is None
+    assert not job.cancel() and not job.cancelled()
+    waiting = farm.submit(time.sleep, 1000)
+    with pytest.raises(TimeoutError, match="has not ended after 0 s"):
+        waiting.result(timeout=0)
+    assert waiting.cancel() and waiting.cancelled() and not waiting.cancel()
+
+
+def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm: Farm) -> None:
+    def fetch(url: str, retries: int = 1) -> tuple[str, int]:
+        return url, retries
+
+    with pytest.raises(UsageError, match=r"fetch has a parameter `retries`.*functools.partial"):
+        farm.submit(fetch, "u", retries=2)
+    assert farm.submit(functools.partial(fetch, retries=5), "u", retries=2).result() == ("u", 5)
 
 
 def test_threads_submit_functions_without_a_name(planted: Notebook, names: dict[str, Any]) -> None:
