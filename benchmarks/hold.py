@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from taas_magic.store import guard
-from taas_magic.store.guard import StoreProtection, hold
+from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.rule import StoreRule
 
 RANKS = 15
@@ -59,7 +59,7 @@ def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
     store.mkdir()
     os.chdir(store)
     began = time.perf_counter()
-    used = hold(
+    used = apply_rule(
         StoreRule(str(store)),
         f"rank {rank}",
         writes=rank == 0,

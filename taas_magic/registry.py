@@ -326,7 +326,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
     pickler = ValuePickler(to="fetchers")
-    pickler.take(name, parts)
+    pickler.pickle_variable(name, parts)
     return pickler.pickled().data
 
 
@@ -476,7 +476,7 @@ def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the dataset has random generators of its own, which are not seeded for each batch."""
     from torch.utils.data import IterableDataset
 
-    from taas_magic.data.dataset import as_data_loader, goes_on
+    from taas_magic.data.dataset import as_data_loader, keeps_dataset
     from taas_magic.data.generators import own_generators
 
     name = _registered[id(loader)].name or "loader"
@@ -491,7 +491,7 @@ def _warn_of_own_generators(loader: Any) -> None:
             "torch, numpy.random or random, which are, or seed it in __getitem__",
             stacklevel=3,
         )
-    elif goes_on(loader) and not _has(loader.dataset, "set_epoch"):
+    elif keeps_dataset(loader) and not _has(loader.dataset, "set_epoch"):
         warnings.warn(
             f"{kept}. Every epoch begins with the dataset as it was registered, so that all are "
             "alike: give it a method set_epoch(epoch) that seeds it",

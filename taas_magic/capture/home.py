@@ -77,7 +77,7 @@ class HomePickler(ValuePickler):
         self.problems: dict[str, str] = {}
         self._met: set[str] = set()
 
-    def bring(self, values: Mapping[str, Any]) -> None:
+    def add_results(self, values: Mapping[str, Any]) -> None:
         """Add results by name, after all variables of the cell that they use.
 
         The order matters: code that runs while a result is loaded (`__setstate__`, `__hash__`)

@@ -86,7 +86,7 @@ class RankNames:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        Call `take_sent` after the ranks have received them.
+        Call `record_sent` after the ranks have received them.
 
         Args:
             used: Names that the cell uses.
@@ -139,7 +139,7 @@ class RankNames:
         choice.notes = self._notes(choice, kept, namespace, forced)
         return choice
 
-    def take_sent(self, choice: VariablesToSend) -> None:
+    def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have the values of a choice."""
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
@@ -149,7 +149,7 @@ class RankNames:
             self._sent[name] = sent
             self.owned.pop(name, None)
 
-    def take_changes(
+    def record_changes(
         self,
         choice: VariablesToSend,
         assigned: Iterable[str],
@@ -173,7 +173,7 @@ class RankNames:
             self._brought.pop(name, None)
             self._reads[name] = choice.reads.get(name, frozenset())
 
-    def take_brought(self, values: Mapping[str, Any]) -> None:
+    def record_returned(self, values: Mapping[str, Any]) -> None:
         """Record that the notebook received the ranks' values of these names (`--out`)."""
         self._brought |= {name: id(value) for name, value in values.items()}
 
@@ -227,7 +227,7 @@ def _pickle_value(name: str, namespace: dict[str, Any], to: Destination) -> tupl
     """
     pickler = ValuePickler(namespace, to)
     pickler.coming[name] = namespace[name]
-    pickler.take(name, namespace[name])
+    pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]
     digest = _digest_of(pickler.pickled(), loaders)
     return Sent(digest, frozenset(pickler.shared_ids())), list(pickler.needs)

@@ -92,7 +92,7 @@ class _Gathering:
         self.only: Collection[str] | None = None
         """Names of the only variables that are pickled; None for no restriction."""
 
-    def take(self, names: Mapping[str, str]) -> None:
+    def pickle_variables(self, names: Mapping[str, str]) -> None:
         """Pickle variables, given as name -> reason, that were not pickled before."""
         for name, why in names.items():
             if name in self._met or not self._travels(name):
@@ -120,14 +120,16 @@ class _Gathering:
         """
         value = self._namespace[name]
         if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
-            self.take(dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name)))
+            self.pickle_variables(
+                dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name))
+            )
         with self.pickler.undoing() as undo:
             size_bytes, needs = self._pickle(name, value, why)
             missing = [need for need in needs if need not in self._met and self._travels(need)]
             if missing:
                 undo()
         if missing:
-            self.take(dict.fromkeys(missing, why_used_by(name)))
+            self.pickle_variables(dict.fromkeys(missing, why_used_by(name)))
             size_bytes, _ = self._pickle(name, value, why)
         self.captured.append(Captured(name, size_bytes, why, type_name(value)))
         if isinstance(value, ModuleType):
@@ -135,7 +137,7 @@ class _Gathering:
 
     def _pickle(self, name: str, value: Any, why: str) -> tuple[int, list[str]]:
         self.pickler.needs.clear()
-        size_bytes = self.pickler.take(name, value, note="" if why == THE_CELL else why)
+        size_bytes = self.pickler.pickle_variable(name, value, note="" if why == THE_CELL else why)
         return size_bytes, list(self.pickler.needs)
 
     def _travels(self, name: str) -> bool:
@@ -374,7 +376,7 @@ def capture(
         )
         gathering.only, state, why = choice.why, choice.state, choice.why
     pickler.add(state)
-    gathering.take(why)
+    gathering.pickle_variables(why)
     modules = collect([*used.imports, *pickler.modules], project)
     found = {name: source_of(name) for name in sorted(pickler.filenames)}
     sources = {name: source for name, source in found.items() if source is not None}

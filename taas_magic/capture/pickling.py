@@ -188,7 +188,7 @@ def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None)
         CaptureError: An object in the value cannot travel; the message has the path to it.
     """
     pickler = ValuePickler(namespace)
-    pickler.take(name, obj)
+    pickler.pickle_variable(name, obj)
     return pickler.pickled()
 
 
@@ -279,7 +279,7 @@ class ValuePickler(cloudpickle.Pickler):
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
 
-    def take(self, name: str, value: Any, note: str = "") -> int:
+    def pickle_variable(self, name: str, value: Any, note: str = "") -> int:
         """Pickle the value of a variable; return the number of bytes that it adds.
 
         Args:

@@ -142,7 +142,7 @@ class Route:
         self._links.add(link)
         return link
 
-    def take(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
+    def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
         """Return the connections and receive memory of a finished pass for reuse.
 
         If no finished pass has left any, return no connections and new memory.
@@ -301,7 +301,7 @@ class Client:
 
     def __init__(self, route: Route, keep_bytes: int, timeout_s: float = 0.0) -> None:
         self._route, self._timeout_s, self.is_left = route, timeout_s, False
-        self._links, self._blocks = route.take(keep_bytes)
+        self._links, self._blocks = route.acquire(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
         self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
@@ -352,14 +352,14 @@ class Client:
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
 
-    def ask(self, asks: Sequence[SlotRequest]) -> None:
+    def send_requests(self, asks: Sequence[SlotRequest]) -> None:
         """Send requests without waiting for the responses."""
         for ask in asks:
             self._send_later(self._request(ask))
         self._flush()
 
     def reply(self, ask: SlotRequest) -> Delivered:
-        """Return the response to a request; send the request now if `ask` did not.
+        """Return the response to a request; send the request now if `send_requests` did not.
 
         Raises:
             RunLost: No fetcher responds, or no worker can prepare the batch.

@@ -123,7 +123,7 @@ class FetcherLink:
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages with their bodies, and report released spans of shared memory."""
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
-        if gone := self.lent.gone():
+        if gone := self.lent.pop_released():
             parts.insert(0, protocol.pack(protocol.Free(gone)))
         if self._is_tls:
             self._socket.settimeout(None)
@@ -175,7 +175,7 @@ class FetcherLink:
             if isinstance(message, Response) and (shared := message.shared) is not None:
                 if shared.is_new:
                     self.lent.add(shared.place.arena, self._inbox.descriptor())
-                body = self.lent.look(shared.place, shared.size)
+                body = self.lent.map_span(shared.place, shared.size)
             if not self._cancelled:
                 yield message, body
             elif isinstance(message, protocol.Cancelled):
@@ -259,7 +259,7 @@ class Inbox:
         """Return the next message and its body if both are in the chunk completely; else None."""
         now = self._now
         if now is None:
-            now = self._now = self._state.hear(self._chunk[self._start : self._end])
+            now = self._now = self._state.decode(self._chunk[self._start : self._end])
             if now is None:
                 return None
             self._start += now.header_bytes
@@ -288,7 +288,7 @@ class Inbox:
         """Receive the rest of a large body whose beginning is in the chunk; return the message."""
         self._now = None
         message, _, size = now
-        body, begun = blocks.take(size), self._end - self._start
+        body, begun = blocks.allocate(size), self._end - self._start
         body[:begun] = self._chunk[self._start : self._end]
         self._start = self._end
         is_summed, total = message.body_sum is not None, 0
@@ -318,7 +318,7 @@ class Inbox:
             # Start a new chunk; the old one lives as long as its bodies are in use.
             rest = bytes(self._chunk[self._start : self._end])
             self._chunk = memoryview(b"")
-            self._chunk = blocks.take(_CHUNK_BYTES)
+            self._chunk = blocks.allocate(_CHUNK_BYTES)
             self._chunk[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         if self._is_tls and now:

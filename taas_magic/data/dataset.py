@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data.generators import own_generators
-from taas_magic.data.order import Epoch, Order, dump_beside, load_beside, seed_all, tell_epoch
+from taas_magic.data.order import Epoch, Order, call_set_epoch, dump_beside, load_beside, seed_all
 from taas_magic.data.protocol import Opened
 from taas_magic.data.sharding import seed_of
 
@@ -187,7 +187,7 @@ class Source:
             order = self._guarded(self._enter, epoch)
             return Opened(order.batches, None, order.digest, generator=self._generator)
         counter = ""
-        if goes_on(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
+        if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
             # With a local loader the dataset would count its epochs; here each epoch starts with a
             # fresh copy, so that the counter does not advance.
             counters = (cursor.counter for cursor in self._cursors.values())
@@ -270,7 +270,7 @@ class Source:
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
         if epoch != self._entered:
-            tell_epoch(self.loader.dataset, epoch, "dataset")
+            call_set_epoch(self.loader.dataset, epoch, "dataset")
             self._entered = epoch
         return self._order.epoch(epoch)
 
@@ -359,7 +359,7 @@ class Source:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return an iterator over a stream with a fresh dataset, at or before `item`."""
         loader: Any = _with_own_memory(pickle.loads(self._payload))
-        tell_epoch(loader.dataset, epoch, "dataset")
+        call_set_epoch(loader.dataset, epoch, "dataset")
         seed = seed_of(self._seed, epoch)
         info = self._start_worker(loader, stream, seed) if loader.num_workers else None
         seed_all(seed + stream)
@@ -386,7 +386,7 @@ class Source:
         return info
 
 
-def goes_on(loader: Any) -> bool:
+def keeps_dataset(loader: Any) -> bool:
     """Return whether a local DataLoader would iterate the same dataset object in every epoch."""
     return not loader.num_workers or bool(loader.persistent_workers)
 
@@ -459,7 +459,7 @@ class Cursor:
         if self._samples is None:
             self._samples = iter(self.loader.dataset)
         else:
-            self.snapshots.pass_by(self.loader.dataset, at)
+            self.snapshots.save_if_due(self.loader.dataset, at)
         return self.loader.collate_fn(self._gather(self._samples))
 
     def _counted(self) -> str:
@@ -504,7 +504,7 @@ class Snapshots:
         self._states: dict[int, bytes] = {}
         self._every = _SNAPSHOT_EVERY
 
-    def pass_by(self, dataset: Any, item: int) -> None:
+    def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
         Args:

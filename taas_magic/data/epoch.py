@@ -321,7 +321,7 @@ class EpochIterator(Iterator[Any]):
                 self._steps = self._thread = ReceiveThread(self._steps, self._client, self._pins)
             received = _pinned(received) if self._pins else received
         if self._line >= 0 and loader.feed.ledger is not None:
-            loader.feed.ledger.hand(self._line)
+            loader.feed.ledger.count_batch(self._line)
         self.after = after
         counts.spent += row_units
         counts.batches += 1
@@ -395,7 +395,7 @@ class EpochRequests:
                 self._request_ahead(step)
             ask = self._unlearnt.popleft()
             learnt = self._client.reply(ask)
-            self._schedule.learn(ask.slot, learnt.units)
+            self._schedule.record_units(ask.slot, learnt.units)
             if learnt.order:
                 self._compare(ask.slot, learnt.order)
             if ask.mine and learnt.units != VOID:
@@ -406,7 +406,7 @@ class EpochRequests:
         if received.units == VOID:
             raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
         if self._learns_late:
-            self._schedule.learn(slot, received.units)
+            self._schedule.record_units(slot, received.units)
         if received.size > self._largest_bytes:
             self._largest_bytes = received.size
         return received
@@ -420,7 +420,7 @@ class EpochRequests:
         if self._largest_bytes:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
         asks = list(self._schedule.asks(step + ahead))
-        self._client.ask(asks)
+        self._client.send_requests(asks)
         if self._scouts:
             self._unlearnt += asks
         self._ask_again_at = step + max(1, ahead // 4)

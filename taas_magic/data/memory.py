@@ -44,7 +44,7 @@ class Spans:
         self._used: dict[int, int] = {}
         self._holes: list[tuple[int, int]] = []
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Allocate a span of `size` bytes; return its aligned start."""
         size = aligned(max(size, 1))
         for at, (start, end) in enumerate(self._holes):
@@ -117,13 +117,13 @@ class Arena(Mapping):
         self._spans, self._size = Spans(), min(_FIRST_BYTES, self._most)
         os.ftruncate(descriptor, self._size)
 
-    def take(self, size: int) -> tuple[int, memoryview]:
+    def allocate(self, size: int) -> tuple[int, memoryview]:
         """Allocate a span of `size` bytes; return its offset and its memory.
 
         Raises:
             OSError: The arena would exceed the largest file size of this process.
         """
-        offset = self._spans.take(size)
+        offset = self._spans.allocate(size)
         if self._spans.end > self._most:
             needed_mb, most_mb = self._spans.end / 1e6, self._most / 1e6
             self._spans.give_back(offset)
@@ -146,8 +146,8 @@ class Arena(Mapping):
 class Lent:
     """A rank's record of the batches (spans) that it reads in a fetcher's shared memory.
 
-    A span is in use as long as the rank has a tensor in it. Afterwards `gone` returns the span, so
-    that the rank can tell the fetcher to reuse the memory.
+    A span is in use as long as the rank has a tensor in it. Afterwards `pop_released` returns the
+    span, so that the rank can tell the fetcher to reuse the memory.
 
     Args:
         on_unused: Called once, when `close` was called and no span is in use.
@@ -169,7 +169,7 @@ class Lent:
         """
         self._arenas[arena] = Mapping(descriptor)
 
-    def look(self, place: SharedPlace, size: int) -> memoryview:
+    def map_span(self, place: SharedPlace, size: int) -> memoryview:
         """Return the memory of a batch; its span is in use until the last view of it is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
@@ -177,7 +177,7 @@ class Lent:
         self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
         return memoryview(owner).cast("B")
 
-    def gone(self) -> list[SharedPlace]:
+    def pop_released(self) -> list[SharedPlace]:
         """Return the spans that are no longer in use and that no earlier call has returned."""
         places: list[SharedPlace] = []
         while self._gone:
@@ -227,7 +227,7 @@ class Blocks:
         self._keep_bytes = keep_bytes
         self._blocks: list[mmap.mmap] = []
 
-    def take(self, size: int) -> memoryview:
+    def allocate(self, size: int) -> memoryview:
         """Return `size` bytes of writable memory that is not in use; reuse a block if possible."""
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:

@@ -117,7 +117,7 @@ class Order:
     def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
         """Save the state of sampler and generator after an epoch, as the start of the next one."""
         if not self._forgets():
-            tell_epoch(sampler, 0, "sampler")
+            call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
@@ -128,7 +128,7 @@ class Order:
         """
         start = self._starts[0] if self._forgets() else self._starts[number]
         sampler, generator = load_beside(start, self._dataset)
-        tell_epoch(sampler, number, "sampler")
+        call_set_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
         # Draw random numbers in the order of a local DataLoader: the sampler's iterator, the base
         # seed, the indices. With workers, DataLoader makes the sampler's iterator a second time.
@@ -148,7 +148,7 @@ def _has_length(sampler: Any) -> bool:
     return True
 
 
-def tell_epoch(value: object, epoch: int, inner: str) -> None:
+def call_set_epoch(value: object, epoch: int, inner: str) -> None:
     """Call `set_epoch` of a sampler or dataset and of the objects that it wraps, if they have it.
 
     Args:

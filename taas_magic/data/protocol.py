@@ -317,7 +317,7 @@ class ProtocolState:
         self._role = role
         self._now, *self._later = _STATES[role]
 
-    def hear(self, data: memoryview) -> ReceivedFrame | None:
+    def decode(self, data: memoryview) -> ReceivedFrame | None:
         """Decode the message whose header is at the start of `data`.
 
         Returns:
@@ -406,7 +406,7 @@ class Assembler:
         while True:
             if self._heard is None:
                 with memoryview(self._bytes) as view:
-                    self._heard = self._state.hear(view)
+                    self._heard = self._state.decode(view)
                 if self._heard is None:
                     return
                 del self._bytes[: self._heard.header_bytes]

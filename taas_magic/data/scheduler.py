@@ -152,7 +152,7 @@ class Prepared:
         """
         return self._holders > 1
 
-    def hold(self) -> None:
+    def add_holder(self) -> None:
         """Add a holder."""
         self._holders += 1
 
@@ -342,7 +342,7 @@ class Buffer:
         """Whether a rank's request is queued, because no worker has begun to prepare it."""
         return bool(self._queues)
 
-    def want(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
+    def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
 
         Args:
@@ -373,7 +373,7 @@ class Buffer:
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
             self._remove_waiter(who, request)
 
-    def take(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
+    def pop_ready(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
         """Return the response that `who` sends next, if it is ready.
 
         Returns:
@@ -384,7 +384,7 @@ class Buffer:
             self._record_next_response(who, request)
             return None
         prepared = entry.prepared
-        prepared.hold()
+        prepared.add_holder()
         self._remove_waiter(who, request)
         if not entry.waiting:
             self._remove(request)
@@ -502,7 +502,7 @@ class Buffer:
         Such a request is prepared even if the buffer is full. If its response was dropped, the
         request is queued again.
         """
-        self.want(who, request)
+        self.add_request(who, request)
         self._due[who] = request
 
     def _next_request_for(
@@ -683,10 +683,10 @@ class Scheduler:
                 if self._streams is not None and request.kind is RequestKind.GET:
                     item, stream = divmod(request.slot, self._streams)
                     self._advance(stream, request.epoch, item + 1)
-                one.tell(next(self._numbers), request, to_disk)
+                one.queue_command(next(self._numbers), request, to_disk)
             one.send(self.buffer.oldest_epoch)
 
-    def look(self) -> None:
+    def check_parent(self) -> None:
         """Check whether the workers' parent process has been stopped (SIGSTOP).
 
         If it has been stopped for `STOPPED_S`, kill it. The fetcher then fails with an error, and
@@ -785,7 +785,7 @@ class Scheduler:
         if one.is_gone:
             return  # its parent has reported the end in the same step
         try:
-            for reply in one.hear():
+            for reply in one.receive_replies():
                 self._store_reply(one, one.told.pop(reply.number), reply)
         except EOFError:
             # The parent's message, which says how the worker ended, is still to come.

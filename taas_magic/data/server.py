@@ -155,11 +155,11 @@ class RankConnection:
             prepared: Response to release after the bytes are sent; None for nothing.
             descriptor: File descriptor to send with the bytes; -1 for none.
         """
-        self.lay()
+        self.queue_alike()
         self.out.append((part, prepared, descriptor))
         self.out_bytes += len(part)
 
-    def say(self, message: protocol.FromServer) -> None:
+    def queue_message(self, message: protocol.FromServer) -> None:
         """Queue a message that has no body."""
         self.add(protocol.pack(message))
 
@@ -245,13 +245,13 @@ class RankConnection:
             return
         is_alike = form == self._form and reply.body_bytes == self._alike[0].reply.body_bytes
         if not is_alike or len(self._alike) == _MOST_ALIKE:
-            self.lay()
+            self.queue_alike()
             self._form, self._slot = form, request.slot
         self._alike.append(prepared)
         if not is_batch or reply.body_bytes > _COPIED_BYTES:
-            self.lay()
+            self.queue_alike()
 
-    def lay(self) -> None:
+    def queue_alike(self) -> None:
         """Queue the responses that wait in `_alike`, with one common header."""
         if self._form is None:
             return
@@ -481,7 +481,7 @@ class Server:
 
     def _challenge(self, connection: RankConnection) -> None:
         """Send the first message of the handshake, which the peer must answer with a `Proof`."""
-        connection.say(protocol.Challenge(connection.nonce))
+        connection.queue_message(protocol.Challenge(connection.nonce))
         self._dirty[connection] = None
 
     def _guarded(
@@ -557,17 +557,17 @@ class Server:
             # Responses that are already queued are still sent; the rank skips them.
             connection.asked.clear()
             loader.buffer.forget(connection)
-            connection.say(protocol.Cancelled())
+            connection.queue_message(protocol.Cancelled())
             return
         if not connection.asked:
             connection.said = time.monotonic()
-        want, kind = loader.buffer.want, message.kind
+        add_request, kind = loader.buffer.add_request, message.kind
         if only_count := kind is RequestKind.PEEK:
             kind = RequestKind.GET
         for slot in message.slots:
             request = LoaderRequest(kind, message.epoch, slot, detail)
             connection.asked.append((request, only_count))
-            want(connection, request, only_count)
+            add_request(connection, request, only_count)
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
         """Accept a peer that knows the run's key and requests a loader of this server.
@@ -586,11 +586,13 @@ class Server:
             if _files_left(connection) < _SPARE_FILES and not self._make_room_for_one():
                 why = self._reason_when_full()
         if why:
-            connection.say(protocol.Rejected(why))
+            connection.queue_message(protocol.Rejected(why))
             connection.send()
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]
-        connection.say(protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place)))
+        connection.queue_message(
+            protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place))
+        )
 
     def _reason_when_full(self) -> str:
         """Return the reason for rejecting a rank when the process has too many open files.
@@ -616,7 +618,7 @@ class Server:
             while connection.asked and connection.out_bytes < _OUT_BYTES:
                 if not self._gather(connection):
                     break
-            connection.lay()
+            connection.queue_alike()
             if not connection.out:
                 break
             if not self._flush(connection):
@@ -652,9 +654,9 @@ class Server:
                 return False
             kind = ResponseKind.VOID if units == VOID else ResponseKind.PEEKED
             order = loader.buffer.order(request)
-            connection.say(Response(kind, request.epoch, request.slot, units, order))
+            connection.queue_message(Response(kind, request.epoch, request.slot, units, order))
         else:
-            prepared = loader.buffer.take(connection, request)
+            prepared = loader.buffer.pop_ready(connection, request)
             if prepared is None:
                 return False
             if prepared.reply.kind is ResponseKind.BATCH:
@@ -670,7 +672,7 @@ class Server:
         in time, and send `Alive` messages to ranks that wait for a response.
         """
         for loader in self._loaders.values():
-            loader.look()
+            loader.check_parent()
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break
@@ -678,7 +680,7 @@ class Server:
         for connection in list(self._connections):
             waits = connection.asked and not connection.out
             if waits and now - connection.said >= ALIVE_S:
-                connection.say(protocol.Alive())
+                connection.queue_message(protocol.Alive())
                 self._guarded(connection, self._flush)
                 connection.said = now
 

@@ -272,7 +272,7 @@ class BatchLedger:
         self._lines += 1
         return self._lines - 1
 
-    def hand(self, line: int) -> None:
+    def count_batch(self, line: int) -> None:
         """Add one batch to the count of a pass; `line` is the result of `begin`."""
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)

@@ -202,7 +202,7 @@ class EpochSchedule:
             yield SlotRequest((self._asked * self._world_size + self._rank) % self._batches, True)
             self._asked += 1
 
-    def learn(self, slot: int, units: int) -> None:
+    def record_units(self, slot: int, units: int) -> None:
         """Check the units of a slot's batch.
 
         Raises:
@@ -282,7 +282,7 @@ class ScoutedSchedule:
             self._asked += 1
             yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
 
-    def learn(self, slot: int, units: int) -> None:
+    def record_units(self, slot: int, units: int) -> None:
         """Record the units of a slot's batch, or VOID if the slot has no batch.
 
         Raises:

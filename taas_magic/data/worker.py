@@ -159,7 +159,7 @@ class WorkerHandle:
         told = len(self.told)
         return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
 
-    def tell(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
+    def queue_command(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
         """Queue a command that `send` will send to the worker.
 
         The queued commands must fit into the socket's buffer, so that the server never blocks. So
@@ -182,7 +182,7 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, with the freed offsets.
 
-        If the worker has ended, do nothing: `hear` reports that.
+        If the worker has ended, do nothing: `receive_replies` reports that.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -203,7 +203,7 @@ class WorkerHandle:
         for file in files:
             os.close(file)
 
-    def hear(self) -> Iterator[Reply]:
+    def receive_replies(self) -> Iterator[Reply]:
         """Yield the worker's replies that have arrived, without waiting for more.
 
         Raises:
@@ -310,11 +310,11 @@ class Worker:
         on_disk = to_disk and self._spill(number, body)
         if body.body_bytes and not on_disk:
             try:
-                offset, room = self._arena.take(body.body_bytes)
+                offset, room = self._arena.allocate(body.body_bytes)
             except OSError as error:
                 where = f"with {self._where(request)}"
                 kind, body, units, order = _failed(Failed(error, where))
-                offset, room = self._arena.take(body.body_bytes)
+                offset, room = self._arena.allocate(body.body_bytes)
             is_summed = self._served.sums and kind is ResponseKind.BATCH
             body_sum = body.copy_to(room, is_summed)
         now, cpu = time.perf_counter(), time.thread_time()

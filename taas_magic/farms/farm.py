@@ -659,7 +659,7 @@ def _pack_arguments(
     pickler = pickling.ValuePickler(namespace, "jobs")
     named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
     for name, value in named.items():
-        pickler.take(name, value)
+        pickler.pickle_variable(name, value)
     pickled = pickler.pickled()
     parts = (pickled.data, *(buffer.raw() for buffer in pickled.buffers))
     modules = tuple(sorted(pickler.modules - {"__main__"}))

@@ -31,7 +31,7 @@ from taas_magic.capture.modules import claim_taas, install
 from taas_magic.farms.messages import INLINE_BYTES, Blob, JobOutcome, JobProcessState, PlacedCall
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
-from taas_magic.store.guard import StoreProtection, hold
+from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
@@ -100,7 +100,7 @@ def _apply_settings(setting: JobProcessState, note: Callable[[str], None]) -> No
     sys.path[:] = setting.sys_path
     sys.argv[:] = ["taas"]
     claim_taas()
-    hold(
+    apply_rule(
         setting.store,
         "a job",
         means=StoreProtection(setting.means),
@@ -174,7 +174,7 @@ def _called(told: PlacedCall) -> Any:
     held = Blob(kept) if isinstance(kept, bytes) else None
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
     loaded = payload.read(Path(path))
-    tracebacks.know(loaded.sources)
+    tracebacks.register_sources(loaded.sources)
     install(loaded.modules)
     loaded.load_into(main.__dict__)
     data, *buffers = [memoryview(_opened(part)) for part in told.arguments]

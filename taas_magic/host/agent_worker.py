@@ -128,7 +128,7 @@ class Lease:
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
-    def heard(self, beat: float) -> None:
+    def renew(self, beat: float) -> None:
         """Renew the lease after the acknowledgement of a heartbeat.
 
         Args:
@@ -206,13 +206,13 @@ class AgentWorker(ClosedWorker):
             Greet: self.hello,
             GetFacts: self.facts,
             StartShare: self.start_run,
-            Halt: self.tell,
-            EndRun: self.tell,
-            PlaceFetcher: self.tell,
+            Halt: self.forward_command,
+            EndRun: self.forward_command,
+            PlaceFetcher: self.forward_command,
             GetStacks: self.stacks,
         }
         self._answers = handlers(answers)
-        self.stream_handlers |= {CALL: self._on_call, HEARD: lease.heard}
+        self.stream_handlers |= {CALL: self._on_call, HEARD: lease.renew}
 
     async def hello(self, asked: Greet) -> HostHello:
         """Wait until this host can start ranks; then return its properties. There is no time limit.
@@ -289,10 +289,10 @@ class AgentWorker(ClosedWorker):
             raise PoolError(f"session {spec.plan.session} has ended on host {self._place.host}")
         return lambda first, *about: HostCell(first, session, *about)
 
-    async def tell(self, told: PoolCommand) -> None:
+    async def forward_command(self, told: PoolCommand) -> None:
         """Pass the controller's command to the share that it is for, unless the share has ended."""
         if share := self._shares.get(told.run_id):
-            share.tell(told)
+            share.handle_command(told)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
         """Return the stacks of a run's ranks or fetchers on this host. May take some seconds."""

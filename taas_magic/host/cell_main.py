@@ -66,7 +66,7 @@ def load(path: Path, namespace: dict[str, Any]) -> None:
     from taas_magic.host import tracebacks
 
     loaded = payload.read(path)
-    tracebacks.know(loaded.sources)
+    tracebacks.register_sources(loaded.sources)
     loaded.load_into(namespace)
     cell = loaded.cell
     tree = definitions(ast.parse(_as_python(cell.source)))

@@ -34,7 +34,7 @@ from taas_magic.messages import (
     LoaderPlaces,
     Note,
 )
-from taas_magic.store.guard import hold
+from taas_magic.store.guard import apply_rule
 
 REPORT_S = 0.5
 """Seconds between reports with a fetcher's statistics to the agent."""
@@ -194,7 +194,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
     os.chdir(share.origin.cwd)
     sys.path[:] = share.origin.sys_path
     if share.plan.store is not None:
-        hold(
+        apply_rule(
             share.plan.store,
             f"fetcher {number}",
             means=setting.means,

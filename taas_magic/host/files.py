@@ -110,7 +110,7 @@ class RunFolderCopy:
         self._attempt = spec.attempt
         return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
 
-    def bring_in(self, is_wanted: Callable[[], bool]) -> bool:
+    def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
         """Copy the files that ranks and fetchers read to this host.
 
         Args:
@@ -342,13 +342,13 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use a session's mirror. Called for a cell in the session, before `bring_in`.
+        """Use a session's mirror. Called for a cell in the session, before `copy_in`.
 
         The session's ranks, which run the cell, have that mirror as their working directory.
         """
         self._session = session
 
-    def bring_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
+    def copy_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
         """Copy all files that the share needs to this host.
 
         Args:
@@ -366,7 +366,7 @@ class HostFiles:
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
         if not _is_same(spec):
             self._folder = RunFolderCopy(spec, self._ask, cache)
-            if not self._folder.bring_in(is_wanted):
+            if not self._folder.copy_in(is_wanted):
                 return None
         store = spec.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
@@ -391,12 +391,12 @@ class HostFiles:
             self._travelling.again(spec)
         return self._local(spec)
 
-    def take(self, rank: int, message: StoreMessage) -> None:
+    def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a file of the project store, for the receipt."""
         if self._ledger is not None:
-            self._ledger.take(rank, message)
+            self._ledger.record(rank, message)
 
-    def bring_home(self) -> None:
+    def send_back(self) -> None:
         """Send back the files that the run wrote on this host, and its receipt.
 
         Called when all processes of the run on this host have ended.

@@ -145,7 +145,7 @@ class HostShare(ABC):
 
     def _run(self) -> None:
         try:
-            spec = self._files.bring_in(self._is_wanted)
+            spec = self._files.copy_in(self._is_wanted)
             if spec is not None:
                 self.spec = spec
                 self._run_processes()
@@ -159,11 +159,11 @@ class HostShare(ABC):
                 text = f"not all of the run could be cleaned up: {type(error).__name__}: {error}"
                 self.note(text)
         try:
-            self._files.bring_home()
+            self._files.send_back()
         except Exception as error:
             self._record_files_error(error)
 
-    def tell(self, told: PoolCommand) -> None:
+    def handle_command(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread."""
         if isinstance(told, Halt):
             if told.how == "kill":
@@ -226,7 +226,7 @@ class Attempt:
         pump: Reader of the ranks' pipes.
         processes: Processes by rank.
         ranks: States of the ranks.
-        stand: Collector of the ranks' stacks, which also detects ranks that make no progress.
+        monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Attempt:
         self._spec, self._place, self._emit = spec, place, emit
         self.folder, self.pump, self.processes = folder, pump, processes
         self.ranks = Ranks(spec.ranks)
-        self.stand = StackMonitor(spec, self.ranks, pump, folder, emit)
+        self.monitor = StackMonitor(spec, self.ranks, pump, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """State in which the attempt ended on this host, with failures; None while it runs."""
 
@@ -287,7 +287,7 @@ class Attempt:
         """One descriptor for each running rank. It becomes readable when the rank ends."""
         return [process.sentinel for process in self._running().values()]
 
-    def look(self, deadline: float | None, interrupted_at: float | None) -> None:
+    def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Update the ranks' states, `decide` whether the attempt is over, and end it if so.
 
         Args:
@@ -307,7 +307,7 @@ class Attempt:
         if verdict is not None:
             self._conclude(verdict)
         else:
-            self.stand.look(now)
+            self.monitor.check(now)
 
     def _poll_ends(self) -> None:
         """Query the system for ranks that have ended, and record them."""
@@ -372,7 +372,7 @@ class Attempt:
                 state,
                 verdict,
                 host=self._place.host,
-                log_path=self._spec.told_log(state.rank),
+                log_path=self._spec.notebook_log_path(state.rank),
                 tail=self.pump.tail(state.rank),
                 timeout_s=self._spec.plan.timeout_s,
             )
@@ -442,8 +442,8 @@ class HostRun(HostShare):
 
         Blocks for some seconds. Called by another thread.
         """
-        stand = self._attempt.stand if self._attempt is not None else None
-        return RunStacks(stand.rows(stand.collect()) if stand is not None else [])
+        monitor = self._attempt.monitor if self._attempt is not None else None
+        return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _place_fetchers(self) -> None:
         """Write the fetchers' addresses to the run folder, where ranks read them.
@@ -459,12 +459,12 @@ class HostRun(HostShare):
     def _is_wanted(self) -> bool:
         return self.stopped_at is None and not self._is_over
 
-    def tell(self, told: PoolCommand) -> None:
+    def handle_command(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread.
 
         After the first `Halt`, the ranks get SIGINT.
         """
-        super().tell(told)
+        super().handle_command(told)
         match told:
             case EndRun():  # all hosts have reported how the attempt ended
                 self._is_over = True
@@ -510,7 +510,7 @@ class HostRun(HostShare):
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
             if attempt.ended is None and self._checks_ranks():
-                attempt.look(self._deadline, self.stopped_at)
+                attempt.check(self._deadline, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
         """Return whether this run should check the ranks now.
@@ -532,12 +532,12 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Handle a message of a rank. Called by the pump's thread."""
         if self._attempt is not None:
-            self._attempt.ranks.hear(rank, message)
+            self._attempt.ranks.record_message(rank, message)
         if isinstance(message, RankMessage):
             if not isinstance(message, RankBeat | RankStackSample):  # cannot change a verdict
                 self.wakeup.set()
         elif isinstance(message, StoreMessage):
-            self._files.take(rank, message)
+            self._files.record(rank, message)
         else:
             if isinstance(message, RankEvent):
                 message.rank = rank
@@ -622,7 +622,7 @@ class HostFetchers(HostShare):
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
             sample = stacks.of_fetcher(one.process.pid, one.spec.stacks)
-            found.append(sample.stand(FetcherStack, fetcher=one.spec.plan.number))
+            found.append(sample.report(FetcherStack, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 
     def _run_processes(self) -> None:

@@ -91,8 +91,8 @@ class CellAttempt(Attempt):
             )
             link.order(self.folder, rank, cell)
 
-    def look(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Check the ranks as `Attempt.look` does, after reading the output of ranks that returned.
+    def check(self, deadline: float | None, interrupted_at: float | None) -> None:
+        """Check the ranks as `Attempt.check` does, after reading the output of ranks that returned.
 
         A rank has returned when it is back at its prompt.
         """
@@ -100,13 +100,13 @@ class CellAttempt(Attempt):
             if state.has_returned and state.rank not in self._drained:
                 self._drained.add(state.rank)
                 self.pump.drain(state.rank)
-        super().look(deadline, interrupted_at)
+        super().check(deadline, interrupted_at)
 
     def close(self) -> None:
         """Bring all ranks back to their prompt. The session keeps their processes."""
         self._end_ranks(0.0)
 
-    def say_if_cut(self) -> None:
+    def note_if_cut(self) -> None:
         """If a collective was interrupted, send a note that says what the user must do then."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
@@ -216,7 +216,7 @@ class HostSession(HostRun):
         """Return an attempt that runs a cell on the ranks. Their output now goes to the cell."""
         ours = self._attempt
         assert ours is not None
-        ours.pump.follow(cell.spec.folder, cell.emit, cell.take_message)
+        ours.pump.follow(cell.spec.folder, cell.emit, cell.handle_message)
         return CellAttempt(
             cell.spec,
             self.place,
@@ -273,7 +273,7 @@ class HostCell(HostRun):
         self._files.share_mirror(session.files)
         self.port = session.port or 1  # the ranks have met already, so that no rank uses it
 
-    def take_message(self, rank: int, message: Any) -> None:
+    def handle_message(self, rank: int, message: Any) -> None:
         """Handle a message that a rank sends while the cell runs. Called by the pump's thread."""
         self._on_message(rank, message)
 
@@ -291,4 +291,4 @@ class HostCell(HostRun):
     def _ends_of_ranks(self) -> Iterator[Callable[[], None]]:
         if isinstance(self._attempt, CellAttempt):
             yield self._attempt.close
-            yield self._attempt.say_if_cut
+            yield self._attempt.note_if_cut

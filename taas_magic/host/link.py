@@ -152,7 +152,7 @@ class Link:
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
-    def asked(self, timeout_s: float) -> bytes:
+    def wait_for_request(self, timeout_s: float) -> bytes:
         """Wait for a request of the agent.
 
         Returns:

@@ -44,7 +44,7 @@ class MetricBuffer:
         for name, value in values.items():
             self._waiting.append((now, step, name, _kept(name, value)))
 
-    def take(self) -> list[MetricPoint]:
+    def pop_scalars(self) -> list[MetricPoint]:
         """Return the scalars logged since the last call, as numbers. Clears the buffer.
 
         Only the heartbeat thread calls this, because converting a CUDA tensor waits for the GPU.

@@ -82,7 +82,7 @@ class _Row:
         This row is then a progress bar in a form that `is_bar` does not know. It is not emitted.
         """
 
-    def draw(self, part: bytes, limit_bytes: int) -> None:
+    def add_bytes(self, part: bytes, limit_bytes: int) -> None:
         """Add bytes that contain no newline; keep at most `limit_bytes` of the row."""
         visible = part.rstrip(b"\r")
         if visible:
@@ -137,14 +137,14 @@ class LineAssembler:
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
-        self._draw(first)
+        self._add_bytes(first)
         if not ended:
             return []
         lines = self._break()
         body, ended, tail = rest.rpartition(b"\n")
         if ended:
             lines += self._whole_lines(body)
-        self._draw(tail)
+        self._add_bytes(tail)
         return lines
 
     @property
@@ -158,7 +158,7 @@ class LineAssembler:
 
         A blank one is a progress bar that was erased.
         """
-        self._rows[self._at].draw(self._partial, self._limit_bytes)
+        self._rows[self._at].add_bytes(self._partial, self._limit_bytes)
         lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
         self._rows, self._at, self._partial = [_Row()], 0, b""
         return lines
@@ -171,19 +171,19 @@ class LineAssembler:
             return body.decode("utf-8", "replace").split("\n")
         lines = []
         for piece in pieces:
-            self._draw(piece)
+            self._add_bytes(piece)
             lines += self._break()
         return lines
 
-    def _draw(self, part: bytes) -> None:
+    def _add_bytes(self, part: bytes) -> None:
         """Add bytes without a newline; each CURSOR_UP in them moves to the row above."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
-        self._rows[self._at].draw(first, self._limit_bytes)
+        self._rows[self._at].add_bytes(first, self._limit_bytes)
         for above in others:
             self._rows[self._at].is_left = self._at == 0
             self._at = max(0, self._at - 1)
             self._rows[self._at].returned = True
-            self._rows[self._at].draw(above, self._limit_bytes)
+            self._rows[self._at].add_bytes(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
         """Move to the row below, and return the lines of rows above that are final."""
@@ -224,7 +224,7 @@ class _Bucket:
         self._bytes = min(self._burst_bytes, self._bytes + elapsed_s * self._bytes_per_s)
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
-    def take(self, sizes: list[int]) -> int:
+    def consume(self, sizes: list[int]) -> int:
         """Consume tokens for lines of these sizes, and return how many of the first lines fit."""
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
@@ -285,7 +285,7 @@ class LogBudget:
         self._refill()
         self._tail.extend(lines)
         sizes = [_size_bytes(line) for line in lines]
-        fit = self._bucket.take(sizes)
+        fit = self._bucket.consume(sizes)
         if fit == len(lines):
             self._in_traceback = any(line.startswith("Traceback") for line in self._tail)
             return lines, []
@@ -296,7 +296,7 @@ class LogBudget:
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
 
-    def take_dropped(self) -> tuple[int, int]:
+    def pop_dropped(self) -> tuple[int, int]:
         """Return the number of lines and bytes dropped since the last call."""
         dropped = self._dropped_lines, self._dropped_bytes
         self._dropped_lines = self._dropped_bytes = 0
@@ -318,7 +318,7 @@ class LogBudget:
         kept_bytes = 0
         if self._in_traceback or _has_error_word("\n".join(lines)):
             for line, size_bytes in zip(lines, sizes, strict=True):
-                if self._is_error(line) and self._reserve.take([size_bytes]):
+                if self._is_error(line) and self._reserve.consume([size_bytes]):
                     kept.append(line)
                     kept_bytes += size_bytes
         self._dropped_lines += len(lines) - len(kept)
@@ -404,7 +404,7 @@ class _LogStream:
         self.is_open = True
         self.is_cut = self.has_traceback = False
 
-    def take(self, data: bytes) -> str:
+    def feed(self, data: bytes) -> str:
         """Write bytes to the log file and split them into lines.
 
         Returns:
@@ -414,7 +414,7 @@ class _LogStream:
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
             return ""
-        why = "" if self._room.take(len(data)) else NO_ROOM
+        why = "" if self._room.reserve(len(data)) else NO_ROOM
         try:
             if not why:
                 self.file.write(data)
@@ -451,7 +451,7 @@ class _MessageStream:
         self._is_broken = False
         self.is_open = True
 
-    def take(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
+    def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Add bytes, and return the messages that they complete.
 
         A message that is invalid or too large is replaced by a note.
@@ -552,7 +552,7 @@ class Pump:
         """Return the last lines of a rank's output."""
         return self._logs[rank].budget.tail
 
-    def heard_at(self, rank: int) -> float:
+    def last_output_at(self, rank: int) -> float:
         """Return the time of the last output of a rank or its children (`time.monotonic`)."""
         return self._logs[rank].heard_at
 
@@ -659,9 +659,9 @@ class Pump:
         if not data:
             return data
         if isinstance(stream, _LogStream):
-            self._warn_of_end(stream, stream.take(data))
+            self._warn_of_end(stream, stream.feed(data))
         else:
-            for message in stream.take(data):
+            for message in stream.feed(data):
                 if isinstance(message, RankRaised):
                     self._log_traceback(stream.rank, message)
                 self._sink.on_message(stream.rank, message)
@@ -711,7 +711,7 @@ class Pump:
         lines, stream.pending = stream.pending, []
         if lines:
             self._sink.emit(Lines(rank=stream.rank, lines=lines))
-        dropped, size = stream.budget.take_dropped()
+        dropped, size = stream.budget.pop_dropped()
         if dropped:
             self._sink.emit(LinesDropped(rank=stream.rank, lines=dropped, bytes=size))
         return bool(lines)

@@ -84,7 +84,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import name_of
 from taas_magic.store import redirect
-from taas_magic.store.guard import HELD_BY_PYTHON, StoreProtection, hold
+from taas_magic.store.guard import HELD_BY_PYTHON, StoreProtection, apply_rule
 
 IMAGE_LIMIT_BYTES = 20_000_000
 MARKUP_LIMIT_BYTES = 5_000_000
@@ -219,7 +219,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     rule = share.plan.store
     if rule is None or share.reads_only:
         return
-    means = hold(
+    means = apply_rule(
         rule,
         f"rank {rank}",
         writes=rank == 0,
@@ -343,12 +343,12 @@ def _heartbeat(
     def report() -> None:
         if fed is not None and (counts := fed.counts()):
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
-        if points := metrics.take():
+        if points := metrics.pop_scalars():
             link.send(Metrics(points=points))
 
     def beat() -> None:
         while not ended.is_set():
-            asked = link.asked(RANK_BEAT_S)
+            asked = link.wait_for_request(RANK_BEAT_S)
             if CUT in asked and cut is not None:
                 cut(int(asked.rpartition(CUT)[2].split()[0]))
                 continue
@@ -877,7 +877,7 @@ class RankShell(InteractiveShell):
         assert isinstance(compiler, _CellCompiler)
         compiler.cell = cell
         compiler.flags |= cell.compiler_flags
-        compiler.labels = tracebacks.know(sources)
+        compiler.labels = tracebacks.register_sources(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable
         # IPython warns about every SystemExit, but a cell may end by one, as a script may
@@ -939,7 +939,7 @@ class RankShell(InteractiveShell):
         if value is None or (isinstance(value, SystemExit) and not value.code):
             return
         ends_cell = not self.depth or (self.depth == 1 and kwargs.get("running_compiled_code"))
-        tracebacks.leave_out_ours(value)
+        tracebacks.remove_own_frames(value)
         shown = tracebacks.failure_of(value)
         if ends_cell and self.link.is_own:
             self.link.send(self.failure or shown)

@@ -295,7 +295,7 @@ class ResultSender:
                     self._miss(name, _refusal(f"host {self._host}", self._untrusted_pool))
                     continue
                 if plain is None:
-                    pickler.bring({name: value})
+                    pickler.add_results({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._miss(name, _unpicklable(name, value, pickler, error))
             else:
@@ -311,7 +311,7 @@ class ResultSender:
             if plain is not None:
                 written = Pickled(plain.data, tuple(plain.buffers))
             else:
-                pickler.bring(values)
+                pickler.add_results(values)
                 written = pickler.pickled()
             self._write(written, ResultsHeader(names=list(values), is_plain=plain is not None))
         except Exception as error:  # the disk is full, or the second pickling raised

@@ -233,7 +233,7 @@ class HostSpec(Struct, frozen=True):
         """The run's folder on this host."""
         return RunFolder(Path(self.run_dir))
 
-    def told_log(self, rank: int) -> str:
+    def notebook_log_path(self, rank: int) -> str:
         """Return the path of a rank's log on the notebook's machine."""
         return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
 

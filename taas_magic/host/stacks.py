@@ -133,7 +133,7 @@ class StackSample:
         """Frames of the main thread."""
         return next(iter(self.threads.values()), [])
 
-    def stand(self, kind: type[_Stand], **more: Any) -> _Stand:
+    def report(self, kind: type[_Stand], **more: Any) -> _Stand:
         """Return the stack report about this process and its children, in which frames are text.
 
         Args:
@@ -148,7 +148,7 @@ class StackSample:
             system=" in ".join(filter(None, (self.state, self.wchan))),
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
             pending=self.pending,
-            children=[child.stand(ProcessStack) for child in self.children],
+            children=[child.report(ProcessStack) for child in self.children],
             **more,
         )
 
@@ -250,7 +250,7 @@ class StackMonitor:
         self._is_said = False
         self._collecting = threading.Lock()
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Record which ranks make progress. If no rank has for too long, send a `Hang` event.
 
         Does not block: stacks for the event are collected in a thread.
@@ -295,7 +295,7 @@ class StackMonitor:
         """Turn the data that `collect` returned into stack reports of ranks."""
         now = time.monotonic()
         return [
-            sample.stand(RankStack, rank=state.rank, quiet_s=now - state.forward_at)
+            sample.report(RankStack, rank=state.rank, quiet_s=now - state.forward_at)
             for state, sample in found
         ]
 
@@ -332,7 +332,7 @@ class StackMonitor:
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
         pids = [state.pid for state in self._ranks.states() if not state.ended]
         for state in self._ranks.states():
-            state.forward_at = max(state.forward_at, self._pump.heard_at(state.rank))
+            state.forward_at = max(state.forward_at, self._pump.last_output_at(state.rank))
         own_s = {pid: _cpu_s(pid) for pid in pids}
         if not self._record_cpu_progress(self._own_s, own_s, least_s, now):
             self._record_cpu_progress(self._all_s, _cpu_s_below(pids), least_s, now)

@@ -48,7 +48,7 @@ _ABOVE = (
 )
 
 
-def know(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
+def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
     """Register the notebook's cells with linecache, so that tracebacks show their source lines.
 
     Returns:
@@ -98,7 +98,7 @@ def plain(error: BaseException) -> str:
     return "".join(described.format(chain=not isinstance(error, TaasError)))
 
 
-def leave_out_ours(error: BaseException) -> None:
+def remove_own_frames(error: BaseException) -> None:
     """Remove this package's frames from the traceback of an exception and of its causes."""
     for one in _chain(error):
         one.__traceback__ = _without_ours(one.__traceback__)

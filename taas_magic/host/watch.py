@@ -466,7 +466,7 @@ class Ranks:
         with self._lock:
             return list(self._states.values())
 
-    def hear(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
+    def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank.
 
         Every message counts as progress except stack reports, notes, batch counts that have not

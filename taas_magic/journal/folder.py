@@ -277,7 +277,7 @@ class DiskRoom:
         self._kept_bytes = min(KEPT_FREE_BYTES, total // 8, free // 2)
         self._granted_bytes = 0
 
-    def take(self, size_bytes: int) -> bool:
+    def reserve(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` more may be written.
 
         The free space is asked of the system only once for many small writes.
@@ -360,7 +360,7 @@ class Writer:
         while (taken := self._waiting.get()) is not None:
             event, line = taken
             try:
-                if isinstance(event, _BULK) and not self._room.take(2 * len(line)):
+                if isinstance(event, _BULK) and not self._room.reserve(2 * len(line)):
                     self._report_incomplete(f"{NO_ROOM} ({self.folder.events})")
                 else:
                     self._write(line)

@@ -124,7 +124,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         driver.conclude(shell.user_ns)
     finally:
         if session is not None:
-            session.names.take_brought(driver.run.out)
+            session.names.record_returned(driver.run.out)
         else:
             between_cells.set_in_ranks.update(captured.stores)
     return driver.run

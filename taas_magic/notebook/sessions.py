@@ -235,13 +235,13 @@ class Session:
         choice = captured.choice
         assert choice is not None and self.plan is not None
         if len(self._loaded) == self.plan.world_size:
-            self.names.take_sent(choice)
+            self.names.record_sent(choice)
         self._record_changes(choice)
 
     def _record_changes(self, choice: VariablesToSend) -> None:
         # rank 0 comes last, so that its report on a name replaces those of other ranks
         for said in sorted(self._changes, key=lambda said: -said.rank):
-            self.names.take_changes(choice, said.assigned, said.deleted, said.plain)
+            self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
 
     def death(self, may_have_died: bool) -> str:
         """Return a line for the user if the session has ended; "" if it has not.

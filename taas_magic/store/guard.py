@@ -1,9 +1,10 @@
 """Protect the project store from a rank: by the operating system if possible, and by Python.
 
-`hold` is called in a freshly forked rank before any of the user's code. Processes that the rank
-starts inherit the protection. The strongest mechanism of the host is used: a read-only mount, else
-Landlock. `strongest` finds it once by trying each mechanism in a process of its own. The separate
-process is needed because no process can leave a user namespace, in which a failed trial may end.
+`apply_rule` is called in a freshly forked rank before any of the user's code. Processes that
+the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
+mount, else Landlock. `strongest` finds it once by trying each mechanism in a process of its own.
+The separate process is needed because no process can leave a user namespace, in which a failed
+trial may end.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -107,7 +108,7 @@ def candidates(user: int) -> tuple[StoreProtection, ...]:
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
 
 
-def hold(
+def apply_rule(
     rule: StoreRule,
     who: str,
     *,

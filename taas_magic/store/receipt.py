@@ -97,7 +97,7 @@ class Ledger:
         self._noted: dict[tuple[int, str], None] = {}
         self._means = ""
 
-    def take(self, rank: int, message: StoreMessage) -> None:
+    def record(self, rank: int, message: StoreMessage) -> None:
         """Record a message from a rank."""
         with self._lock:
             if isinstance(message, RankTouched):

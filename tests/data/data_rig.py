@@ -342,7 +342,7 @@ def ready(role: Role) -> ProtocolState:
     if role is Role.RANK:
         before = [Challenge(bytes(32)), Welcome(bytes(32))]
     for message in before:
-        found = state.hear(memoryview(pack(message)))
+        found = state.decode(memoryview(pack(message)))
         assert found is not None and found.message == message
     assert not state._later
     return state

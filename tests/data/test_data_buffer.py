@@ -85,7 +85,7 @@ def prepare(
 ) -> None:
     """Lay batches ready that nobody has asked for."""
     for slot in slots:
-        buffer.want("nobody", key(slot, epoch))
+        buffer.add_request("nobody", key(slot, epoch))
     while (one := buffer.choose(0)) is not None:
         buffer.put(one, answer(one.slot, units, arena=arena))
     buffer.forget("nobody")
@@ -93,7 +93,7 @@ def prepare(
 
 def taken(buffer: Buffer, who: str, one: LoaderRequest) -> Prepared:
     """Take what is ready."""
-    found = buffer.take(who, one)
+    found = buffer.pop_ready(who, one)
     assert found is not None
     return found
 
@@ -101,16 +101,16 @@ def taken(buffer: Buffer, who: str, one: LoaderRequest) -> Prepared:
 def test_connections_are_served_in_turn_each_in_the_order_of_its_asking() -> None:
     buffer = buffer_of()
     for slot in range(0, 200, 2):
-        buffer.want("rank 0", key(slot))
+        buffer.add_request("rank 0", key(slot))
     for slot in (3, 1):
-        buffer.want("rank 1", key(slot))
+        buffer.add_request("rank 1", key(slot))
     assert chosen(buffer, 6) == [0, 3, 2, 1, 4, 6]
 
 
 def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
     buffer, arena = buffer_of(), Arena()
     for who in ("rank 0", "rank 1"):
-        buffer.want(who, key(0))
+        buffer.add_request(who, key(0))
     assert chosen(buffer) == [0]
     assert buffer.put(key(0), answer(0, arena=arena)) == {"rank 0", "rank 1"}
     first = taken(buffer, "rank 0", key(0))
@@ -127,7 +127,7 @@ def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
 def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> None:
     buffer = buffer_of(home=by_parity)
     for slot in range(4):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     odd, even = list[int](), list[int]()
     for slots, worker in ((odd, 1), (even, 0)):
         while (one := buffer.choose(worker)) is not None:
@@ -139,7 +139,7 @@ def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> N
 def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
     buffer = buffer_of()
     for slot in (0, 2, 4):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     assert buffer.choose(0, lambda key: key.slot >= 2) == key(2)
     assert buffer.choose(0, lambda key: key.slot >= 3) == key(4)
     assert buffer.choose(0, lambda key: key.slot >= 5) == key(0)
@@ -148,8 +148,8 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
 def test_a_worker_finishes_an_epoch_of_streams_before_the_next_one() -> None:
     buffer = buffer_of()
     for one in (key(0, epoch=1), key(1, epoch=1)):
-        buffer.want("ahead", one)
-    buffer.want("behind", key(9))
+        buffer.add_request("ahead", one)
+    buffer.add_request("behind", key(9))
     order = [buffer.choose(0, lambda key: key.slot < 9) for _ in range(3)]
     assert order == [key(9), key(0, epoch=1), key(1, epoch=1)]
 
@@ -158,13 +158,13 @@ def test_what_is_wanted_comes_before_what_is_done_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None
     assert buffer.choose_ahead(0) == key(0)
-    buffer.want("rank", key(5))
+    buffer.add_request("rank", key(5))
     assert buffer.choose(0) == key(5)
 
 
 def test_ahead_is_what_lies_behind_what_ranks_ask_for() -> None:
     buffer = buffer_of(batches=8)
-    buffer.want("rank", key(4))
+    buffer.add_request("rank", key(4))
     assert buffer.choose(0) == key(4)
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(5), key(6), key(7)]
     assert buffer.choose_ahead(0) == key(0, epoch=1)
@@ -174,7 +174,7 @@ def test_what_is_known_is_not_done_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose_ahead(0) == key(0)
     prepare(buffer, [2])
-    buffer.want("rank", key(1))
+    buffer.add_request("rank", key(1))
     assert buffer.choose_ahead(0) == key(3)
 
 
@@ -182,7 +182,7 @@ def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
     """Only another worker may prepare it, and that one will."""
     buffer = buffer_of(batches=3, home=lambda key: 1)
     for slot in (0, 1):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     assert buffer.choose(0) is None
     assert buffer.choose_ahead(0) == key(2)
     assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
@@ -190,7 +190,7 @@ def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
 
 def test_each_worker_works_ahead_on_what_it_has_to_prepare() -> None:
     buffer = buffer_of(batches=5, home=by_parity, workers=2)
-    buffer.want("rank", key(1))
+    buffer.add_request("rank", key(1))
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
     assert buffer.choose_ahead(1) == key(3)
     assert buffer.choose(1) == key(1)
@@ -200,7 +200,7 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
     buffer = buffer_of(2 * BATCH_BYTES)
     prepare(buffer, range(2))
     assert buffer.is_full
-    buffer.want("rank", key(7))
+    buffer.add_request("rank", key(7))
     assert buffer.choose(0) == key(7)
     assert buffer.is_full, "by what is left and what is being prepared"
     assert (buffer.units(key(0)), buffer.units(key(1))) == (1, None), "the latest goes first"
@@ -220,7 +220,7 @@ def test_what_is_being_prepared_needs_room_too() -> None:
 def test_what_somebody_waits_for_makes_no_room() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(3):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     for slot in (0, 1):
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot))
@@ -235,11 +235,11 @@ def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> No
     """Though what follows in its stream was nearer, and has used up the memory."""
     buffer = buffer_of(BATCH_BYTES)
     for slot in (0, 2, 4):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     assert buffer.choose(0, lambda key: key.slot >= 2) == key(2)
     buffer.put(key(2), answer(2))
     assert buffer.choose(0) is None
-    assert buffer.take("rank", key(0)) is None
+    assert buffer.pop_ready("rank", key(0)) is None
     assert buffer.choose(0) == key(0)
     assert buffer.put(key(0), answer(0)) == {"rank"}
     assert buffer.choose(0) is None
@@ -249,13 +249,13 @@ def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> No
 def test_a_slow_rank_starves_no_other() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(10):
-        buffer.want("slow", key(slot))
+        buffer.add_request("slow", key(slot))
     for one in (key(0), key(1)):
         assert buffer.choose(0) == one
         buffer.put(one, answer(one.slot))
     for slot in range(10, 20):
-        buffer.want("fast", key(slot))
-        assert buffer.take("fast", key(slot)) is None
+        buffer.add_request("fast", key(slot))
+        assert buffer.pop_ready("fast", key(slot)) is None
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot))
         taken(buffer, "fast", key(slot)).release()
@@ -268,27 +268,27 @@ def test_a_slow_rank_starves_no_other() -> None:
 def test_questions_for_other_things_than_batches_need_no_room(kind: RequestKind) -> None:
     buffer = buffer_of(0)
     one = key(0, kind=kind)
-    buffer.want("rank", one)
-    assert buffer.take("rank", one) is None
+    buffer.add_request("rank", one)
+    assert buffer.pop_ready("rank", one) is None
     assert buffer.choose(0) == one
 
 
 def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
     buffer = buffer_of(BATCH_BYTES)
     prepare(buffer, [0])
-    buffer.want("rank", key(0), only_count=True)
+    buffer.add_request("rank", key(0), only_count=True)
     assert buffer.count("rank", key(0)) == 1
-    buffer.want("other", key(1))
+    buffer.add_request("other", key(1))
     assert chosen(buffer) == [1]
     buffer.put(key(1), answer(1))
-    assert buffer.take("rank", key(0)) is None
+    assert buffer.pop_ready("rank", key(0)) is None
     assert chosen(buffer) == [0]
 
 
 def test_a_count_that_was_forgotten_is_found_out_again() -> None:
     buffer = buffer_of()
     prepare(buffer, [3], units=5)
-    buffer.want("slow", key(3), only_count=True)
+    buffer.add_request("slow", key(3), only_count=True)
     for epoch in (1, 2):
         prepare(buffer, [0], epoch)
     assert buffer.count("slow", key(3)) is None
@@ -300,19 +300,19 @@ def test_a_count_that_was_forgotten_is_found_out_again() -> None:
 def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
     buffer = buffer_of()
     for who, only_count in (("peeks", True), ("gets", False)):
-        buffer.want(who, key(0), only_count)
+        buffer.add_request(who, key(0), only_count)
     assert chosen(buffer) == [0]
     buffer.put(key(0), answer(0, units=7))
     assert buffer.count("peeks", key(0)) == 7
     assert taken(buffer, "gets", key(0)).reply.units == 7
-    buffer.want("late", key(0), only_count=True)
+    buffer.add_request("late", key(0), only_count=True)
     assert chosen(buffer) == [], "what it counts is known"
     assert buffer.count("late", key(0)) == 7
 
 
 def test_that_there_is_no_batch_is_a_count_too() -> None:
     buffer = buffer_of(batches=4)
-    buffer.want("rank", key(1), only_count=True)
+    buffer.add_request("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
     buffer.put(key(1), answer(1, units=VOID, kind=ResponseKind.VOID, size=0))
     assert buffer.count("rank", key(1)) == VOID
@@ -322,7 +322,7 @@ def test_that_there_is_no_batch_is_a_count_too() -> None:
 def test_counts_of_given_indices_are_not_those_of_the_batch() -> None:
     buffer = buffer_of()
     given = LoaderRequest(RequestKind.GET, 0, 0, b"indices")
-    buffer.want("rank", given)
+    buffer.add_request("rank", given)
     assert buffer.choose(0) == given
     buffer.put(given, answer(0, units=9))
     assert buffer.units(key(0)) is None
@@ -332,18 +332,18 @@ def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
     buffer = buffer_of()
     for who, slots in (("rank 0", (0, 1)), ("rank 1", (1, 2))):
         for slot in slots:
-            buffer.want(who, key(slot))
+            buffer.add_request(who, key(slot))
     buffer.forget("rank 0")
     assert sorted(chosen(buffer)) == [1, 2]
 
 
 def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
     buffer = buffer_of()
-    buffer.want("rank", key(0))
+    buffer.add_request("rank", key(0))
     assert chosen(buffer) == [0]
     buffer.forget("rank")
     assert buffer.put(key(0), answer(0)) == set()
-    buffer.want("again", key(0))
+    buffer.add_request("again", key(0))
     assert chosen(buffer) == []
     assert taken(buffer, "again", key(0)).reply.offset == 0
 
@@ -351,7 +351,7 @@ def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
 def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants() -> None:
     buffer = buffer_of()
     for slot in range(3):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
     assert buffer.choose(0) == key(0)
     buffer.lost(key(0))
     assert chosen(buffer) == [0, 1, 2]
@@ -369,7 +369,7 @@ def test_what_was_lost_while_nobody_waited_can_be_asked_for() -> None:
     buffer = buffer_of(batches=2)
     assert buffer.choose_ahead(0) == key(0)
     buffer.lost(key(0))
-    buffer.want("rank", key(0))
+    buffer.add_request("rank", key(0))
     assert chosen(buffer) == [0]
     assert buffer.choose_ahead(0) == key(1)
 
@@ -381,7 +381,7 @@ def test_what_all_ranks_are_past_is_forgotten() -> None:
         arenas.append(Arena())
         prepare(buffer, range(slots), epoch, arena=arenas[-1])
         for slot in range(slots // 2):  # the rank leaves its loop in the middle of the epoch
-            buffer.want("rank", key(slot, epoch))
+            buffer.add_request("rank", key(slot, epoch))
             taken(buffer, "rank", key(slot, epoch)).release()
         most = max(most, entries(buffer))
     assert most == 2 * (slots // 2 + slots)
@@ -393,16 +393,16 @@ def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again() -> None:
     buffer = buffer_of()
     prepare(buffer, [0], 0)
     prepare(buffer, [0], 5)
-    buffer.want("behind", key(0, 0))
+    buffer.add_request("behind", key(0, 0))
     assert buffer.choose(0) == key(0, 0)
     buffer.put(key(0, 0), answer(0))
-    assert buffer.take("behind", key(0, 0)) is not None
+    assert buffer.pop_ready("behind", key(0, 0)) is not None
 
 
 def test_of_a_long_epoch_the_latest_counts_are_remembered() -> None:
     buffer, slots = buffer_of(), 40_000
     for slot in range(slots):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
         assert buffer.choose(0) == key(slot)
         buffer.put(key(slot), answer(slot, units=7))
         taken(buffer, "rank", key(slot)).release()
@@ -429,7 +429,7 @@ def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path: P
     assert (buffer.ready_batches, buffer.ready_bytes) == (4, 0)
     assert disk.used_bytes == 4 * BATCH_BYTES
     for slot in range(4):
-        buffer.want("rank", key(slot))
+        buffer.add_request("rank", key(slot))
         one = taken(buffer, "rank", key(slot))
         assert bytes(one.body()) == bytes([slot]) * BATCH_BYTES
         one.release()
@@ -480,7 +480,7 @@ class BufferMachine(RuleBasedStateMachine):
         asked = self.asked.setdefault(who, [])
         if key(slot) not in asked:
             asked.append(key(slot))
-            self.buffer.want(who, key(slot))
+            self.buffer.add_request(who, key(slot))
 
     @rule(who=RANKS)
     def go(self, who: str) -> None:
@@ -491,7 +491,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         who = data.draw(st.sampled_from(sorted(who for who in self.asked if self.asked[who])))
-        answer = self.buffer.take(who, self.asked[who][0])
+        answer = self.buffer.pop_ready(who, self.asked[who][0])
         if answer is not None:
             assert answer.reply.number == self.asked[who].pop(0).slot
             self.held.append(answer)
@@ -565,7 +565,7 @@ class BufferMachine(RuleBasedStateMachine):
     def take_now(self, who: str) -> None:
         first = self.asked[who][0]
         for _ in range(100):
-            answer = self.buffer.take(who, first)
+            answer = self.buffer.pop_ready(who, first)
             if answer is not None:
                 self.asked[who].pop(0)
                 self.held.append(answer)
@@ -590,9 +590,9 @@ def test_memory_is_bounded_whatever_one_rank_does(does: list[str], workers: int)
     for one in does:
         if one == "take":
             asked.append(key(next_slot))
-            buffer.want("rank", key(next_slot))
+            buffer.add_request("rank", key(next_slot))
             next_slot += 1
-        elif one == "send" and asked and (taken := buffer.take("rank", asked[0])) is not None:
+        elif one == "send" and asked and (taken := buffer.pop_ready("rank", asked[0])) is not None:
             taken.release()
             del asked[0]
         elif one == "prepare":

@@ -275,7 +275,7 @@ def test_26_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
 def test_26_a_batch_beyond_the_limit_is_refused() -> None:
     header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
     with pytest.raises(ProtocolError, match="the limit is"):
-        ready(Role.RANK).hear(memoryview(header))
+        ready(Role.RANK).decode(memoryview(header))
 
 
 class TooBig(Rows):
@@ -320,7 +320,7 @@ def test_48_a_peer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(running) as sock:
             greeting = sock.recv(2 * protocol.HEADER_BYTES)
-            heard = ProtocolState(Role.RANK).hear(memoryview(greeting))
+            heard = ProtocolState(Role.RANK).decode(memoryview(greeting))
             assert heard is not None and isinstance(heard.message, Challenge)
             assert sock.recv(1) == b""
         assert len(stream(running)) == 2

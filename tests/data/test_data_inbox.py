@@ -133,7 +133,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
     link, route = Link(), route_to(1)
     monkeypatch.setattr(route, "connect", lambda number: link)
     client, slots = Client(route, 0), range(3)
-    client.ask([SlotRequest(slot, True) for slot in slots])
+    client.send_requests([SlotRequest(slot, True) for slot in slots])
     sizes, bodies = [], []
     for slot in slots:
         encoded = encode.encode(torch.full((100,), slot))
@@ -250,7 +250,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
     client = Client(route, 0)
     client._order = 5
-    client.ask([SlotRequest(slot, True) for slot in range(4)])
+    client.send_requests([SlotRequest(slot, True) for slot in range(4)])
     links[0].cut()
     body = encode.encode(7)
     # Of another order than the one that holds, so it is asked for once more: on a broken link.
@@ -291,7 +291,7 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
     monkeypatch.setattr(route, "failed", lambda *said: pytest.fail(f"aside: {said}"))
     with pytest.raises(TimeoutError, match="took too long"):
         if during == "cancel":
-            client.ask([ask])
+            client.send_requests([ask])
             client.close()
         client.reply(ask)
 

@@ -29,7 +29,7 @@ class SpansMachine(RuleBasedStateMachine):
     def take(self, size: int) -> None:
         room = aligned(max(size, 1))
         fits = [start for start, end in self.gaps() if end - start >= room]
-        start = self.spans.take(size)
+        start = self.spans.allocate(size)
         assert start == min(fits, default=max(self.used.values(), default=0))
         self.used[start] = start + room
 
@@ -61,11 +61,11 @@ TestSpans.settings = hypothesis.settings(max_examples=50, stateful_step_count=40
 
 def test_a_hole_is_used_again_before_the_end_grows() -> None:
     spans = Spans()
-    first, second, third = (spans.take(1000) for _ in range(3))
+    first, second, third = (spans.allocate(1000) for _ in range(3))
     end = spans.end
     spans.give_back(first)
     spans.give_back(second)
-    assert (spans.take(2000), spans.end) == (first, end)
+    assert (spans.allocate(2000), spans.end) == (first, end)
     spans.give_back(third)
     assert spans.end == third
 
@@ -73,7 +73,7 @@ def test_a_hole_is_used_again_before_the_end_grows() -> None:
 def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
     arena = Arena(os.memfd_create("batches"))
     for _ in range(50):
-        spans = [arena.take(size) for size in (100, 3 * MEGABYTE, 5000)]
+        spans = [arena.allocate(size) for size in (100, 3 * MEGABYTE, 5000)]
         for place, room in spans:
             room[:] = b"x" * len(room)
             arena.free(place)
@@ -82,10 +82,10 @@ def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
 
 def test_an_arena_grows_under_what_is_looked_at() -> None:
     arena = Arena(os.memfd_create("batches"))
-    _, first = arena.take(100)
+    _, first = arena.allocate(100)
     first[:] = b"x" * 100
-    offset, _ = arena.take(3 << 30)
-    _, last = arena.take(100)
+    offset, _ = arena.allocate(3 << 30)
+    _, last = arena.allocate(100)
     last[:] = b"y" * 100
     memory = Mapping(os.dup(arena.descriptor))
     assert bytes(memory.view(0, 100)) == bytes(first) == b"x" * 100
@@ -115,7 +115,7 @@ class Writer:
                 sock.send(b"freed")
                 continue
             size = int(said[2])
-            offset, room = arena.take(size)
+            offset, room = arena.allocate(size)
             room[:] = said[1] * size
             sock.send(b"%d" % offset)
         return 0
@@ -196,27 +196,30 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
     writer: Writer, lent: Watched
 ) -> None:
     first, second = writer.write("a", 5000), writer.write("b", 5000)
-    one, other = lent.look(SharedPlace(3, first), 5000), lent.look(SharedPlace(3, second), 5000)
+    one, other = (
+        lent.map_span(SharedPlace(3, first), 5000),
+        lent.map_span(SharedPlace(3, second), 5000),
+    )
     part = one[100:200]
     del one
-    assert lent.gone() == []
+    assert lent.pop_released() == []
     assert bytes(part) == b"a" * 100
     del part
-    assert lent.gone() == [(3, first)]
-    assert lent.gone() == []
+    assert lent.pop_released() == [(3, first)]
+    assert lent.pop_released() == []
     del other
-    assert lent.gone() == [(3, second)]
+    assert lent.pop_released() == [(3, second)]
 
 
 def test_a_span_that_is_lent_again_is_given_back_again(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
     for _ in range(3):
-        assert bytes(lent.look(SharedPlace(3, offset), 5000)[:1]) == b"a"
-        assert lent.gone() == [(3, offset)]
+        assert bytes(lent.map_span(SharedPlace(3, offset), 5000)[:1]) == b"a"
+        assert lent.pop_released() == [(3, offset)]
 
 
 def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: Watched) -> None:
-    view = lent.look(SharedPlace(3, writer.write("a", 5000)), 5000)
+    view = lent.map_span(SharedPlace(3, writer.write("a", 5000)), 5000)
     lent.close()
     assert lent.closed == []
     assert bytes(view) == b"a" * 5000
@@ -227,7 +230,7 @@ def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: 
 def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
     writer: Writer, lent: Watched
 ) -> None:
-    view = lent.look(SharedPlace(3, writer.write("a", 100)), 100)
+    view = lent.map_span(SharedPlace(3, writer.write("a", 100)), 100)
     del view
     assert lent.closed == []
     lent.close()
@@ -236,54 +239,54 @@ def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
 
 def test_what_a_child_reads_no_more_is_not_given_back(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
-    view = lent.look(SharedPlace(3, offset), 5000)
+    view = lent.map_span(SharedPlace(3, offset), 5000)
     pid = os.fork()
     if not pid:
         del view
         gc.collect()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert lent.gone() == []
+    assert lent.pop_released() == []
     assert bytes(view) == b"a" * 5000
     del view
-    assert lent.gone() == [(3, offset)]
+    assert lent.pop_released() == [(3, offset)]
 
 
 def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
     writer: Writer, lent: Watched
 ) -> None:
     assert lent.held_bytes == 0
-    view = lent.look(SharedPlace(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
+    view = lent.map_span(SharedPlace(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
     assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE
     assert len(view) == 2 * MEGABYTE
 
 
 def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
     blocks = Blocks(MEGABYTE)
-    first = blocks.take(5000)
+    first = blocks.allocate(5000)
     first[:3] = b"one"
-    second = blocks.take(5000)
+    second = blocks.allocate(5000)
     second[:3] = b"two"
     assert bytes(first[:3]) == b"one"
     held = blocks.held_bytes
     del first
-    third = blocks.take(5000)
+    third = blocks.allocate(5000)
     assert (blocks.held_bytes, bytes(second[:3])) == (held, b"two")
     assert bytes(third[:3]) == b"one"
 
 
 def test_a_part_of_a_block_keeps_all_of_it() -> None:
     blocks = Blocks(MEGABYTE)
-    part = blocks.take(5000)[4000:4003]
+    part = blocks.allocate(5000)[4000:4003]
     part[:] = b"one"
-    other = blocks.take(5000)
+    other = blocks.allocate(5000)
     other[:] = bytes(5000)
     assert bytes(part) == b"one"
 
 
 def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
     blocks = Blocks(MEGABYTE)
-    views = [blocks.take(1 << 19) for _ in range(6)]
+    views = [blocks.allocate(1 << 19) for _ in range(6)]
     for number, view in enumerate(views):
         view[0] = number
     assert blocks.held_bytes <= MEGABYTE
@@ -294,5 +297,5 @@ def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
 @hypothesis.settings(deadline=None, max_examples=30)
 def test_a_block_is_as_large_as_asked_and_not_much_larger(size: int) -> None:
     blocks = Blocks(0)
-    assert len(blocks.take(size)) == size
+    assert len(blocks.allocate(size)) == size
     assert size <= blocks.held_bytes <= size + max(size // 4, mmap.PAGESIZE)

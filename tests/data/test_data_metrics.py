@@ -45,7 +45,7 @@ def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
     for turn in range(200):
         at = written.begin(name, turn, 2**31, 2**31, 2**63)
         for _ in range(turn):
-            written.hand(at)
+            written.count_batch(at)
     written.close()
     found = ledger.read_ledgers(tmp_path)
     assert {(line.loader, line.first_step) for line in found} == {(name, 2**63)}

@@ -338,7 +338,7 @@ def is_lent(link: FetcherLink) -> bool:
     while True:
         select.select([link._socket], [], [])
         header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
-        found = ready(Role.RANK).hear(memoryview(header))
+        found = ready(Role.RANK).decode(memoryview(header))
         assert found is not None
         if isinstance(found.message, Response):
             return found.message.shared is not None
@@ -469,11 +469,11 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
     with ours, theirs:
         small = Reply(0, ResponseKind.BATCH, 1, body_bytes=1)
         theirs.send(msgspec.msgpack.encode([small]))
-        assert len(list(one.hear())) == 1
+        assert len(list(one.receive_replies())) == 1
         while room := one.room:
             for _ in range(1 if len(one.told) < room else room):
                 number = len(one.told)
-                one.tell(number, LoaderRequest(RequestKind.GET, 0, number, bytes(1 << 16)))
+                one.queue_command(number, LoaderRequest(RequestKind.GET, 0, number, bytes(1 << 16)))
             one.frees += range(10_000)
             one.send(0)
         assert len(one.told) == 64

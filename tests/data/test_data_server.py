@@ -47,11 +47,11 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(
     with ours, theirs:
         worker = WorkerHandle(0, 1, ours, is_suspect=False)
         assert worker.room == 2
-        worker.tell(7, LoaderRequest(RequestKind.GET, 0, 0))
+        worker.queue_command(7, LoaderRequest(RequestKind.GET, 0, 0))
         reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=body_bytes, wall_s=wall_s)
         theirs.send(msgspec.msgpack.encode([reply]))
         worker.told.clear()
-        assert len(list(worker.hear())) == 1
+        assert len(list(worker.receive_replies())) == 1
         assert worker.room == commands
 
 

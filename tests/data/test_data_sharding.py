@@ -55,7 +55,7 @@ def walk(
     while True:
         for ask in schedule.asks(step + ahead):
             if answers(ask.slot) == VOID or isinstance(schedule, ScoutedSchedule) or ask.mine:
-                schedule.learn(ask.slot, answers(ask.slot))
+                schedule.record_units(ask.slot, answers(ask.slot))
         verdict = schedule.at(step)
         assert verdict is not NoSlot.WAIT
         if verdict is NoSlot.END:
@@ -129,7 +129,7 @@ def test_a_course_goes_on_where_another_stopped(
         step = min(stop, len(whole))
         schedule = ScoutedSchedule(part, None, streams)
         for ask in schedule.asks(step + 1):
-            schedule.learn(ask.slot, answers(ask.slot))
+            schedule.record_units(ask.slot, answers(ask.slot))
         resumed = ScoutedSchedule(part, None, streams, schedule.place(step))
         assert walk(resumed, answers, step=step) == whole[step:]
 
@@ -156,27 +156,27 @@ def test_a_long_course_forgets_what_is_behind_it() -> None:
 def test_hints_of_some_batches_only_are_refused() -> None:
     late = 'batch 3 has hints["units"] and batch 0 does not'
     with pytest.raises(ValueError, match=re.escape(late)):
-        EpochSchedule(Part(0, 1), 10).learn(3, 5)
+        EpochSchedule(Part(0, 1), 10).record_units(3, 5)
     with pytest.raises(ValueError, match=re.escape(late)):
-        ScoutedSchedule(Part(0, 1, units=9), None, 1, has_hints=False).learn(3, 5)
+        ScoutedSchedule(Part(0, 1, units=9), None, 1, has_hints=False).record_units(3, 5)
     with pytest.raises(ValueError, match="batch 3 has no hints and batch 0 does"):
-        ScoutedSchedule(Part(0, 1, units=9), 10, 1, has_hints=True).learn(3, UNHINTED)
-    ScoutedSchedule(Part(0, 1), None, 1).learn(3, 5)
+        ScoutedSchedule(Part(0, 1, units=9), 10, 1, has_hints=True).record_units(3, UNHINTED)
+    ScoutedSchedule(Part(0, 1), None, 1).record_units(3, 5)
 
 
 def test_an_unknown_row_waits() -> None:
     schedule = ScoutedSchedule(Part(0, 2), None, 1)
     list(schedule.asks(2))
-    schedule.learn(0, 1)
+    schedule.record_units(0, 1)
     assert schedule.at(0) is NoSlot.WAIT
-    schedule.learn(1, 1)
+    schedule.record_units(1, 1)
     assert schedule.at(0) == 0
 
 
 def test_the_units_of_a_row() -> None:
     schedule = ScoutedSchedule(Part(0, 2), 4, 1)
     for ask in schedule.asks(2):
-        schedule.learn(ask.slot, ask.slot + 1)
+        schedule.record_units(ask.slot, ask.slot + 1)
     assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
     assert EpochSchedule(Part(0, 2, "keep"), 3).row_units(1) == 1
 

@@ -28,8 +28,8 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
     (store / "old" / "__pycache__").mkdir()
     (store / "old" / "__pycache__" / "module.pyc").touch()
     os.utime(store / "old" / "by-child.bin", (1, 1))
-    ledger.take(0, RankTouched(str(store / "noted.pt")))
-    ledger.take(0, RankTouched(str(store / "gone.pt")))
+    ledger.record(0, RankTouched(str(store / "noted.pt")))
+    ledger.record(0, RankTouched(str(store / "gone.pt")))
     assert ledger.close(has_rank_0=True).written == [
         WrittenFile(".hidden-file", 3),
         WrittenFile("noted.pt", 3),
@@ -47,9 +47,9 @@ def test_a_file_that_is_made_at_once_is_found(store: Path) -> None:
 def test_another_host_looks_through_nothing(store: Path) -> None:
     ledger = Ledger(str(store), ())
     (store / "new.txt").touch()
-    ledger.take(2, RankTouched(str(store / "new.txt")))
-    ledger.take(2, RankTouched(str(store / "other.txt")))
-    ledger.take(2, RankHeld("Landlock"))
+    ledger.record(2, RankTouched(str(store / "new.txt")))
+    ledger.record(2, RankTouched(str(store / "other.txt")))
+    ledger.record(2, RankHeld("Landlock"))
     closed = ledger.close(has_rank_0=False)
     assert closed.kept_out == [KeptOutFile(2, "new.txt", True), KeptOutFile(2, "other.txt", False)]
     assert (closed.written, closed.means, closed.complete) == ([], "Landlock", True)

@@ -34,7 +34,7 @@ def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
     time.sleep(0.01)  # it began before the beat was sent
     beat = time.monotonic()
     time.sleep(0.01)
-    seen.lease.heard(beat)
+    seen.lease.renew(beat)
     assert seen.lease._good_until == beat + 60.0
     assert not seen.expired.is_set()
 
@@ -42,10 +42,10 @@ def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
 def test_only_answers_to_beats_that_were_sent_count_and_each_once() -> None:
     seen = Expiring(0.5)
     beat = time.monotonic()
-    seen.lease.heard(beat)
+    seen.lease.renew(beat)
     until = seen.lease._good_until
     for other in (beat, beat + 60, -1):
-        seen.lease.heard(other)
+        seen.lease.renew(other)
     assert seen.lease._good_until == until
     assert seen.lasted_s() >= 0.5
 
@@ -53,9 +53,9 @@ def test_only_answers_to_beats_that_were_sent_count_and_each_once() -> None:
 def test_an_answer_that_is_overtaken_does_not_shorten_it() -> None:
     seen = Expiring(5.0)
     early, late = time.monotonic(), time.monotonic()
-    seen.lease.heard(late)
+    seen.lease.renew(late)
     until = seen.lease._good_until
-    seen.lease.heard(early)
+    seen.lease.renew(early)
     assert seen.lease._good_until == until
 
 

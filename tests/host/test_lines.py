@@ -192,7 +192,7 @@ def test_a_usual_cell_passes_whole_and_cheaply() -> None:
             passed += budget.admit(assembler.feed(data[at : at + 65536]))
         assert [int(line) for line in (passed[0], passed[-1])] == [0, 9_999]
         assert len(passed) == 10_000
-        assert budget.take_dropped() == (0, 0)
+        assert budget.pop_dropped() == (0, 0)
     assert time.process_time() - began_s < 1.0  # measured: 0.01; only a per-byte loop takes more
 
 
@@ -200,8 +200,8 @@ def test_a_flood_is_bounded_and_counted() -> None:
     clock = Clock()
     budget = LogBudget(clock, burst=(1000, 10), per_s=(1000, 10))
     assert len(budget.admit(["x"] * 25)) == 10
-    assert budget.take_dropped() == (15, 30)
-    assert budget.take_dropped() == (0, 0)
+    assert budget.pop_dropped() == (15, 30)
+    assert budget.pop_dropped() == (0, 0)
     clock.now_s += 0.5
     assert len(budget.admit(["x"] * 25)) == 5
     clock.now_s += 3600

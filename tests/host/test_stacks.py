@@ -448,14 +448,14 @@ def test_a_host_that_stood_still_blames_no_rank(
     spec = HostSpec(plan, 0, str(tmp_path), Origin("/", {}, ()))
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
-        pump.heard_at.return_value = 0.0
-        monkeypatch.setattr(StackMonitor, "_report_hang", lambda stand, still_s: said.set())
-        stand = StackMonitor(spec, ranks, pump, tmp_path, print)
+        pump.last_output_at.return_value = 0.0
+        monkeypatch.setattr(StackMonitor, "_report_hang", lambda monitor, still_s: said.set())
+        monitor = StackMonitor(spec, ranks, pump, tmp_path, print)
         woke = time.monotonic() + 300
-        stand.look(woke)
+        monitor.check(woke)
         assert woke - still_since(ranks.states(), woke) < 10
         for second in range(3, 63, 3):
-            stand.look(woke + second)
+            monitor.check(woke + second)
         sleeping.kill()
     assert said.wait(100)
 

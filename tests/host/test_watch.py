@@ -193,7 +193,7 @@ def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
 def test_a_note_of_a_rank_is_no_progress() -> None:
     ranks = watch.Ranks([0])
     [state] = ranks.states()
-    ranks.hear(0, Note(text="waits where nobody listens"))
+    ranks.record_message(0, Note(text="waits where nobody listens"))
     assert state.forward_at == 0.0
-    ranks.hear(0, RankUp())
+    ranks.record_message(0, RankUp())
     assert state.forward_at > 0.0

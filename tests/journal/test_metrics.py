@@ -71,15 +71,15 @@ def test_a_tensor_keeps_the_value_that_it_had() -> None:
     buffer.add({"loss": value}, None, False)
     value.data.zero_()
     buffer.add({"loss": value}, None, False)
-    assert [(it.step, it.value) for it in buffer.take()] == [(0, 3.0), (1, 0.0)]
-    assert buffer.take() == []
+    assert [(it.step, it.value) for it in buffer.pop_scalars()] == [(0, 3.0), (1, 0.0)]
+    assert buffer.pop_scalars() == []
 
 
 def test_other_ranks_are_recorded_only_on_request() -> None:
     buffer = MetricBuffer(3)
     buffer.add({"loss": 1.0}, 0, False)
     buffer.add({"loss": 2.0}, 0, True)
-    assert [it.value for it in buffer.take()] == [2.0]
+    assert [it.value for it in buffer.pop_scalars()] == [2.0]
 
 
 def test_outside_a_run_nothing_happens() -> None:

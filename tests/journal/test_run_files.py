@@ -61,8 +61,8 @@ def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
 def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan) -> None:
     spec = HostSpec(plan, 0, str(home.path), Origin("/", {}, ()))
     files = HostFiles(spec, HERE, lambda request: pytest.fail(f"asked {request}"), print)
-    assert files.bring_in(lambda: True) == spec
-    files.bring_home()
+    assert files.copy_in(lambda: True) == spec
+    files.send_back()
     assert home.payload.exists()
 
 
@@ -73,14 +73,14 @@ def test_another_runs_folder_of_the_same_path_is_not_it(
     other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
     spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
     files = HostFiles(spec, HERE, mock.Mock(return_value={}), print)
-    here = files.bring_in(lambda: True)
+    here = files.copy_in(lambda: True)
     assert here is not None and here.run_dir != here.home_dir == str(other.path)
-    files.bring_home()
+    files.send_back()
     assert not Path(here.run_dir).exists() and other.path.exists()
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
-    assert far.files.bring_in(lambda: True)
+    assert far.files.copy_in(lambda: True)
     for name in ("payload", "data/6162.loader", "data/empty"):
         assert (far.here / name).read_bytes() == (home.path / name).read_bytes()
     assert far.here.stat().st_mode & 0o777 == 0o700
@@ -89,7 +89,7 @@ def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunF
 
 
 def test_a_run_that_is_ended_meanwhile_needs_no_more(far: Far) -> None:
-    assert not far.files.bring_in(lambda: False)
+    assert not far.files.copy_in(lambda: False)
 
 
 def test_logs_ledgers_and_the_result_go_back(
@@ -162,4 +162,4 @@ def test_results_of_earlier_attempts_stay_on_the_host(far: Far, home: RunFolder)
 
 
 def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:
-    assert far.files.local(far.spec).told_log(1) == f"{far.spec.run_dir}/logs/rank-1.log"
+    assert far.files.local(far.spec).notebook_log_path(1) == f"{far.spec.run_dir}/logs/rank-1.log"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.store import guard
-from taas_magic.store.guard import StoreProtection, hold
+from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.rule import StoreRule
 from tests.rig.main_module import CONTEXT, plain_main
 
@@ -119,7 +119,7 @@ def _enter(setting: Setting) -> StoreProtection:
     if setting.writes == "none":
         holes = guard.holes(setting.store, setting.shared, setting.means)
         return guard.protect(setting.store, holes, setting.means)
-    return hold(
+    return apply_rule(
         StoreRule(setting.store, setting.writes, setting.shared),
         f"rank {setting.rank}",
         writes=setting.rank == 0,
