@@ -253,7 +253,7 @@ async def _cpu(work: Awaitable[None]) -> float:
 async def _join(agents: Sequence[Agent], address: str, controller: Controller) -> None:
     for start in range(0, len(agents), JOINING):
         await asyncio.gather(*(agent.join(address) for agent in agents[start : start + JOINING]))
-    await controller.members.take(len(agents))
+    await controller.members.acquire(len(agents))
 
 
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
@@ -298,7 +298,7 @@ class _Nowhere(Engine):
     def open(self, scheduler: type, keys: Keys, folder: str) -> Any:
         """There is no cluster."""
 
-    async def bring(self, count: int) -> list[str]:
+    async def request_hosts(self, count: int) -> list[str]:
         return []
 
     async def give_back(self, keep: Collection[str]) -> None:

@@ -224,7 +224,7 @@ class LogSummary:
         self._bytes += n_bytes
         self.has_news = True
 
-    def take(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
+    def add_lines(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
         """Count lines, and keep the last ones and the errors.
 
         Args:
@@ -299,13 +299,13 @@ class LogText:
         lines, size_bytes = self._dropped[event.rank]
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
-    def say(self, text: str) -> None:
+    def add_line(self, text: str) -> None:
         """Add a line that no rank printed; lines that still wait are added before it."""
         self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
         else:
-            self.rest.take("", [text], [text])
+            self.rest.add_lines("", [text], [text])
 
     def restart(self, text: str, world_size: int | None) -> None:
         """Add a line about a restart of all ranks.
@@ -314,7 +314,7 @@ class LogText:
             text: The line.
             world_size: The new number of ranks, if the run has grown; else None.
         """
-        self.say(text)
+        self.add_line(text)
         if world_size is not None:
             self._folder, self._names_hosts = self._folder_of(world_size), True
 
@@ -347,7 +347,7 @@ class LogText:
         """The share of the cell's limit that is used, from 0 to 1."""
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
-    def take(self) -> str:
+    def pop_text(self) -> str:
         """Return and remove the text to write now, in whole lines."""
         taken = "".join(self._pieces)
         self._taken_bytes += len(taken)
@@ -362,13 +362,13 @@ class LogText:
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)
             if self.rest is not None:
-                self.rest.take(prefix, texts, self._budget.errors(texts))
+                self.rest.add_lines(prefix, texts, self._budget.errors(texts))
                 continue
             fit, errors = self._budget.split(texts)
             self._pieces += [f"{prefix}{text}\n" for text in fit]
             if len(fit) < len(texts):
                 self.rest = LogSummary(self._plan.run_id)
-                self.rest.take(prefix, texts[len(fit) :], errors)
+                self.rest.add_lines(prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:
@@ -386,7 +386,7 @@ class LogText:
         ranks = sorted(self._dropped)
         n_lines, n_bytes = map(sum, zip(*self._dropped.values(), strict=True))
         file = f"/rank-{ranks[0]}.log" if len(ranks) == 1 else ""
-        self.say(
+        self.add_line(
             f"[{rank_ranges(ranks)}] … {n_lines:,} line{'s' * (n_lines != 1)} "
             f"({size_text(n_bytes)}) not shown; full log: {self._logs_dir}{file}"
         )

@@ -112,7 +112,7 @@ class Replay:
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
-        self._shown.keep(event)
+        self._shown.add_event(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
         if isinstance(event, StateChanged) and self._state.state == "STARTING":
@@ -126,7 +126,7 @@ class Replay:
             self._progress = [line]
 
     def _apply_pending(self) -> None:
-        for line in [*self._counts.take(), *self._progress]:
+        for line in [*self._counts.pop_events(), *self._progress]:
             if (event := _decoded(line)) is not None:
                 self._state.apply(event, event.time)
         self._progress.clear()
@@ -166,7 +166,7 @@ class _Counts:
             self._n_last -= len(old)
             self._add_up(old)
 
-    def take(self) -> list[bytes]:
+    def pop_events(self) -> list[bytes]:
         """Empty the buffer, and return its events in order, to be applied to the run's state."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
@@ -257,7 +257,7 @@ class _Shown:
         while self._tail_bytes - len(self._tail[0].raw) >= TAIL_BYTES:
             self._leave_out(self._tail.popleft())
 
-    def keep(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Process an event that is not a printed line.
 
         Displays and restarts are always shown. An update changes an earlier display, and a

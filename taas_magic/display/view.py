@@ -304,7 +304,7 @@ class View:
         self._screen.open(self._state, now)
         for piece in past:
             if isinstance(piece, str):
-                self._log.say(piece)
+                self._log.add_line(piece)
             else:
                 self._show(piece, piece.time)
         if past:
@@ -339,7 +339,7 @@ class View:
             case Display() if plan.shows_displays(event.rank):
                 self._log.flush()
                 if event.rank and not event.update:
-                    self._log.say(f"[{event.rank}] displays:")
+                    self._log.add_line(f"[{event.rank}] displays:")
                 self._write(now)
                 self._screen.display(event if plan.trusted else _as_data(event))
             case ClearOutput() if event.rank == self._clearing_rank:
@@ -391,7 +391,7 @@ class View:
         if not self._log.has_text:
             return
         self._written_at = now
-        if text := self._log.take():
+        if text := self._log.pop_text():
             self._screen.write(text)
         if (rest := self._log.rest) is not None and rest.has_news:
             self._screen.show_rest(rest.text())

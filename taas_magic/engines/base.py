@@ -66,7 +66,7 @@ class Engine(ABC):
     ) -> AbstractAsyncContextManager["Scheduler"]:
         """Run the pool's scheduler until the block ends; then end all hosts.
 
-        Starts no host: `bring` does.
+        Starts no host: `request_hosts` does.
 
         Args:
             scheduler: Class of the scheduler.
@@ -90,7 +90,7 @@ class Engine(ABC):
         return {}
 
     @abstractmethod
-    async def bring(self, count: int) -> list[str]:
+    async def request_hosts(self, count: int) -> list[str]:
         """Request further hosts if fewer than `count` have been requested. Does not wait for them.
 
         The pool calls this repeatedly until `count` hosts can start ranks.
@@ -207,12 +207,15 @@ class HostsEngine(Engine):
             try:
                 yield self.scheduler
             finally:
-                self._is_over = True  # a `bring` that still waits must start no more hosts
+                self._is_over = True  # a `request_hosts` that still waits must start no more hosts
                 await self.give_back(())
                 await asyncio.gather(*self.ending)
 
-    async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`. Raises the failure of a host once; the next call starts another."""
+    async def request_hosts(self, count: int) -> list[str]:
+        """See `Engine.request_hosts`.
+
+        Raises the failure of a host once; the next call starts another.
+        """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
             self.hosts[host.name] = host

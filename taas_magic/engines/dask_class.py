@@ -48,7 +48,7 @@ class DaskClassEngine(Engine):
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Held by `bring` and `give_back`, because both change Dask's table of workers."""
+        """Held by `request_hosts` and `give_back`, because both change Dask's table of workers."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -108,12 +108,12 @@ class DaskClassEngine(Engine):
             try:
                 yield cluster.scheduler
             finally:
-                # From here on no `bring` may start hosts, because Dask would wait for them.
+                # From here on no `request_hosts` may start hosts, because Dask would wait for them.
                 await self._turn.acquire()
                 await self._end_workers_except(())
 
-    async def bring(self, count: int) -> list[str]:
-        """See `Engine.bring`. Also asks the batch system about jobs whose hosts have not joined.
+    async def request_hosts(self, count: int) -> list[str]:
+        """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
 
         If the caller is cancelled, the request continues (`asyncio.shield`): otherwise a host that
         is requested at that moment would be recorded nowhere.
@@ -127,7 +127,9 @@ class DaskClassEngine(Engine):
             cluster = self._cluster
             names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
             agents = {vehicle_of(name) for name in self.ready} - {""}
-            lines = await self._vehicles.look([*map(str, cluster.worker_spec)], names, agents)
+            lines = await self._vehicles.describe_awaited(
+                [*map(str, cluster.worker_spec)], names, agents
+            )
             # Never reuse a name: 15 s after a worker has left (the setting
             # `distributed.deploy.lost-worker-timeout`), Dask closes a worker of the same name that
             # has not joined yet.
@@ -356,7 +358,7 @@ class BatchSystem:
     parse: Callable[[str], dict[str, BatchJob]]
     history: Callable[[Collection[str]], list[str]] | None = None
 
-    async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
+    async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
         A job that is not among them has ended.
@@ -461,7 +463,7 @@ class Vehicles:
                 self._served.discard(name)  # a lost worker's name is used again, with another job
                 self._looked = float("-inf")
 
-    async def look(
+    async def describe_awaited(
         self, asked: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
         """Return one line for the user about each host that has not joined yet.
@@ -499,7 +501,7 @@ class Vehicles:
         self._served.add(name)
         deadline = time.monotonic() + SETTLE_S
         try:
-            while (job := (await self._system.look([job_id])).get(job_id)) and not job.ended:
+            while (job := (await self._system.query([job_id])).get(job_id)) and not job.ended:
                 if time.monotonic() >= deadline:
                     break
                 await asyncio.sleep(0.5)
@@ -519,7 +521,7 @@ class Vehicles:
         if self._system is None or not awaited:
             return {}
         try:
-            jobs = await self._system.look(awaited.values())
+            jobs = await self._system.query(awaited.values())
         except OSError as error:
             state = "in an unknown state", str(error), False
             return {name: BatchJob(job_id, *state) for name, job_id in awaited.items()}

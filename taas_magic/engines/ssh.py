@@ -139,7 +139,7 @@ class SshEngine(HostsEngine):
         finally:
             await self.in_thread(close_tunnel, connection, port)
 
-    async def take(self, besides: Collection[str], stop: threading.Event) -> str | None:
+    async def acquire_host(self, besides: Collection[str], stop: threading.Event) -> str | None:
         """Take a free host. If none is free, wait for hosts that are being returned.
 
         Args:
@@ -159,7 +159,7 @@ class SshEngine(HostsEngine):
         return None
 
     async def put_back(self, host: str, end: Callable[[], None]) -> None:
-        """Call `end`; then make a host free again, as the last one that `take` chooses.
+        """Call `end`; then make a host free again, as the last one that `acquire_host` chooses.
 
         Args:
             host: The host, as taas.toml names it.
@@ -214,7 +214,7 @@ class _SshHost(Host):
         """
         until = time.monotonic() + _SHARE * self._engine.pool.start_timeout_s
         failures: dict[str, str] = {}
-        while (host := await self._engine.take(failures, self._stop)) is not None:
+        while (host := await self._engine.acquire_host(failures, self._stop)) is not None:
             self._host, joined = host, False
             try:
                 await self._engine.in_thread(self._start_host, host)

@@ -569,7 +569,7 @@ class Farm:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
                 log.write(said.lines)
-        self.state.take(cleaned(said))
+        self.state.apply(cleaned(said))
         if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.here:
             # for the thread of `_collect`, because ending jobs may wait for the current thread
             self._ended.put(said)

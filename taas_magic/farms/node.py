@@ -1,7 +1,7 @@
 """The node: a farm's process on one host, with a Dask worker and the processes of its jobs.
 
 To the pool, a node is a run of one rank, so it has leases, an end and a journal like any run. The
-rank (`keep`) starts the node as a separate program. Like an agent, the node starts a forkserver
+rank (`run_node`) starts the node as a separate program. Like an agent, the node starts a forkserver
 before it imports Dask. It joins the farm when the forkserver has imported its modules. Until then
 it reports to the farm which module is being imported. Imports may take any time, but the node ends
 if it shows no activity for `start_timeout_s`.
@@ -80,7 +80,7 @@ _END_S = 3.0
 _FLUSH_S = 0.2
 
 
-def keep(terms: NodeSettings) -> None:
+def run_node(terms: NodeSettings) -> None:
     """Run a node until the pool ends the node's run; called in the run's rank.
 
     Raises:
@@ -327,7 +327,7 @@ class Slot:
                 outcome.parts.append(await asyncio.to_thread(self._control.recv_bytes))
         except (EOFError, OSError):
             outcome = await asyncio.to_thread(self._died)
-        lines.take(self._printed())
+        lines.add(self._printed())
         lines.flush(whole=False)
         self._again = outcome.again
         return outcome
@@ -387,7 +387,7 @@ class Slot:
         while True:
             ready = await self._wait_for_output()
             if self._output in ready:
-                lines.take(printed := self._printed())
+                lines.add(printed := self._printed())
                 if not printed:  # end of file: the process is about to end
                     self._events.unregister(self._output)
             if self._control in ready:
@@ -452,7 +452,7 @@ class _Lines:
         self._say, self._waiting = say, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
 
-    def take(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
         """Add output of the job, and pass on the buffer if the last time was `_FLUSH_S` ago."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)

@@ -99,7 +99,7 @@ async def _run_farm(terms: FarmSettings) -> None:
     async with FarmScheduler(host=LOOPBACK, protocol="tls://", security=secure) as scheduler:
         fleet = Fleet(terms, keys, scheduler)
         scheduler.add_plugin(fleet)
-        keeping = asyncio.ensure_future(fleet.keep())
+        keeping = asyncio.ensure_future(fleet.maintain())
 
         def wait_for_end() -> None:
             sys.stdin.readline()
@@ -126,7 +126,7 @@ class FarmScheduler(Scheduler):
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, so that Dask's web pages, which require no key, are not served."""
 
-    def tell(self, news: NodeUpdate) -> None:
+    def publish_state(self, news: NodeUpdate) -> None:
         """Send the state of a node to the kernel."""
         self._told.append(said := msgspec.to_builtins(news))
         self.log_event(TOPIC, said)
@@ -202,7 +202,7 @@ class Fleet(SchedulerPlugin):
         by_cores = max(1, offers.cores // terms.cpus)
         return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
 
-    async def keep(self) -> None:
+    async def maintain(self) -> None:
         """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
 
         Nodes are ended only when `IDLE_LOOKS` checks in a row have found too many.
@@ -352,7 +352,7 @@ class Fleet(SchedulerPlugin):
             store=terms.store,
             start_timeout_s=config.start_timeout_s,
         )
-        source = "from taas_magic.farms.node import keep\nkeep(terms)"
+        source = "from taas_magic.farms.node import run_node\nrun_node(terms)"
         cell = Cell(source, filename="<a node>", raw=source)
         captured = payload.capture(
             cell,
@@ -377,7 +377,7 @@ class Fleet(SchedulerPlugin):
     def _lost(self, name: str, why: str) -> None:
         """Mark a node as lost because it ended by itself or did not start.
 
-        At its next check, `keep` starts another node if jobs need one.
+        At its next check, `maintain` starts another node if jobs need one.
         """
         node = self._nodes[name]
         if node.state == "left":
@@ -441,7 +441,7 @@ class Fleet(SchedulerPlugin):
 
     def _report_node_state(self, name: str, state: str, why: str = "", host: str = "") -> None:
         """Send the state of a node to the kernel."""
-        self._on_loop(self._scheduler.tell, NodeUpdate(name, state, why, host))
+        self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
         """End all nodes and close the pools; returns when the pools have received the requests."""

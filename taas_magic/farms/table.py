@@ -88,7 +88,7 @@ class FarmState:
         self.jobs[job.name] = job
         self.changes += 1
 
-    def take(self, said: NodeUpdate | JobUpdate) -> None:
+    def apply(self, said: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process."""
         self.changes += 1
         if isinstance(said, NodeUpdate):

@@ -39,7 +39,7 @@ from taas_magic.store.manifest import (
     ReadRunFile,
     WriteRunFile,
 )
-from taas_magic.store.mirror import Mirror, StoreUpdate, bring_in, take
+from taas_magic.store.mirror import Mirror, StoreUpdate, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
@@ -215,10 +215,10 @@ class Travelling:
         self._outbound: Outbound | None = None
         self._is_own = shares is None
         self._mirror: Mirror = (
-            take(self._rule.path, spec.origin.store.kernel) if shares is None else shares._mirror
+            reserve(self._rule.path, spec.origin.store.kernel) if shares is None else shares._mirror
         )
         try:
-            _report_skipped(bring_in(self._mirror, ask, fresh=spec.attempt > 0), note)
+            _report_skipped(update_mirror(self._mirror, ask, fresh=spec.attempt > 0), note)
             if not spec.is_session:  # between a session's cells, nothing is transferred
                 self._follow(_sends(spec))
         except BaseException:
@@ -252,7 +252,7 @@ class Travelling:
         is_newest = self._sends is None and sends is None
         self._send_rest()
         if not is_newest:
-            bring_in(self._mirror, self._ask, fresh=True)
+            update_mirror(self._mirror, self._ask, fresh=True)
         self._follow(sends)
 
     def finish(self) -> tuple[list[WrittenFile], list[UnsentFile]]:

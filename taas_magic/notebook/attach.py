@@ -18,7 +18,7 @@ from taas_magic.journal.reader import JournalReader
 from taas_magic.messages import event_of
 from taas_magic.notebook import heads
 from taas_magic.notebook.run import Interrupts
-from taas_magic.notebook.runs import Run, goes_on
+from taas_magic.notebook.runs import Run, still_active_message
 
 POLL_S = 0.1
 """Seconds between reads of the journal."""
@@ -39,7 +39,7 @@ def attach(run: Run) -> None:
     with Interrupts() as interrupts:
         state = _show(run, interrupts)
     if not state.has_ended:
-        raise interrupted(goes_on(run.run_id))
+        raise interrupted(still_active_message(run.run_id))
     heads.forget(run)
 
 

@@ -139,14 +139,14 @@ def _run_in_session(
     captured: Payload,
 ) -> None:
     """Run a cell on a session's ranks. The first cell starts the ranks."""
-    driver.listener = session.take_event
+    driver.listener = session.record_event
     try:
         with RunFolder(driver.path).held():
             _carry_out(driver, spec, pool, config, session=session)
     finally:
         session.end_cell(captured)
         if line := session.death(may_have_died=driver.has_lost_rank):
-            pools.say(line)
+            pools.print_line(line)
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
@@ -238,7 +238,7 @@ def _carry_out(
             if not plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if fetchers:
-                fetchers.wait(interrupts, pools.say)
+                fetchers.wait(interrupts, pools.print_line)
         except (PoolError, KeyboardInterrupt):
             driver.discard()
             raise
@@ -247,7 +247,7 @@ def _carry_out(
             last_run, view = driver.run, View(driver.head)
         with driver.giving_up(view):
             if fetchers and plan.prefill:
-                driver.fill(fetchers, view, interrupts)
+                driver.wait_for_prefill(fetchers, view, interrupts)
             if plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if session is not None:
@@ -255,9 +255,11 @@ def _carry_out(
                     session, connection, spec.origin, driver.cell_text(), config, interrupts
                 )
                 connection, spec = session.connection, session.cell_spec(spec)
-            driver.start(connection, spec, fetchers.said() if fetchers else [], view, interrupts)
+            driver.start(
+                connection, spec, fetchers.pop_events() if fetchers else [], view, interrupts
+            )
         if fetchers:
-            fetchers.pass_on(connection)
+            fetchers.forward_events(connection)
         if is_shown:
             journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
         driver.follow(connection, view, interrupts, detaches)
@@ -312,7 +314,7 @@ def ask_ranks(session: Session, call: str, shell: "InteractiveShell", config: Co
     with folder.whole():
         folder.write_context(_context(plan, pool, config))
     driver = RunDriver(RunState(plan, folder.path))
-    driver.listener = session.take_event
+    driver.listener = session.record_event
     found: dict[str, Any] = {}
     try:
         with folder.held():

@@ -74,16 +74,16 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
     if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
         return ready
     for versions in pool.folder.of_other_versions():
-        say(f'another kernel uses pool "{pool.name}" with {versions}: it is not joined')
-    say(f'waiting for pool "{pool.name}" to warm up …')
+        print_line(f'another kernel uses pool "{pool.name}" with {versions}: it is not joined')
+    print_line(f'waiting for pool "{pool.name}" to warm up …')
     try:
-        return Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, say)
+        return Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, print_line)
     except KeyboardInterrupt:
         wait.give_up()
         raise
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line below the waiting cell, and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

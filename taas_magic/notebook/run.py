@@ -215,8 +215,8 @@ class RunFetchers:
     Args:
         pool: Pool that runs the fetchers.
         spec: `HostSpec` of the run for that pool.
-        listen: Function that receives each event until `pass_on` is called. Later, the kernel
-            receives these events from the pool of the ranks. Any thread calls the function.
+        listen: Function that receives each event until `forward_events` is called. Later, the
+            kernel receives these events from the pool of the ranks. Any thread calls the function.
         waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool: then
             the wait for the ranks' hosts suffices.
     """
@@ -250,7 +250,7 @@ class RunFetchers:
         if self._connection is not None:
             self._connection.check()
 
-    def say(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Record an event from or about a fetcher, and queue it for the pool of the ranks."""
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)
@@ -273,24 +273,26 @@ class RunFetchers:
             return last
         self._restarts += 1
         count = f"{self._restarts} of {plan.max_restarts}"
-        self.say(Note(text=f"all fetchers have ended; they are started again (restart {count})"))
+        self.record_event(
+            Note(text=f"all fetchers have ended; they are started again (restart {count})")
+        )
         threading.Thread(target=self._start_again, name="taas-fetchers", daemon=True).start()
         soon = {name: LoaderAddresses(fetchers=plan.cpus) for name in last.entry}
         return structs.replace(last, entry=soon)
 
     def _start_again(self) -> None:
         try:
-            self._launch(self.say)
+            self._launch(self.record_event)
         except PoolError as error:
             plan, self._restarts = self._spec.plan, self._spec.plan.max_restarts
             for fetcher in plan.data.fetchers if plan.data is not None else ():
-                self.say(fetcher_failed(plan, fetcher, f"not started again: {error}"))
+                self.record_event(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
-    def said(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         """Return the queued events, and remove them from the queue."""
-        return taken(self._events)
+        return drain(self._events)
 
-    def pass_on(self, connection: PoolConnection) -> None:
+    def forward_events(self, connection: PoolConnection) -> None:
         """Send all further events to the process of the ranks' pool, in a thread.
 
         Args:
@@ -329,7 +331,7 @@ class RunFetchers:
             # The run has no display before it starts, so show notes to the waiting user here.
             if isinstance(event, Note):
                 tell([event.text])
-            self.say(event)
+            self.record_event(event)
 
         data = self._spec.plan.data
         if self._waits and data is not None:
@@ -353,10 +355,10 @@ class RunFetchers:
                 self._connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection) -> None:
-        # `said` may remove the None that ends this loop, hence the check of `_closing`
+        # `pop_events` may remove the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
-                connection.call(Relay(self._run_id, [event, *self.said()]))
+                connection.call(Relay(self._run_id, [event, *self.pop_events()]))
             except PoolError:
                 return  # the run is lost; `RunDriver` reports that
 
@@ -413,7 +415,7 @@ class PrefillProgress:
         return int(sum(loader.stock(name) for loader in self._flow.loaders.values()))
 
 
-def taken(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
+def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     """Return all events in a queue, without the Nones that only wake its reader."""
     found = []
     while not events.empty():
@@ -454,7 +456,9 @@ class RunDriver:
         """Queue an event. Any thread may call this."""
         self._events.put(event)
 
-    def fill(self, fetching: RunFetchers, view: View | NoView, interrupts: Interrupts) -> None:
+    def wait_for_prefill(
+        self, fetching: RunFetchers, view: View | NoView, interrupts: Interrupts
+    ) -> None:
         """Wait until fetchers have prepared what `--prefill` asks for, and show their progress.
 
         Raises:
@@ -469,7 +473,7 @@ class RunDriver:
             self._show(view, events := list(self._wait(view)))
             for seen in events:
                 if isinstance(seen, FetcherReport):
-                    fetching.say(filling.event(seen.host))
+                    fetching.record_event(filling.event(seen.host))
             interrupts.check()
             fetching.check()
             if deadline is not None and time.monotonic() > deadline:
@@ -524,7 +528,7 @@ class RunDriver:
 
         try:
             self.hosts = interrupts.attend(
-                launch, patience=2, meanwhile=lambda: self._show(view, taken(self._events))
+                launch, patience=2, meanwhile=lambda: self._show(view, drain(self._events))
             )
         except KeyboardInterrupt:
             self._is_left = True
@@ -614,7 +618,7 @@ class RunDriver:
             first = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return []
-        return [*([] if first is None else [first]), *taken(self._events)]
+        return [*([] if first is None else [first]), *drain(self._events)]
 
     def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
         for seen in events:

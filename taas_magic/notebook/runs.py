@@ -283,7 +283,7 @@ class Run:
                     raise TimeoutError(f"run {self.run_id} goes on after {timeout:g} s")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
-            raise interrupted(goes_on(self.run_id)) from None
+            raise interrupted(still_active_message(self.run_id)) from None
         self.raise_failure()
         return self.out
 
@@ -386,7 +386,7 @@ def _names_of_notebook() -> dict[str, Any]:
     return {} if shell is None else shell.user_ns
 
 
-def goes_on(run_id: str) -> str:
+def still_active_message(run_id: str) -> str:
     """Return the message for a user who stops watching an active run."""
     return (
         f"Run {run_id} goes on: `%taas attach {run_id}` shows it again, "

@@ -211,7 +211,7 @@ class Session:
         self._cells += 1
         return structs.replace(spec, session=self.run_id, cell_number=self._cells)
 
-    def take_event(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Record which names a cell changed on a rank, and that ranks were killed.
 
         Called with every event of a cell. Other events are ignored.

@@ -94,7 +94,7 @@ class Kernels:
         self.over = asyncio.Event()
         """Set when the pool is to end."""
 
-    def look(self, has_runs: bool) -> None:
+    def end_if_idle(self, has_runs: bool) -> None:
         """End the pool if it has had neither a kernel nor a run for `linger_s`."""
         now = time.monotonic()
         if self.connected or has_runs:
@@ -103,7 +103,7 @@ class Kernels:
             self.is_ending = True
             self.over.set()
 
-    def go(self, client: str) -> None:
+    def remove(self, client: str) -> None:
         """Record that a kernel has left or died, and cancel its waits."""
         self.connected.discard(client)
         for wait, (owner, _) in list(self._waiting.items()):
@@ -125,7 +125,7 @@ class Kernels:
         """
         if self.is_ending:
             return Started(error="its process is ending", is_ending=True)
-        waiting = asyncio.ensure_future(self._members.take(asked.hosts, has_run=asked.has_run))
+        waiting = asyncio.ensure_future(self._members.acquire(asked.hosts, has_run=asked.has_run))
         self._waiting[asked.wait] = asked.owner, waiting
         try:
             await waiting
@@ -173,7 +173,7 @@ class PoolMeter:
         self._looked = clock()
         self._gpu_s = self._used_gpu_s = 0.0
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Add the time since the last call to the hours of all hosts, and update idle times.
 
         Returns:
@@ -442,7 +442,8 @@ class Controller(SchedulerPlugin):
 
     async def _fetch(self, owner: str, first: HostSpec) -> Started:
         if before := self._runs.get(first.share_id):
-            await before.gone()  # a `Halt` for the old fetchers would also end new ones on a host
+            # A `Halt` for the old fetchers would also end new ones on a host.
+            await before.wait_until_ended()
         fetch = PoolFetchers(first, owner, self.members, self._event_sender(owner, first.share_id))
 
         async def carry_out() -> None:
@@ -548,15 +549,15 @@ class Controller(SchedulerPlugin):
             if run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
                 self._tasks.start(run.halt("interrupt"))
-        self._kernels.go(client)
+        self._kernels.remove(client)
 
     async def _beat(self) -> None:
         """Send beats and update kernels, sessions and hosts. Runs until cancelled."""
         while True:
             self._scheduler.log_event(POOL_BEAT, self.members.awaited)
-            self._kernels.look(has_runs=bool(self._runs))
+            self._kernels.end_if_idle(has_runs=bool(self._runs))
             self._end_idle_sessions()
-            if self._meter.look():
+            if self._meter.update():
                 self._tasks.start(self.members.release(self._meter.is_in_use))
             await asyncio.sleep(BEAT_S)
 
@@ -571,7 +572,7 @@ class Controller(SchedulerPlugin):
         """Pass a host's event to its run. Ignore and count invalid or forbidden events."""
         run = self._runs.get(run_id)
         try:
-            is_taken = run is not None and run.take(worker, event_of(event))
+            is_taken = run is not None and run.on_event(worker, event_of(event))
         except (TypeError, DecodeError):
             is_taken = False
         if not is_taken:

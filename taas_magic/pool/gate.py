@@ -307,7 +307,7 @@ class HeadScheduler(Scheduler):
     def __init__(self, **options: Any) -> None:
         super().__init__(extensions={}, **options)
         self.handlers = {name: self.handlers[name] for name in HANDLERS}
-        self.handlers["heartbeat_worker"] = self.take_heartbeat
+        self.handlers["heartbeat_worker"] = self.on_heartbeat
         self.stream_handlers = {name: self.stream_handlers[name] for name in STREAM_HANDLERS}
         self.stream_handlers["log-event"] = lambda **said: None
 
@@ -365,7 +365,7 @@ class HeadScheduler(Scheduler):
             local_directory="",
         )
 
-    def take_heartbeat(self, comm: GateComm, *, address: str, **said: Any) -> dict[str, Any]:
+    def on_heartbeat(self, comm: GateComm, *, address: str, **said: Any) -> dict[str, Any]:
         """Pass a worker's heartbeat to Dask without the metrics that the worker reports.
 
         Raises:

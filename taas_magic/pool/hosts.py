@@ -166,7 +166,7 @@ class PoolHosts(SchedulerPlugin):
         """Return the host whose agent has that name; None if the pool has no such host."""
         return next((it for it in self._members.values() if it.agent == agent), None)
 
-    async def take(
+    async def acquire(
         self,
         count: int,
         keep: Collection[str] = (),
@@ -266,7 +266,7 @@ class PoolHosts(SchedulerPlugin):
     ) -> None:
         """Return hosts to the engine, including requested hosts that have not joined yet.
 
-        Does nothing while `take` waits for hosts.
+        Does nothing while `acquire` waits for hosts.
 
         Args:
             stays: Returns whether the pool keeps a host. The default keeps hosts that have a run.
@@ -396,7 +396,7 @@ class PoolHosts(SchedulerPlugin):
         until = time.monotonic() + limit_s
         while len(self.all()) < count:
             left_s = max(ASK_AGAIN_S, until - time.monotonic())
-            lines = await asyncio.wait_for(self._source.bring(count), left_s)
+            lines = await asyncio.wait_for(self._source.request_hosts(count), left_s)
             self._publish_lines([*lines, *filter(None, map(slow_import, self.starting()))])
             if len(self._lost_early) - lost_before >= FAILED_STARTS:
                 raise PoolError("\n".join(dict.fromkeys(self._lost_early[lost_before:])))

@@ -283,7 +283,7 @@ class Share(ABC):
         """Whether `halt` was called to interrupt or kill the ranks or fetchers."""
         return self._halted.is_set()
 
-    def take(self, address: str, event: Event) -> bool:
+    def on_event(self, address: str, event: Event) -> bool:
         """Handle an event from a host.
 
         Returns:
@@ -403,7 +403,7 @@ class Share(ABC):
         Raises:
             PoolError: Too few hosts are available, or the run was halted meanwhile.
         """
-        take = self._members.take(count, keep, lambda line: self.publish(Note(text=line)))
+        take = self._members.acquire(count, keep, lambda line: self.publish(Note(text=line)))
         taking = asyncio.ensure_future(take)
         halted = asyncio.ensure_future(self._halted.wait())
         await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
@@ -459,7 +459,7 @@ class Share(ABC):
         part.member.runs.discard(self.run_id)
         self._changed.set()
 
-    async def gone(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait until all hosts have ended their ranks or fetchers, or are gone."""
         while self._running():
             self._changed.clear()
@@ -509,7 +509,7 @@ class PoolFetchers(Share):
 
     async def carry_out(self) -> None:
         """Wait until the fetchers have ended on all hosts; then refuse requests for files."""
-        await self.gone()
+        await self.wait_until_ended()
         await self._files.close()
 
     async def halt(self, how: str) -> None:
@@ -522,7 +522,7 @@ class PoolFetchers(Share):
         """
         await super().halt("kill")
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.gone(), FETCHERS_END_S)
+            await asyncio.wait_for(self.wait_until_ended(), FETCHERS_END_S)
 
     @property
     def _data(self) -> DataPlan:
@@ -800,7 +800,7 @@ class PoolRun(Share):
     async def _free(self, count: int, has: Collection[str]) -> list[PoolHost]:
         """Return `count` hosts without other runs; an empty list if there are not enough."""
         with contextlib.suppress(PoolError):  # growing is optional
-            members = await self._members.take(count, keep=has)
+            members = await self._members.acquire(count, keep=has)
             if not any(member.runs for member in members if member.address not in has):
                 return members
         return []
@@ -877,7 +877,7 @@ class PoolRun(Share):
             part.report = None
         self._tasks.start(self._end_late(END_S))
         await self._send_to_all(EndRun(self.run_id))
-        await self.gone()
+        await self.wait_until_ended()
         await self._ways.aclose()
         reports = [part.report for part in there if part.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]

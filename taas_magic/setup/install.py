@@ -142,7 +142,7 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     folders = []
     for parcel in what_to_bring(facts, here):
         if parcel.name not in facts.sites:
-            bring(parcel, shell, pool.python, facts.cache)
+            install_package(parcel, shell, pool.python, facts.cache)
         folders.append(posixpath.join(facts.cache, "site", parcel.name))
     return (*folders, *facts.python_path) if folders else ()
 
@@ -178,7 +178,7 @@ def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
     return parcels
 
 
-def bring(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
+def install_package(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
     Raises:

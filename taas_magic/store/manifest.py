@@ -430,7 +430,7 @@ def ignore_of(tree: Tree) -> Ignore:
         raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
 
 
-def look_through(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
+def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files that travel, and remove leftovers of killed writers.
 
     Files that cannot travel are listed as skipped. Only files that changed since the last call are

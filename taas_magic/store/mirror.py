@@ -1,9 +1,9 @@
 """A host's copy of a project store, updated before and while the ranks of a run work in it.
 
-Before the ranks start, `bring_in` fetches files that changed in the store. While they run, `News`
-fetches changes that other hosts made. `outbound.py` sends files written in the mirror back to the
-store. None of these modules depends on a transport: a host sends its requests to the notebook's
-side, `desk.py`, through a function of type `Ask`.
+Before the ranks start, `update_mirror` fetches files that changed in the store. While they run,
+`News` fetches changes that other hosts made. `outbound.py` sends files written in the mirror back
+to the store. None of these modules depends on a transport: a host sends its requests to the
+notebook's side, `desk.py`, through a function of type `Ask`.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Mirror:
         self._until_end.close()
 
 
-def take(store: str, owner: str, cache: Path | None = None) -> Mirror:
+def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make one if none is free.
 
     Args:
@@ -138,7 +138,7 @@ ATTEMPTS = 3
 _ASK_AGAIN_S = 0.05
 
 
-def bring_in(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
+def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """Update the mirror to the content of the store; only missing content is fetched.
 
     Args:

@@ -30,7 +30,7 @@ from taas_magic.store.manifest import (
     ReadStore,
     ignore_of,
     known_as,
-    look_through,
+    scan_store,
 )
 from taas_magic.store.ownership import (
     KEPT_BESIDE,
@@ -168,7 +168,7 @@ class StoreServer:
         if self._look is None or (asked.fresh and self._look.done()):
             # in a thread, which alone may use the hashes until it ends
             arguments = self._tree, self._hashes, self._rule.limit_bytes
-            self._look = self._looker.submit(look_through, *arguments)
+            self._look = self._looker.submit(scan_store, *arguments)
         if not self._look.done():
             return None
         self._cases, manifest = self._look.result()

@@ -14,7 +14,7 @@ from typing import Any
 
 from taas_magic.errors import PoolError
 from taas_magic.store.manifest import Ask, FileRequest
-from taas_magic.store.mirror import bring_in, take
+from taas_magic.store.mirror import reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
@@ -69,8 +69,8 @@ def write_all(mirror: Path, number: int) -> None:
 
 def be_host(socket: str, store: str, cache: str) -> None:
     ask = asking(Client(socket))
-    mirror = take(store, "me", Path(cache))
-    bring_in(mirror, ask)
+    mirror = reserve(store, "me", Path(cache))
+    update_mirror(mirror, ask)
     outbound = Outbound(mirror, ask, print)
     outbound.start()
     print("ready", flush=True)

@@ -28,7 +28,7 @@ def test_prefixes() -> None:
         text.lines(lines(rank, "hello"), 0.0)
     text.lines(lines(2, "alone"), 1.0)
     text.flush()
-    assert text.take() == "[0-3 ×4] hello\n[2] alone\n"  # noqa: RUF001
+    assert text.pop_text() == "[0-3 ×4] hello\n[2] alone\n"  # noqa: RUF001
     assert not text.has_text
 
 
@@ -36,7 +36,7 @@ def test_with_several_hosts_a_prefix_names_the_host() -> None:
     text = log_text(2, n_hosts=2)
     text.lines(lines(1, "a", host="gpu2"), 0.0)
     text.flush()
-    assert text.take() == "[gpu2:1] a\n"
+    assert text.pop_text() == "[gpu2:1] a\n"
 
 
 def test_only_the_ranks_asked_for_are_shown_and_fold_among_themselves() -> None:
@@ -45,7 +45,7 @@ def test_only_the_ranks_asked_for_are_shown_and_fold_among_themselves() -> None:
         text.lines(lines(rank, "a"), 0.0)
         text.dropped(dropped(rank, 1, 10))
     text.close(0.0)
-    assert text.take() == (
+    assert text.pop_text() == (
         "[2-3 ×2] a\n"  # noqa: RUF001
         "[2-3] … 2 lines (20 bytes) not shown; full log: /runs/r1/logs\n"
     )
@@ -81,7 +81,7 @@ def test_what_was_dropped_is_said_with_the_file() -> None:
     text.dropped(dropped(3, 81_000, 6_000_000))
     text.dropped(dropped(3, 233, 400_000))
     text.due(0.0)
-    assert text.take() == (
+    assert text.pop_text() == (
         "[3] … 81,233 lines (6.4 MB) not shown; full log: /runs/r1/logs/rank-3.log\n"
     )
 
@@ -92,17 +92,17 @@ def test_a_flood_is_said_less_and_less_often() -> None:
     for second in range(600):
         text.dropped(dropped(0, 1000, 1000))
         text.due(float(second))
-        notes += text.take().count("not shown")
+        notes += text.pop_text().count("not shown")
     assert notes == 15
     text.close(600.0)
-    assert "not shown" in text.take()
+    assert "not shown" in text.pop_text()
 
 
 def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
     text = log_text(1)
     for second in range(60):
         text.lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
-    shown = text.take()
+    shown = text.pop_text()
     assert log.CELL_BYTES * 0.9 < len(shown) < log.CELL_BYTES * 1.1
     rest = text.rest
     assert rest is not None
@@ -116,8 +116,8 @@ def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
 def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text = log_text(1)
     text.lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
-    text.say("── restart ──")
-    assert text.take().count("\n") == 1
+    text.add_line("── restart ──")
+    assert text.pop_text().count("\n") == 1
     assert text.rest is not None
     assert text.rest.text().splitlines()[-3:] == [
         "[0] too long for what is left",
@@ -148,10 +148,10 @@ def test_what_a_host_did_not_send_counts_as_rest() -> None:
 def test_a_cleared_cell_takes_as_much_again() -> None:
     text = log_text(1)
     text.lines(lines(0, *["x" * 99] * 10_000), 0.0)
-    text.take()
+    text.pop_text()
     text.clear()
     text.lines(lines(0, "again"), 1.0)
-    assert (text.take(), text.rest) == ("[0] again\n", None)
+    assert (text.pop_text(), text.rest) == ("[0] again\n", None)
 
 
 def test_nothing_shown_plus_the_rest_is_lost() -> None:
@@ -160,7 +160,7 @@ def test_nothing_shown_plus_the_rest_is_lost() -> None:
     text.close(0.0)
     assert text.rest is not None
     more = int(text.rest.text().split()[1].replace(",", ""))
-    assert len(text.take().splitlines()) + more == 100_000
+    assert len(text.pop_text().splitlines()) + more == 100_000
 
 
 def test_progress_bars_fold_only_if_they_are_equal() -> None:
@@ -171,14 +171,14 @@ def test_progress_bars_fold_only_if_they_are_equal() -> None:
     for rank in range(2):
         text.lines(lines(rank, bars[rank]), 1.0)
     text.flush()
-    assert text.take() == f"[0-1 ×2] {bars[0]}\n[0] {bars[0]}\n[1] {bars[1]}\n"  # noqa: RUF001
+    assert text.pop_text() == f"[0-1 ×2] {bars[0]}\n[0] {bars[0]}\n[1] {bars[1]}\n"  # noqa: RUF001
 
 
 def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
     text = log_text(2)
     text.lines(lines(0, "held"), 0.0)
-    text.say("── restart ──")
-    assert text.take() == "[0] held\n── restart ──\n"
+    text.add_line("── restart ──")
+    assert text.pop_text() == "[0] held\n── restart ──\n"
 
 
 def test_a_run_that_has_grown_folds_the_lines_of_all_its_ranks_and_names_their_hosts() -> None:
@@ -191,7 +191,7 @@ def test_a_run_that_has_grown_folds_the_lines_of_all_its_ranks_and_names_their_h
         text.lines(lines(rank, "b", host=f"gpu{rank // 2}"), 0.0)
     text.lines(lines(3, "c", host="gpu1"), 0.0)
     text.flush()
-    assert text.take() == (
+    assert text.pop_text() == (
         "[0-1 ×2] a\n[1] held\n── restart ──\n[0-3 ×4] b\n[gpu1:3] c\n"  # noqa: RUF001
     )
 

@@ -118,14 +118,14 @@ async def settled(
     asked = find_system(system)
     assert asked is not None
     while True:
-        if is_so(job := (await asked.look([job_id]))[job_id]):
+        if is_so(job := (await asked.query([job_id]))[job_id]):
             return job
         await asyncio.sleep(0.2)  # each look starts a program
 
 
 @pytest.mark.network
 def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: Slurm, submitting: Path) -> None:
-    assert asyncio.run(SYSTEMS["slurm"].look(["99999"])) == {}
+    assert asyncio.run(SYSTEMS["slurm"].query(["99999"])) == {}
 
 
 def test_a_batch_system_that_cannot_be_asked_says_why(
@@ -136,7 +136,7 @@ def test_a_batch_system_that_cannot_be_asked_says_why(
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{PATH}")
     with pytest.raises(OSError, match="Unable to contact"):
-        asyncio.run(SYSTEMS["slurm"].look(["1"]))
+        asyncio.run(SYSTEMS["slurm"].query(["1"]))
     vehicles = Vehicles(SYSTEMS["slurm"], None)
     vehicles.note([("hpc-0", SimpleNamespace(job_id="1"))])
     why = asyncio.run(vehicles.why_lost("hpc-0"))
@@ -166,15 +166,15 @@ def test_pbs_is_asked_for_jobs_that_wait_run_and_have_ended(pbs: Pbs) -> None:
     async def live() -> None:
         system = find_system("pbs")
         assert system is not None
-        jobs = await system.look([runs, waits])
+        jobs = await system.query([runs, waits])
         assert jobs[runs].state == "RUNNING"
         assert str(jobs[waits]).startswith("QUEUED (Not Running: Insufficient amount of resource")
         await asyncio.to_thread(pbs.delete, runs)
         await settled(waits, lambda job: job.ended, "pbs")
-        jobs = await system.look([runs, waits])
+        jobs = await system.query([runs, waits])
         assert jobs[runs].reason == "exit status 271"
         assert jobs[waits].reason == "exit status 3"
-        assert await system.look(["77"]) == {}
+        assert await system.query(["77"]) == {}
 
     asyncio.run(live())
 

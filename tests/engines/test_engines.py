@@ -78,13 +78,13 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
             watching = Watching()
             scheduler.add_plugin(watching)
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
-            [member] = await members.take(1)
+            [member] = await members.acquire(1)
             assert member.name and member.place
             await engine.give_back({member.agent})
             assert members.all() == [member]
             await engine.give_back(())
             await watching.reached(0)
-            [again] = await members.take(1)
+            [again] = await members.acquire(1)
             assert again is not member
 
     asyncio.run(live())
@@ -118,7 +118,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):
-                    await members.take(1)
+                    await members.acquire(1)
             gc.collect()  # Dask minds a host that failed, as long as an error's frames hold it
 
     monkeypatch.setattr(ssh, "connect", fail)

@@ -23,11 +23,11 @@ class Pool:
         self.hosts = [PoolHost(f"tls://{name}", name=name, gpus=4) for name in "ab"]
         members: Any = SimpleNamespace(all=lambda: self.hosts)
         self.meter = PoolMeter(members, idle_timeout_s, lambda: self.now)
-        self.meter.look()
+        self.meter.update()
 
     def pass_s(self, seconds: float) -> bool:
         self.now += seconds
-        return self.meter.look()
+        return self.meter.update()
 
 
 def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:

@@ -19,7 +19,7 @@ class Told(BatchSystem):
 
     jobs: dict[str, BatchJob] = field(default_factory=dict)
 
-    async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
+    async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
 
 
@@ -54,7 +54,7 @@ def vehicles(system: Told, tmp_path: Path) -> Vehicles:
 
 
 def look(vehicles: Vehicles, up: Collection[str] = (), agents: Collection[str] = ()) -> list[str]:
-    return asyncio.run(vehicles.look(["hpc-0"], up, agents))
+    return asyncio.run(vehicles.describe_awaited(["hpc-0"], up, agents))
 
 
 def test_what_is_said_follows_the_job(vehicles: Vehicles) -> None:
@@ -117,7 +117,7 @@ def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
 
 def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
     class Silent(Told):
-        async def look(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
+        async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
             raise OSError("slurm_load_jobs error")
 
     vehicles = Vehicles(Silent("Slurm", lambda ids: [], parse_squeue), tmp_path)

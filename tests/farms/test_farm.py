@@ -702,9 +702,9 @@ def farm_state() -> FarmState:
     state = FarmState("farm-1", "many", 0, 2)
     state.add(JobState("train-1"))
     state.add(JobState("train-2"))
-    state.take(NodeUpdate("node-0", "here", host="h<1>"))
-    state.take(JobUpdate("train-1", "node-0", state="running"))
-    state.take(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
+    state.apply(NodeUpdate("node-0", "here", host="h<1>"))
+    state.apply(JobUpdate("train-1", "node-0", state="running"))
+    state.apply(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
     return state
 
 
@@ -719,7 +719,7 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
     state = farm_state()
-    state.take(NodeUpdate("node-0", "lost", "killed"))
+    state.apply(NodeUpdate("node-0", "lost", "killed"))
     assert state.counts()["queued"] == 2
     assert "killed" in bundle(state)["text/plain"]
 
@@ -728,8 +728,8 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
     job.end(JobFailed("job train-1 was cancelled", etype="Cancelled"))
-    state.take(JobUpdate("train-1", "node-0", state="running"))
-    state.take(NodeUpdate("node-0", "lost", "killed"))
+    state.apply(JobUpdate("train-1", "node-0", state="running"))
+    state.apply(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
 
 
@@ -744,10 +744,10 @@ def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
 
 def test_what_is_told_late_does_not_turn_a_node_back() -> None:
     state = farm_state()
-    state.take(NodeUpdate("node-0", "starting", host="h2"))
+    state.apply(NodeUpdate("node-0", "starting", host="h2"))
     assert [(node.state, node.host) for node in state.here] == [("here", "h2")]
-    state.take(NodeUpdate("node-0", "lost", "killed"))
-    state.take(NodeUpdate("node-0", "here"))
+    state.apply(NodeUpdate("node-0", "lost", "killed"))
+    state.apply(NodeUpdate("node-0", "here"))
     assert not state.here
 
 
@@ -756,7 +756,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 
     def change() -> None:
         for number in range(2000):
-            state.take(NodeUpdate(f"node-{number}", "left"))
+            state.apply(NodeUpdate(f"node-{number}", "left"))
             state.jobs[f"job-{number}"] = JobState(f"job-{number}")
         over.set()
 

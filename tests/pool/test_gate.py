@@ -365,7 +365,7 @@ class Nowhere(Engine):
 
     capacity = open = mock.Mock()  # of the kernel, and of a cluster: not asked here
 
-    async def bring(self, count: int) -> list[str]:
+    async def request_hosts(self, count: int) -> list[str]:
         return []
 
     async def give_back(self, keep: Collection[str]) -> None: ...

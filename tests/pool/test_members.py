@@ -145,7 +145,7 @@ def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play]
 
         with mock.patch.object(controller.members, "call", fail_first):
             await controller.members.release(lambda host: False)
-            [taken] = await controller.members.take(1)
+            [taken] = await controller.members.acquire(1)
         assert failed and taken.address not in failed
 
     with_host(play)
@@ -167,7 +167,7 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     """FAULTS 12: however it came to be silent."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
-        [member] = await controller.members.take(1)
+        [member] = await controller.members.acquire(1)
         gone = asyncio.Event()
         with mock.patch.object(controller.members, "_on_lost", lambda lost, why: gone.set()):
             member.heard_at -= 10_000
@@ -189,7 +189,7 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         await controller.members.release(lambda host: False)
         known = supervisors()
-        takes = [asyncio.create_task(controller.members.take(1)) for _ in range(2)]
+        takes = [asyncio.create_task(controller.members.acquire(1)) for _ in range(2)]
         (await asyncio.to_thread(new_one, known)).kill()
         [told] = [take.exception() for take in takes if await failed(take)]
         assert isinstance(told, PoolError) and "before it was ready" in str(told)

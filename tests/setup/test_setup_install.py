@@ -13,7 +13,13 @@ from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.setup.facts import ask_host, this_kernel
-from taas_magic.setup.install import PackageFolder, bring, packages_needed, prepare, zipped
+from taas_magic.setup.install import (
+    PackageFolder,
+    install_package,
+    packages_needed,
+    prepare,
+    zipped,
+)
 from tests.rig.bare_python import make_bare_python
 from tests.rig.subshell import SubShell
 from tests.setup.test_setup_wheels import make_wheel
@@ -99,7 +105,7 @@ def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ=environ)
     cache = ask_host(shell, str(with_pip)).cache
     parcel = PackageFolder("demo-1", ("demo==1.0",), lambda: pytest.fail("pip could have had it"))
-    bring(parcel, shell, str(with_pip), cache)
+    install_package(parcel, shell, str(with_pip), cache)
     assert shell.puts == [] and site_of(shell) == {"demo-1"}
     assert "pip" in (Path(cache) / "site/demo-1/demo/__init__.py").read_text()
 
@@ -109,7 +115,7 @@ def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> 
     shell = SubShell(tmp_path / "home", environ=environ)
     cache = ask_host(shell, str(with_pip)).cache
     parcel = PackageFolder("demo-1", ("demo==1.0",), PARCEL.bundle)
-    bring(parcel, shell, str(with_pip), cache)
+    install_package(parcel, shell, str(with_pip), cache)
     assert len(shell.puts) == 1 and site_of(shell) == {"demo-1"}
 
 
@@ -117,10 +123,10 @@ def test_a_transfer_that_breaks_leaves_nothing(bare: Path, tmp_path: Path) -> No
     shell = SubShell(tmp_path / "home", sent_bytes=20)
     cache = ask_host(shell, str(bare)).cache
     with pytest.raises(PoolError, match=r"host there: .*demo-1.*did not arrive as it was sent"):
-        bring(PARCEL, shell, str(bare), cache)
+        install_package(PARCEL, shell, str(bare), cache)
     assert site_of(shell) == set() and os.listdir(cache) == ["site"]
     shell.sent_bytes = None
-    bring(PARCEL, shell, str(bare), cache)
+    install_package(PARCEL, shell, str(bare), cache)
     assert site_of(shell) == {"demo-1"}
 
 
@@ -131,7 +137,7 @@ def test_hosts_that_share_a_home_may_install_at_once(bare: Path, tmp_path: Path)
 
     def work(shell: SubShell) -> None:
         try:
-            bring(PARCEL, shell, str(bare), cache)
+            install_package(PARCEL, shell, str(bare), cache)
         except PoolError as error:
             failed.append(error)
 
@@ -174,7 +180,7 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left(bare: Path, tmp_path: 
         cache = ask_host(shell, str(bare)).cache
         large = PackageFolder("large-1", (), lambda: zipped({"demo/zeros": bytes(8 << 20)}))
         with pytest.raises(PoolError, match=r"host there: .*large-1.*No space left"):
-            bring(large, shell, str(bare), cache)
+            install_package(large, shell, str(bare), cache)
         assert os.listdir(cache) == ["site"] and os.listdir(disk / "taas/site") == []
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.store.manifest import PathFileCheck, PublishFiles
-from taas_magic.store.mirror import StoreUpdate, bring_in
+from taas_magic.store.mirror import StoreUpdate, update_mirror
 from taas_magic.store.ownership import (
     WHY_BESIDE,
     WHY_NOT_KEPT,
@@ -85,7 +85,7 @@ def test_other_hosts_of_the_run_have_rank_0s_version(
     assert put(store_server, "m.pt") == WHY_BESIDE
     news.catch_up()
     assert there.read_bytes() == b"from the host"
-    bring_in(mirror, wired(store_server, 1), fresh=True)  # the next attempt
+    update_mirror(mirror, wired(store_server, 1), fresh=True)  # the next attempt
     assert there.read_bytes() == b"from the host"
     assert not Path(mirror.path, "m.pt.from-host").exists()
     mirror.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
 from taas_magic.store.manifest import Entry, FileRequest, Ignore, ListStore, Manifest, ReadStore
-from taas_magic.store.mirror import bring_in, take
+from taas_magic.store.mirror import reserve, update_mirror
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
 
@@ -68,7 +68,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
     (travel.store / "run.sh").unlink()
     ask, mirror = Counted(travel), travel.host()
     travel.look_again()
-    bring_in(mirror, ask)
+    update_mirror(mirror, ask)
     assert sorted(ask.read) == ["new.txt", "src/model.py"]
     assert tree_of(Path(mirror.path)) == tree_of(travel.store)
 
@@ -92,7 +92,7 @@ def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
     os.mkfifo(tree / "fifo")
     (tree / os.fsdecode(b"bad-\xff")).touch()
     ask, mirror = Counted(travel), travel.host()
-    bring_in(mirror, ask)
+    update_mirror(mirror, ask)
     assert tree_of(tree) == tree_of(travel.store)
     assert set(ask.read) == {"nothing", "run.sh", "src/deep/data.bin"}
 
@@ -111,14 +111,14 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
         return answer
 
     mirror = travel.host()
-    bring_in(mirror, flipping)
+    update_mirror(mirror, flipping)
     assert tree_of(Path(mirror.path)) == tree_of(travel.store) and flips == 0
     with open(travel.store / "src/deep/data.bin", "ab") as file:
         file.write(b"more")
     travel.look_again()
     flips = 1000
     with pytest.raises(StoreError, match=r"src/deep/data\.bin did not arrive whole"):
-        bring_in(mirror, flipping)
+        update_mirror(mirror, flipping)
     assert not os.listdir(f"{mirror.path}/../arriving")
 
 
@@ -166,7 +166,7 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
         return answers[type(request)]
 
     with pytest.raises(StoreError, match="ok did not arrive whole"):
-        bring_in(mirror, ask)
+        update_mirror(mirror, ask)
     assert set(tree_of(Path(mirror.path))) == {"fine"}
     assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()
 
@@ -235,7 +235,7 @@ def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
     assert first.path != second.path
     assert tree_of(Path(first.path)) == tree_of(Path(second.path)) == tree_of(travel.store)
     first.close()
-    assert take(travel.rule.path, "me", travel.folder / "host-0").path == first.path
+    assert reserve(travel.rule.path, "me", travel.folder / "host-0").path == first.path
 
 
 def test_a_mirror_that_nobody_used_for_long_is_removed(travel: Travel) -> None:
@@ -244,11 +244,11 @@ def test_a_mirror_that_nobody_used_for_long_is_removed(travel: Travel) -> None:
     cache = travel.folder / "host-0"
     lock = Path(old.path).parent / "lock"
     os.utime(lock, (1, 1))
-    take("/another", "me", cache).close()
+    reserve("/another", "me", cache).close()
     assert lock.exists(), "it is in use"
     old.close()
     os.utime(lock, (1, 1))
-    take("/another", "me", cache).close()
+    reserve("/another", "me", cache).close()
     assert [folder.name.split("-")[0] for folder in cache.iterdir()] == ["another"]
 
 
@@ -268,7 +268,7 @@ def test_any_tree_becomes_any_other(
     for wanted in trees:
         make(travel.store, wanted)
         travel.look_again()
-        bring_in(mirror, wired(travel.store_server))
+        update_mirror(mirror, wired(travel.store_server))
         assert tree_of(Path(mirror.path)) == tree_of(travel.store)
     mirror.close()
     travel.store_server.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.store.mirror import bring_in
+from taas_magic.store.mirror import update_mirror
 from taas_magic.store.outbound import Outbound
 from tests.children import travel_side
 from tests.eventually import eventually
@@ -56,7 +56,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     mirror = travel.host()
     store_server = Client(str(socket))
     ask = travel_side.asking(store_server)
-    bring_in(mirror, ask)
+    update_mirror(mirror, ask)
     outbound = Outbound(mirror, ask, travel.notes.append)
     outbound.start()
     over = threading.Event()

@@ -11,7 +11,7 @@ import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
 from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListStore, Manifest
-from taas_magic.store.mirror import Mirror, bring_in, take
+from taas_magic.store.mirror import Mirror, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
@@ -69,11 +69,11 @@ class Travel:
 
     def host(self, number: int = 0) -> Mirror:
         """Make a mirror on a host of its own."""
-        return take(self.rule.path, "me", self.folder / f"host-{number}")
+        return reserve(self.rule.path, "me", self.folder / f"host-{number}")
 
     def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
         mirror = self.host(number)
-        return mirror, bring_in(mirror, wired(self.store_server, number))
+        return mirror, update_mirror(mirror, wired(self.store_server, number))
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
