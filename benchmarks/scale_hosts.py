@@ -38,10 +38,10 @@ from taas_magic.messages import (
     RanksStarted,
     RunEnded,
     Settled,
-    ask,
     encode,
     event_of,
     from_bytes,
+    send_request,
     to_bytes,
 )
 from taas_magic.plan import HostCapacity, Plan
@@ -260,7 +260,7 @@ async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, host
     run = RunFolder.create(plan.run_id, plan, "")
     origin = Origin(str(folder), dict(os.environ), ())
     spec = HostSpec(plan, 0, str(run.path), origin)
-    said = await ask(client.scheduler, words.Launch(client.id, spec))
+    said = await send_request(client.scheduler, words.Launch(client.id, spec))
     if error := said.error:
         raise RuntimeError(error)
     await kernel.wait_for(RanksStarted, hosts)

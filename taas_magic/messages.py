@@ -1006,7 +1006,7 @@ def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awa
     return handle
 
 
-async def ask(scheduler: Any, request: Request[_T]) -> _T:
+async def send_request(scheduler: Any, request: Request[_T]) -> _T:
     """Send a request to the pool's process and return the response.
 
     Args:

@@ -158,14 +158,14 @@ class Route:
         """Store the connections and memory of a finished pass for the next one."""
         self._idle.append((links, blocks))
 
-    def leave(self) -> None:
+    def close_copies(self) -> None:
         """Close the copies of the connections in a fork of the rank.
 
         The parent process continues to use the connections. If the copies stayed open, a pass that
         ends in the fork would cancel requests for which the parent process waits.
         """
         for link in list(self._links):
-            link.leave()
+            link.close_copy()
         self._idle.clear()
 
     def answered(self, number: int) -> None:

@@ -149,7 +149,7 @@ class FetcherLink:
             self.send([(protocol.Cancel(), b"")])
             self._cancelled += 1
 
-    def leave(self) -> None:
+    def close_copy(self) -> None:
         """Close the copy of the socket in a fork of the rank; the parent process keeps its own."""
         self._socket.close()
 

@@ -397,7 +397,7 @@ class RemoteLoader(DataLoader[Any]):
     def forget_route(self) -> None:
         """Close the copies of the connections in a fork of the rank; the rank keeps its own."""
         if self._route is not None:
-            self._route.leave()
+            self._route.close_copies()
         self._route = None
 
     def _new_route(self) -> Route:

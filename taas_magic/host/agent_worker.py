@@ -62,11 +62,11 @@ from taas_magic.messages import (
     Request,
     RunStacks,
     StartingHost,
-    ask,
     encode,
     escaped,
     handlers,
     pack,
+    send_request,
     unpack,
 )
 from taas_magic.store import guard
@@ -357,7 +357,7 @@ class AgentWorker(ClosedWorker):
         Raises:
             PoolError: The controller is not reachable or did not respond in time.
         """
-        asking = ask(self.scheduler, request)
+        asking = send_request(self.scheduler, request)
         answer = asyncio.run_coroutine_threadsafe(asking, self.loop.asyncio_loop)
         try:
             return answer.result(ASK_TIMEOUT_S)

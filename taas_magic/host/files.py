@@ -152,7 +152,7 @@ class RunFolderCopy:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             while (offset := file.tell()) < size and is_wanted():
                 part = ReadRunFile(name, offset, self._sizer.size)
-                file.write(self._sizer.ask(self._ask, part))
+                file.write(self._sizer.send(self._ask, part))
             return offset >= size
 
     def _send(self, path: Path, name: str) -> None:
@@ -167,7 +167,7 @@ class RunFolderCopy:
             while True:
                 data += file.read(self._sizer.size)
                 last = file.tell() >= size
-                self._sizer.ask(self._ask, WriteRunFile(name, sent, data, last))
+                self._sizer.send(self._ask, WriteRunFile(name, sent, data, last))
                 if last:
                     return
                 sent, data = sent + len(data), b""

@@ -70,10 +70,10 @@ STAND, CUT = b"?", b"!"
 
 def ask_to_cut(folder: Path, rank: int, cell: int) -> None:
     """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
-    ask(folder, rank, b"%b%d " % (CUT, cell))
+    send_request(folder, rank, b"%b%d " % (CUT, cell))
 
 
-def ask(folder: Path, rank: int, what: bytes = STAND) -> None:
+def send_request(folder: Path, rank: int, what: bytes = STAND) -> None:
     """Send a request to a rank. The default request is to send its stacks."""
     with suppress(OSError):  # the rank does not read the pipe, or the pipe is full
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)

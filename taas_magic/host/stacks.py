@@ -360,7 +360,7 @@ class StackMonitor:
         """Ask ranks for their stacks; wait until all have responded, or `ANSWER_S` have passed."""
         asked = time.monotonic()
         for state in states:
-            link.ask(self._folder, state.rank)
+            link.send_request(self._folder, state.rank)
         awaited = list(states)
         while awaited and time.monotonic() < asked + ANSWER_S:
             time.sleep(_WAIT_S)

@@ -17,7 +17,7 @@ from distributed import Worker, WorkerPlugin
 
 from taas_magic.host.system import spawn_command, supervisor_arguments
 from taas_magic.leases import HOST_END_S
-from taas_magic.messages import AgentSettings, GetAgentKeys, ask, pack
+from taas_magic.messages import AgentSettings, GetAgentKeys, pack, send_request
 
 _MARK = "@"
 
@@ -95,7 +95,7 @@ class Vehicle(WorkerPlugin):
         if not worker.nanny:
             for listener in worker.listeners:
                 listener.stop()  # all vehicles share one key, so each could connect to the others
-        agent = await ask(worker.scheduler, GetAgentKeys(str(worker.name)))
+        agent = await send_request(worker.scheduler, GetAgentKeys(str(worker.name)))
         self._supervisor = await asyncio.create_subprocess_exec(
             *spawn_command("taas_magic.host.supervisor"),
             *supervisor_arguments(None, self._preload),

@@ -72,7 +72,7 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
     if state.has_ended:
         view.close()
     else:
-        heads.leave(run, view, state, NOT_ATTACHED)
+        heads.close_view(run, view, state, NOT_ATTACHED)
     return state
 
 

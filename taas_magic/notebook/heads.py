@@ -17,7 +17,7 @@ _left: dict[str, Run] = {}
 """Active runs whose views were closed and whose heads can still be updated, by id."""
 
 
-def leave(run: Run, view: View, state: RunState, title: str) -> None:
+def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     """Close the view of an active run. The head then says how to show the run again.
 
     Args:

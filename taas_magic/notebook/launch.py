@@ -451,7 +451,7 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
     )
 
 
-def tell(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
+def dry_run_text(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: what `execute` would do, and why it would fail.
 
     The text lists the plan, the values that would be sent, each with the reason, and the problems.

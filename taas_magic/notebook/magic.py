@@ -127,7 +127,7 @@ class TaasMagics(Magics):
         if note := settings.pool_note(asked.pool):
             _print_line(note)
         if asked.dry_run:
-            _print_line(launch.tell(asked, cell, self.shell, settings))
+            _print_line(launch.dry_run_text(asked, cell, self.shell, settings))
             return
         with _one_line("Stopped by you before the ranks started."):
             launch.execute(asked, cell, self.shell, settings)

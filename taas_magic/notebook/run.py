@@ -575,7 +575,7 @@ class RunDriver:
         connection.forget(self.run_id)
         if self._ended is None:
             if isinstance(view, View):
-                heads.leave(self.run, view, self.head, DETACHED)
+                heads.close_view(self.run, view, self.head, DETACHED)
             self.run.live = None  # from now on `run` reads the journal
             return
         view.feed(self._ended)

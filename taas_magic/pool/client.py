@@ -32,9 +32,9 @@ from taas_magic.messages import (
     Request,
     Started,
     WaitForHosts,
-    ask,
     cleaned,
     event_of,
+    send_request,
 )
 from taas_magic.plan import HostCapacity
 from taas_magic.pool.address import PoolAddress, read_address
@@ -175,7 +175,7 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
     except OSError as error:
         raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
     try:
-        asking = ask(client.scheduler, request)
+        asking = send_request(client.scheduler, request)
         answer = asyncio.run_coroutine_threadsafe(asking, client.loop.asyncio_loop)
         return answer.result(ANSWER_S)
     except (OSError, futures.TimeoutError) as error:
@@ -413,7 +413,7 @@ class PoolConnection:
         async def answered() -> _T:
             if client.scheduler is None:
                 raise OSError("the connection broke")
-            return await ask(client.scheduler, request)
+            return await send_request(client.scheduler, request)
 
         asking = answered()
         try:

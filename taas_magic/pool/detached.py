@@ -15,7 +15,7 @@ from distributed import Client, Security
 from taas_magic.errors import PoolError
 from taas_magic.host.spec import topic
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, ask, event_of
+from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, event_of, send_request
 from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import Tasks
 
@@ -66,7 +66,7 @@ async def take_fetchers(
 
     async def end() -> None:
         try:
-            await asyncio.wait_for(ask(client.scheduler, Halt(share_id, "kill")), ANSWER_S)
+            await asyncio.wait_for(send_request(client.scheduler, Halt(share_id, "kill")), ANSWER_S)
         except asyncio.TimeoutError:
             pass  # the fetchers end with the connection
         finally:
@@ -74,7 +74,7 @@ async def take_fetchers(
 
     try:
         client.subscribe_topic(topic(client.id), hear)
-        taking = ask(client.scheduler, TakeFetchers(client.id, share_id))
+        taking = send_request(client.scheduler, TakeFetchers(client.id, share_id))
         said = await asyncio.wait_for(taking, ANSWER_S)
         if said is None:
             raise PoolError("they have ended")

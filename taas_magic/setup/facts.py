@@ -86,7 +86,7 @@ def python_word(python: str | None) -> str:
     return shlex.quote(text)
 
 
-def ask(
+def call_probe(
     shell: Shell, python: str | None, function: str, asked: Mapping[str, object], timeout_s: float
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return its result as JSON.
@@ -198,7 +198,7 @@ def ask_host(
     """
     asked = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
-    said = ask(shell, python, probe.main.__name__, asked, PROBE_TIMEOUT_S)
+    said = call_probe(shell, python, probe.main.__name__, asked, PROBE_TIMEOUT_S)
     return unpack(said, Facts).of(shell.host, begin)
 
 

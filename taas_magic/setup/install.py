@@ -33,8 +33,8 @@ from taas_magic.setup.facts import (
     Kernel,
     Shell,
     Wanted,
-    ask,
     ask_host,
+    call_probe,
     lacking,
     minor,
     refuse,
@@ -206,7 +206,7 @@ def install_package(parcel: PackageFolder, shell: Shell, python: str | None, cac
 def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
     """Call `probe.install` on the host; return its error text, or "" on success."""
     asked = {"folder": folder, **how}
-    said = ask(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
+    said = call_probe(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
     return unpack(said, str)
 
 

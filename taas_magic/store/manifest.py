@@ -646,7 +646,7 @@ class MessageSizer:
     def __init__(self) -> None:
         self.size = _FIRST_BYTES
 
-    def ask(self, ask: Ask, request: FileRequest[_T]) -> _T:
+    def send(self, ask: Ask, request: FileRequest[_T]) -> _T:
         """Send a request, and adapt `size` to the time until its response."""
         began = time.monotonic()
         answer = ask(request)

@@ -271,7 +271,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
     sizer = MessageSizer()
     try:
         for batch in batches(entries, sizer):
-            parts = sizer.ask(ask, ReadStore(batch))
+            parts = sizer.send(ask, ReadStore(batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")

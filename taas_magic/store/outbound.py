@@ -340,7 +340,7 @@ class _Sender:
         asked, self._asked = self._asked, PublishFiles()
         if asked == self._asked:
             return {}
-        refused = self._sizer.ask(self._ask, asked)
+        refused = self._sizer.send(self._ask, asked)
         for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
             is_kept_beside = refused.get(path) == WHY_BESIDE  # it arrived, under another name

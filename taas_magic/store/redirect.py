@@ -114,7 +114,7 @@ class Watched:
         """
         return None
 
-    def asked(self, path: Path) -> Path:
+    def store_path(self, path: Path) -> Path:
         """Return the path in the store that the rank means by `path`.
 
         A path in the rank's scratch folder means the corresponding path in the store. Any other
@@ -122,7 +122,7 @@ class Watched:
         """
         return path
 
-    def ask(
+    def resolve(
         self,
         decide: Callable[[str], str | None],
         path: Path,
@@ -155,7 +155,7 @@ class Watched:
         name = os.fsdecode(path)
         if folder is not None:
             name = os.path.join(_path_of(folder), name)
-        name = self.asked(name)
+        name = self.store_path(name)
         parent, last = os.path.split(name.rstrip("/"))
         if follow or last in (".", ".."):
             place = os.path.realpath(name)
@@ -228,8 +228,8 @@ class Discarded(Watched):
         os.mkdir(self._stand_ins)
         self._numbers = itertools.count()
 
-    def asked(self, path: Path) -> Path:
-        """See `Watched.asked`.
+    def store_path(self, path: Path) -> Path:
+        """See `Watched.store_path`.
 
         A relative path can be in the scratch folder, because the rank's working directory can: the
         rank may have changed into a folder that rank 0 had not made yet.
@@ -480,9 +480,9 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the arguments with which to call a function of `os`: the path, and its `dir_fd`.
 
-    See `Watched.ask` for the parameters.
+    See `Watched.resolve` for the parameters.
     """
-    led = view.ask(decide, path, folder, follow=follow)
+    led = view.resolve(decide, path, folder, follow=follow)
     return (path, folder) if led is None else (led, None)
 
 
@@ -490,7 +490,7 @@ def _own_file(
     view: Watched, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
     """Return the path of the rank's own version of a file, or None if it has none."""
-    return view.ask(view.own, path, folder, follow=follow) if view.used else None
+    return view.resolve(view.own, path, folder, follow=follow) if view.used else None
 
 
 def _call_redirected(
@@ -517,7 +517,7 @@ def _call_on_existing(
     **kw: Any,
 ) -> Any:
     """Call `real` with the file in the store if it exists, else with the rank's own version."""
-    first = path if view.busy or dir_fd is not None else view.asked(path)
+    first = path if view.busy or dir_fd is not None else view.store_path(path)
     try:
         return _call_redirected(real, path, first, dir_fd, *args, **kw)
     except FileNotFoundError:
@@ -528,7 +528,7 @@ def _call_on_existing(
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path with which to call a library's function; see `Watched.ask`."""
+    """Return the path with which to call a library's function; see `Watched.resolve`."""
     led, _ = _redirect_path(view, decide, path, follow=True)
     return led
 
@@ -619,7 +619,7 @@ def _access(
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
-    place = view.ask(lambda place: view.own(place) or place, path, dir_fd)
+    place = view.resolve(lambda place: view.own(place) or place, path, dir_fd)
     return place is not None and bool(real(place, mode & ~os.W_OK))
 
 
@@ -636,7 +636,7 @@ def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
     own = _own_file(view, path)
     if own is None:
         return real(path)
-    store = view.asked(path)
+    store = view.store_path(path)
     with view.plain():
         is_there = os.path.isdir(store)
     mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
@@ -749,7 +749,7 @@ def _save_atomically(view: Watched) -> None:
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
         is_path = isinstance(f, (str, os.PathLike))
-        write: Callable[..., None] = publish.save if is_path and view.ask(str, f) else real
+        write: Callable[..., None] = publish.save if is_path and view.resolve(str, f) else real
         write(obj, f, *args, **kw)
 
     torch.save = torch.serialization.save = _redirected(torch.save, save)
@@ -782,7 +782,7 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
     def theirs(place: str) -> str | None:
         return place if os.path.exists(place) and not view.own(place) else None
 
-    return isinstance(file, (str, os.PathLike)) and view.ask(theirs, file) is not None
+    return isinstance(file, (str, os.PathLike)) and view.resolve(theirs, file) is not None
 
 
 def _redirect_torch_maps(view: Watched) -> None:

@@ -106,7 +106,7 @@ class StoreServer:
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
         self._looker = ThreadPoolExecutor(1, "taas-store-look")
-        self._look: Future[tuple[CaseChecker, Manifest]] | None = None
+        self._search: Future[tuple[CaseChecker, Manifest]] | None = None
         self._listed: set[str] = set()
         self._changes: dict[str, _Change] = {}
         self._number = 0
@@ -165,13 +165,13 @@ class StoreServer:
 
     def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
         """Return the manifest of the store, or None while the store is being searched."""
-        if self._look is None or (asked.fresh and self._look.done()):
+        if self._search is None or (asked.fresh and self._search.done()):
             # in a thread, which alone may use the hashes until it ends
             arguments = self._tree, self._hashes, self._rule.limit_bytes
-            self._look = self._looker.submit(scan_store, *arguments)
-        if not self._look.done():
+            self._search = self._looker.submit(scan_store, *arguments)
+        if not self._search.done():
             return None
-        self._cases, manifest = self._look.result()
+        self._cases, manifest = self._search.result()
         manifest = self._as_the_run_has_it(manifest)
         self._listed = {entry.path for entry in manifest.entries}
         return manifest

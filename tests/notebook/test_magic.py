@@ -39,7 +39,9 @@ class FakeLaunch(ModuleType):
     def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
         self.asked.append(("execute", flags, cell))
 
-    def tell(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> str:
+    def dry_run_text(
+        self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config
+    ) -> str:
         return f"{flags.gpus} ranks"
 
     def stop(self, run: Run, config: Config) -> None:

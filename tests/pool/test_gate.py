@@ -39,9 +39,9 @@ from taas_magic.messages import (
     Request,
     TakeFetchers,
     WaitForHosts,
-    ask,
     from_bytes,
     leaves,
+    send_request,
     to_bytes,
 )
 from taas_magic.plan import Flags, HostCapacity, make_plan
@@ -306,7 +306,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(
                 visitor.send(b"\x16\x03\x01"[: number % 4] or b"GET / HTTP/1.1\r\n\r\n"[:8])
             security = Security(**pool.keys.kernel())
             async with Client(pool.scheduler.address, security=security, asynchronous=True) as me:
-                assert (await ask(me.scheduler, GetStatus())).hosts
+                assert (await send_request(me.scheduler, GetStatus())).hosts
             comm = await pool.bad_host()
             comm.abort()
             for visitor in crowd[: 2 * gate.MOST_UNPROVED]:
@@ -403,7 +403,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 await host.join()
             security = Security(**keys.kernel())
             async with Client(scheduler.address, security=security, asynchronous=True) as kernel:
-                await ask(kernel.scheduler, Launch(kernel.id, spec))
+                await send_request(kernel.scheduler, Launch(kernel.id, spec))
                 _, bad = made
                 assert bad.told is not None
                 told = bad.told.spec
