@@ -252,7 +252,7 @@ class Inbox:
         while (whole := self.here()) is None:
             if self._now is not None and self._now.body_bytes > _LARGE_BYTES:
                 return self._large(self._now, blocks)
-            self._fill(blocks)
+            self._receive_chunk(blocks)
         return whole
 
     def here(self) -> tuple[FromServer, memoryview] | None:
@@ -310,7 +310,7 @@ class Inbox:
             except Silent:
                 self._check_patience()
 
-    def _fill(self, blocks: Blocks) -> None:
+    def _receive_chunk(self, blocks: Blocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived."""
         now = self._now
         least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)

@@ -60,7 +60,7 @@ _numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has impor
 _WORD = _numpy.dtype("<u8") if _numpy else None
 
 _heads: dict[Hashable, tuple[bytes, int]] = {}
-"""Cache of tables of contents and body sizes, by the form of a batch (see `_take_apart`)."""
+"""Cache of tables of contents and body sizes, by the form of a batch (see `_split`)."""
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def encode(value: object) -> Encoded:
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
     """
-    common = _take_apart(value)
+    common = _split(value)
     if common is None:
         return _encode_any(value)
     form, buffers = common
@@ -283,7 +283,7 @@ def encode(value: object) -> Encoded:
     return Encoded(known[0], buffers, known[1])
 
 
-def _take_apart(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
+def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
     A common batch is a tensor, or a list, tuple or dict of tensors, all dense and without overlap.
@@ -343,7 +343,7 @@ def _encode_any(value: object) -> Encoded:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
     except (pickle.PicklingError, AttributeError, TypeError):
         pickled, arrays, tensors = _pickle(value, _CloudPickler)
-    rows, spans = _lay_out(tensors, first_buffer=len(arrays))
+    rows, spans = _choose_spans(tensors, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)
     head, body_bytes = _head(pickled, [len(buffer) for buffer in buffers], rows)
     return Encoded(head, buffers, body_bytes)
@@ -395,7 +395,7 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
     return groups
 
 
-def _lay_out(
+def _choose_spans(
     tensors: Sequence[torch.Tensor], first_buffer: int
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and find the offset of each tensor in them.

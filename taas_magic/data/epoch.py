@@ -234,7 +234,7 @@ class EpochIterator(Iterator[Any]):
             if self.order and self.order != opened.order:
                 raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
             self.order = opened.order
-        loader.give_states(self._client, opened.streams or 1)
+        loader.send_states(self._client, opened.streams or 1)
         if opened.counter and not feed.rank:
             warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, opened.counter), stacklevel=4)
         if opened.generator and not feed.rank and not self._turn:

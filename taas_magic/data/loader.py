@@ -369,7 +369,7 @@ class RemoteLoader(DataLoader[Any]):
             found = {stream: client.state(slot) for stream, slot in slots.items()}
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
-    def give_states(self, client: Client, streams: int) -> None:
+    def send_states(self, client: Client, streams: int) -> None:
         """Send the dataset's states from a loaded state to the workers that read the streams.
 
         Args:

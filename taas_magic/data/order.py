@@ -244,7 +244,7 @@ class Packed:
         indices = self.flat[self.ends[batch] : self.ends[batch + 1]]
         return indices.tolist() if self._kind is int else [*map(self._kind, indices)]
 
-    def takes(self, batch: Any) -> bool:
+    def append_if_exact(self, batch: Any) -> bool:
         """Append a batch if it can be stored exactly; return whether it was appended.
 
         Only lists of int, or only lists of numpy's int64, can be stored.
@@ -269,7 +269,7 @@ def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
     """Return the indices of a sampler's batches in compact form, if possible, and their hash."""
     packed, others = Packed(), list[Any]()
     for batch in drawn:
-        if others or not packed.takes(batch):
+        if others or not packed.append_if_exact(batch):
             others.append(_copied(batch))
     if not others:
         return packed, _hash(packed.flat.tobytes() + packed.ends.tobytes())

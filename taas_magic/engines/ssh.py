@@ -75,7 +75,7 @@ class SshEngine(HostsEngine):
             return HostCapacity(self.pool.gpus, self.pool.cores)
         key = repr((self.pool.hosts, self.pool.python, self.pool.options))
         if key not in _asked:
-            _asked[key] = self._ask_capacity()
+            _asked[key] = self._query_capacity()
         found = _asked[key]
         gpus = found.gpus if self.pool.gpus is None else self.pool.gpus
         return HostCapacity(gpus, self.pool.cores or found.cores)
@@ -90,7 +90,7 @@ class SshEngine(HostsEngine):
         targets = [find_target(host, config) for host in self.pool.hosts]
         return {target.label: _way(target, stop) for target in targets}
 
-    def _ask_capacity(self) -> HostCapacity:
+    def _query_capacity(self) -> HostCapacity:
         """Ask all hosts; return the first response, because the hosts of a pool are alike.
 
         An interrupt ends the wait at once, because the connections run in other threads.

@@ -28,7 +28,7 @@ def main() -> int:
     """Run the agent until the pool ends the host or is lost; return the process's exit code."""
     supervisor, preload, folder = sys.argv[1:]
     die_with_parent(int(supervisor))
-    _leave_the_notebooks_folder()
+    _change_to_root_folder()
     _make_temporary_folders(folder)
     forkserver.begin([name for name in preload.split(",") if name])
     gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
@@ -61,7 +61,7 @@ def _make_temporary_folders(folder: str) -> None:
     tempfile.tempdir = folder
 
 
-def _leave_the_notebooks_folder() -> None:
+def _change_to_root_folder() -> None:
     """Change to the folder / and remove the notebook's folder from PYTHONPATH.
 
     Otherwise a random.py or torch.py in the notebook's folder would replace the real module, here

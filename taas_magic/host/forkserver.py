@@ -421,13 +421,13 @@ def call(function: str, *arguments: Any) -> None:
     """Call a function by its dotted name in a new fork, which ends if the forkserver ends."""
     if _own_pid is not None:
         die_with_parent(_own_pid)
-        _leave_resource_tracker()
+        _disconnect_resource_tracker()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(*arguments)
 
 
-def _leave_resource_tracker() -> None:
+def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
     Multiprocessing starts a new tracker for the fork when needed. The agent's tracker continues

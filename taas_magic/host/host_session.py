@@ -130,7 +130,7 @@ class CellAttempt(Attempt):
         if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
             self._cut_at = now
             for state in self._away():
-                link.ask_to_cut(self.folder, state.rank, self._spec.cell_number)
+                link.request_cut(self.folder, state.rank, self._spec.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt all ranks, wait until they are at their prompt, and kill those that are late.

@@ -68,7 +68,7 @@ STAND, CUT = b"?", b"!"
 """Requests of the agent to a rank: send its stacks; cut its connections to other ranks."""
 
 
-def ask_to_cut(folder: Path, rank: int, cell: int) -> None:
+def request_cut(folder: Path, rank: int, cell: int) -> None:
     """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
     send_request(folder, rank, b"%b%d " % (CUT, cell))
 

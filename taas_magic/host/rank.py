@@ -149,7 +149,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     tracebacks.listen(rank_file(spec.folder, rank, "stacks"))
     _become_a_program(spec, environ)
     if rendezvous.has_horovod():
-        found = rendezvous.ask_horovod(os.environ, lambda text: link.send(Note(text=text)))
+        found = rendezvous.query_horovod(os.environ, lambda text: link.send(Note(text=text)))
         os.environ.update({**found, **spec.share.plan.env})
     claim_taas()
     try:
@@ -689,7 +689,7 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(f"breakpoint(): {_NO_DEBUGGER}")
 
 
-def _draw_bars_as_text() -> None:
+def _use_text_bars() -> None:
     """Make tqdm.notebook draw text bars for the head of the run, because ranks have no widgets."""
     module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
     for name in ("tqdm", "tqdm_notebook"):
@@ -867,7 +867,7 @@ class RankShell(InteractiveShell):
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)
         sys.stdin, sys.breakpointhook = _NoKeyboard(), _refuse_breakpoint
-        when_imported("tqdm.notebook", _draw_bars_as_text)
+        when_imported("tqdm.notebook", _use_text_bars)
         when_imported("hydra._internal.utils", _find_the_notebooks_folder)
         return main.__dict__
 

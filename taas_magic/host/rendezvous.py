@@ -226,7 +226,7 @@ def _serve_horovod(address: str) -> str:
     return str(server.server_port)
 
 
-def ask_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
+def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
     """Return the environment variables that `horovodrun` would set for this rank.
 
     Blocks until the first host has started horovod's server or has failed to start it.

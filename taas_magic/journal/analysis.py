@@ -141,7 +141,7 @@ class LoaderFlow:
         spans = [counts.span_s for counts in self.ranks.values()]
         return self.sums(max(spans, default=0.0))
 
-    def take_rank(self, rank: int, counts: RankCounts, now: float) -> None:
+    def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
         """Process the counts that a rank has sent, which replace its earlier ones."""
         self.ranks[rank] = counts
         if not self.points:
@@ -194,7 +194,7 @@ class Flow:
             case RankReport():
                 self.rank_hosts[event.host] = event.cores
                 for name, counts in event.loaders.items():
-                    self._loader(name).take_rank(event.rank, counts, now)
+                    self._loader(name).apply_counts(event.rank, counts, now)
             case FetcherReport():
                 for name, stats in event.loaders.items():
                     self._loader(name).fetchers[event.number] = stats

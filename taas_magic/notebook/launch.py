@@ -58,7 +58,7 @@ NO_LOADER = (
 
 
 _ASKED = "__taas_asked"
-"""The variable that holds the result of `ask_ranks` on each rank."""
+"""The variable that holds the result of `call_on_ranks` on each rank."""
 
 _told: set[str] = set()
 
@@ -285,7 +285,9 @@ def start_session(
     session.start(connection, origin, cell, context, idle_s, interrupts)
 
 
-def ask_ranks(session: Session, call: str, shell: "InteractiveShell", config: Config) -> list[Any]:
+def call_on_ranks(
+    session: Session, call: str, shell: "InteractiveShell", config: Config
+) -> list[Any]:
     """Call a function of `host.variables` on each rank of a session.
 
     Args:

@@ -481,7 +481,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
         assert session.plan is not None
         hosts, memory, gpu = "?", "?", "?"
         with contextlib.suppress(PoolError):  # raised while the session runs a cell
-            asked = launch.ask_ranks(session, "memory()", _shell(), settings)
+            asked = launch.call_on_ranks(session, "memory()", _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
             memory = size_text(sum(rank.rss_bytes for rank in ranks))
@@ -500,7 +500,7 @@ def _vars(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import launch, sessions
 
     session = sessions.named(_optional_word("vars", words))
-    asked = launch.ask_ranks(session, "describe(globals())", _shell(), settings)
+    asked = launch.call_on_ranks(session, "describe(globals())", _shell(), settings)
     rows = variable_rows([convert(each, dict[str, Variable]) for each in asked])
     return "\n".join(columns(rows)) if rows[1:] else f"session {session.name} has no variables"
 

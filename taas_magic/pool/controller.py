@@ -353,14 +353,14 @@ class Controller(SchedulerPlugin):
         if not run.owner:
             return ""
         try:
-            self._fetchers_of[run.run_id] = await self._take_over(run)
+            self._fetchers_of[run.run_id] = await self._adopt_fetchers(run)
         except (PoolError, OSError) as error:
             return f"its fetchers cannot be taken over: {error}"
         run.publish(Detached())  # the last event of the run that its kernel receives
         run.owner = ""
         return ""
 
-    async def _take_over(self, run: PoolRun) -> "EndFetchers":
+    async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
         Returns:

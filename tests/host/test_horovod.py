@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from taas_magic.host.rendezvous import Rendezvous, ask_horovod, horovod_variables
+from taas_magic.host.rendezvous import Rendezvous, horovod_variables, query_horovod
 from tests.harness import Notebook
 
 ADDRESS = "127.0.0.1"
@@ -73,7 +73,7 @@ def meeting() -> Iterator[Rendezvous]:
 @pytest.mark.skipif(find_spec("horovod") is not None, reason="horovod is installed")
 def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
     notes: list[str] = []
-    assert ask_horovod(environ(meeting.port), notes.append) == {}
+    assert query_horovod(environ(meeting.port), notes.append) == {}
     assert notes == ["the run's first host has no horovod: its ranks will not find each other"]
 
 
