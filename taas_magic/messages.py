@@ -70,6 +70,7 @@ class ProcessStack(Struct, kw_only=True):
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of its child processes.
+        memory_bytes: Its memory; memory shared with other processes is divided among them (PSS).
     """
 
     pid: int
@@ -80,6 +81,7 @@ class ProcessStack(Struct, kw_only=True):
     threads: dict[str, list[str]] = {}
     pending: list[str] = []
     children: "list[ProcessStack]" = []
+    memory_bytes: int = 0
 
 
 class RankStack(ProcessStack, kw_only=True):
@@ -88,12 +90,14 @@ class RankStack(ProcessStack, kw_only=True):
     Attributes:
         quiet_s: Seconds since the rank last made progress.
         since: Time of that progress, by the clock of the machine that displays it.
+        cpus: Processors that the rank and its descendants used while the report was made.
     """
 
     rank: int
     quiet_s: float = 0.0
     host: str = ""
     since: float = 0.0
+    cpus: float = 0.0
 
 
 class FetcherStack(ProcessStack, kw_only=True):

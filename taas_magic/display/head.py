@@ -669,6 +669,43 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
     return "\n\n".join([*shown, *found.silent]) or "no rank runs"
 
 
+_RANKS_HEAD = ("rank", "host", "pid", "CPU", "memory", "batches", "waited", "at")
+
+
+def ranks_text(found: RunStacks, flow: Flow) -> str:
+    """Return the output of `%taas ranks`: a table with a row for each rank.
+
+    Args:
+        found: The stacks of the run's processes.
+        flow: The counts about the run's registered loaders.
+    """
+    rows = [_rank_cells(row, flow) for row in sorted(found.ranks, key=lambda row: row.rank)]
+    table = columns([_RANKS_HEAD, *rows]) if rows else []
+    return "\n".join([*table, *found.silent]) or "no rank runs"
+
+
+def _rank_cells(row: RankStack, flow: Flow) -> tuple[str, ...]:
+    """Return the cells of a rank's row; "-" for what is unknown or does not apply."""
+    loaders = [loader for loader in flow.loaders.values() if row.rank in loader.ranks]
+    batches = sum(loader.ranks[row.rank].batches for loader in loaders)
+    shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]
+    return (
+        str(row.rank),
+        row.host,
+        str(row.pid),
+        f"{100 * row.cpus:.0f} %",
+        size_text(_memory(row)),
+        f"{batches:,}" if loaders else "-",
+        f"{100 * sum(shares):.0f} %" if shares else "-",
+        cut(" ".join((row.place or row.waits_for).split()), CELL_CHARS),
+    )
+
+
+def _memory(process: ProcessStack) -> int:
+    """Return the memory of a process and its descendants, in bytes."""
+    return process.memory_bytes + sum(map(_memory, process.children))
+
+
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
     """Return lines with what a process waits for, its threads, and its children."""
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]

@@ -88,6 +88,9 @@ _WAITING = {
 """Descriptions of what a thread waits for, by the file of the standard library in which it
 waits."""
 
+_CPUS_LEAST_S = 0.5
+"""Shortest time in seconds over which the ranks' CPU time is measured (`StackSample.cpus`)."""
+
 _POLL = "a connection, in a C call"
 if sys.version_info < (3, 11):  # there, time.sleep calls select(2)
     _POLL = "a connection or a sleep, in a C call"
@@ -116,6 +119,7 @@ class StackSample:
         threads: Frames of each thread by its name, outermost first; the main thread comes first.
         answers: Whether the process responds itself, for which it needs the interpreter's lock.
         has_finished: Whether the process is a rank that has run the cell to its end.
+        cpus: Processors that a rank and its descendants used while the data was collected.
     """
 
     pid: int
@@ -127,6 +131,8 @@ class StackSample:
     answers: bool = False
     has_finished: bool = False
     children: list["StackSample"] = field(default_factory=list)
+    memory_bytes: int = 0
+    cpus: float = 0.0
 
     @property
     def main(self) -> list[StackFrame]:
@@ -149,6 +155,7 @@ class StackSample:
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
             pending=self.pending,
             children=[child.report(ProcessStack) for child in self.children],
+            memory_bytes=self.memory_bytes,
             **more,
         )
 
@@ -283,19 +290,28 @@ class StackMonitor:
         """
         with self._collecting:
             states = self._ranks.states()
+            alive = [state.pid for state in states if not state.ended]
+            began, before_s = time.monotonic(), _cpu_s_below(alive)
             self._request_stacks([state for state in states if not state.ended])
             cells = _cells(self._payload)
             found = [(state, self._sight(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
+            time.sleep(max(0.0, began + _CPUS_LEAST_S - time.monotonic()))
             self._own_s = {pid: _cpu_s(pid) for pid in pids}  # a response is no progress
             self._all_s = _cpu_s_below(pids)
+            passed_s = time.monotonic() - began
+            for state, sample in found:
+                used_s = self._all_s.get(state.pid, 0.0) - before_s.get(state.pid, 0.0)
+                sample.cpus = max(0.0, used_s / passed_s)
             return found
 
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Turn the data that `collect` returned into stack reports of ranks."""
         now = time.monotonic()
         return [
-            sample.report(RankStack, rank=state.rank, quiet_s=now - state.forward_at)
+            sample.report(
+                RankStack, rank=state.rank, quiet_s=now - state.forward_at, cpus=sample.cpus
+            )
             for state, sample in found
         ]
 
@@ -423,7 +439,7 @@ def of_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells) -> None:
-    """Add the stacks that `sight` and its children lack. Signals one process after the other.
+    """Add the stacks that `sample` and its children lack. Signals one process after the other.
 
     Args:
         path: File to which the processes write their stacks.
@@ -440,10 +456,19 @@ def _of_system(pid: int) -> StackSample:
     try:
         process = psutil.Process(pid)
         sample = StackSample(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
+        sample.memory_bytes = _memory_bytes(process)
         sample.children = [_of_system(child.pid) for child in process.children()]
     except psutil.Error:
         return StackSample(pid, state=_GONE)
     return sample
+
+
+def _memory_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process; of another user's process, including all shared memory."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:

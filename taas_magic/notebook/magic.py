@@ -418,6 +418,14 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     return stacks_text(pools.stacks(run, settings), labels)
 
 
+def _ranks(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.display.head import ranks_text
+    from taas_magic.notebook import pools, runs
+
+    run = runs.active(_optional_word("ranks", words))
+    return ranks_text(pools.stacks(run, settings), run.head.flow)
+
+
 def _pools(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, sessions
 
@@ -579,6 +587,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
         "where ranks and fetchers stand: all threads, and their children's",
         _stacks,
     ),
+    "ranks": ("ranks [RUN]", "CPU, memory, batches and line of each rank of a run", _ranks),
     "stop": ("stop [RUN]", "end a run; without RUN the newest that runs", _stop),
     "pools": (
         "pools [--check [POOL]]",
@@ -624,7 +633,7 @@ _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
 _LOGS_VALUES = ("--rank", "--tail", "--grep")
-_OF_A_RUN = ("attach", "detach", "stop", "stacks", "report")
+_OF_A_RUN = ("attach", "detach", "stop", "stacks", "ranks", "report")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:

@@ -593,3 +593,47 @@ dist.init_process_group("gloo")
         outcome = notebook.run(source, HANG)
     assert isinstance(outcome.error, KeyboardInterrupt)
     assert "TORCHELASTIC_USE_AGENT_STORE" in seen[0]["text"]
+
+
+def test_ranks_shows_what_each_rank_uses(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.define(
+        "import taas\nfrom torch.utils.data import DataLoader\n"
+        "numbers = DataLoader(range(40), 2)\ntaas.register(numbers)"
+    )
+    source = """
+import os, threading
+batches = iter(numbers)
+for number in range(3):
+    next(batches)
+print("up", flush=True)
+while os.environ["RANK"] == "1":
+    pass
+threading.Event().wait()
+"""
+    table: list[list[str]] = []
+
+    def is_known() -> bool:
+        lines = str(run_command("ranks", Config())).splitlines()
+        table[:] = [re.split(r"  +", line) for line in lines]
+        return [row[5] for row in table[1:]] == ["3", "3"] and "Cell In" in table[2][7]
+
+    def look(run: RunDriver) -> None:
+        with contextlib.suppress(AssertionError):  # what is missing, the test says
+            eventually(is_known)
+        stop(run)
+
+    try:
+        with on_event(monkeypatch, lambda it: it["kind"] == "lines", look):
+            outcome = notebook.run(source)
+    finally:
+        notebook.define("taas.unregister(numbers)")
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    head, idle, busy = table
+    assert head == ["rank", "host", "pid", "CPU", "memory", "batches", "waited", "at"]
+    assert idle[0] == "0" and busy[0] == "1" and idle[2] != busy[2]
+    assert int(busy[3].split()[0]) > int(idle[3].split()[0])
+    assert idle[4].endswith("MB") and idle[5] == busy[5] == "3", table
+    assert "threading.Event().wait()" in idle[7]
+    assert re.search(r"Cell In\[\d+\], line [78]: ", busy[7])
