@@ -356,10 +356,10 @@ def _heartbeat(
                 link.send(RankStackSample(tracebacks.threads(main), _pending()))
                 if why := _why_nobody_comes(meeting):
                     link.send(Note(text=why))
-                continue
-            begun, spins = _progress()
-            stack = tracebacks.where(main)
-            link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
+            else:
+                begun, spins = _progress()
+                stack = tracebacks.where(main)
+                link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
             with reporting:
                 if not ended.is_set():
                     report()
