@@ -164,7 +164,11 @@ def _flag(option: str, value: str) -> tuple[str, str]:
 
 
 def _shell() -> InteractiveShell:
-    """Return the current IPython shell; in a script, create one for its `__main__` module."""
+    """Return the current IPython shell; in a script, create one for its `__main__` module.
+
+    Raises:
+        UsageError: This process is a rank.
+    """
     global _of_script
     shell = get_ipython()
     if shell is None:
@@ -173,5 +177,10 @@ def _shell() -> InteractiveShell:
         main = sys.modules["__main__"]
         shell = _of_script = InteractiveShell.instance(
             config=settings, user_module=main, user_ns=vars(main), colors="NoColor"
+        )
+    if getattr(shell, "link", None) is not None:  # a rank's shell has a link to its agent
+        raise UsageError(
+            "taas.run was called on a rank. Call it in the notebook; run a script that calls it "
+            "with `python script.py`"
         )
     return shell

@@ -182,5 +182,7 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     assert "rank 0 has 6" in done.stdout and "rank 1 has 6" in done.stdout
     failed = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "plain.py", "--number", "7")
     assert failed.returncode == 1 and "RankFailed" in failed.stderr
+    nested = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "script.py", "4")
+    assert nested.returncode == 1 and "taas.run was called on a rank" in nested.stderr
     missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
     assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
