@@ -68,7 +68,7 @@ class Busy(Link):
         self.said: list[int] = []
         self.began, self.over = threading.Event(), threading.Event()
 
-    def asked(self, timeout_s: float) -> bytes:
+    def wait_for_request(self, timeout_s: float) -> bytes:
         time.sleep(timeout_s)
         return b""
 
