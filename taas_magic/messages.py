@@ -858,7 +858,7 @@ class WaitForHosts(Request[Started]):
         owner: Id of the kernel's Dask client; if the client disconnects, the wait is cancelled.
         wait: Id to pass to `Halt` to cancel the wait.
         hosts: Number of hosts to wait for.
-        has_run: Whether a run waits for the hosts, so that this is not only to warm the pool.
+        has_run: Whether a run waits for the hosts; False if the wait only warms the pool.
     """
 
     owner: str

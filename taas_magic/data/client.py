@@ -384,7 +384,7 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Make the stream that contains `slot` begin there, with a dataset that loads `state`."""
+        """Tell the fetcher to load `state` into its dataset, and begin the slot's stream there."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:

@@ -544,7 +544,7 @@ def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that puts the tensors of a batch in place of their numbers."""
+    """Unpickler of a batch whose pickle has an index in place of each tensor."""
 
     tensors: list[torch.Tensor]
 

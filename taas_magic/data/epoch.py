@@ -350,7 +350,8 @@ class EpochRequests:
         part: The rule for which batches the rank gets.
         place: Position in the epoch to begin at.
         window_bytes: Total size of the batches to request ahead.
-        compare: Called with slot and hash of a batch, for those batches of streams that have one.
+        compare: For streams: called with the slot and the hash of each batch that has a hash, to
+            warn if ranks get different data.
     """
 
     def __init__(

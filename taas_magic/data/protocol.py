@@ -205,14 +205,15 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
 class Response(Struct, frozen=True, array_like=True, tag=10):
     """Response to one request, or to several consecutive ones.
 
-    The bodies follow the message, unless the body is `shared`.
+    The bodies follow the message, unless the body is `shared`. Names in parentheses are the kinds
+    of response that use an attribute.
 
     Attributes:
         slot: Slot of the first request.
         units: Units that the batch counts in `--units`, or UNHINTED (BATCH, PEEKED).
-        order: For a map-style loader, the worker's hash of the epoch's order; 0 if the worker did
-            not use its own order. For a stream, the hash of this batch for some of the first
-            batches, else 0 (BATCH, PEEKED).
+        order: Hash by which ranks notice that their data differs; 0 if there is none. For a
+            map-style loader, the hash of the epoch's order, if the worker used its own order. For a
+            stream, the hash of this batch, for some of the first batches (BATCH, PEEKED).
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies; None if TLS or the kernel protects the data.
         shared: The body in shared memory; None if the body follows.

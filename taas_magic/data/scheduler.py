@@ -859,7 +859,12 @@ class Scheduler:
 
 
 def _given_up(request: LoaderRequest, said: str) -> Prepared:
-    """Return the LOST response to a request; `said` is how the last worker ended."""
+    """Return the LOST response to a request that ended its worker `_TRIES` times.
+
+    Args:
+        request: The request.
+        said: How the last worker ended.
+    """
     text = (
         f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
         f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "

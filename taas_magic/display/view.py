@@ -112,7 +112,7 @@ class UrgentLines:
         self._notes, self._hangs = 0, False
 
     def lines(self, state: RunState, now: float) -> str:
-        """Return the new notes and a new hang since the last call, as whole lines."""
+        """Return, one per line, the notes since the last call and the report of a new hang."""
         notes = head.shown_notes(state)
         said = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:

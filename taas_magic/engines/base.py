@@ -111,9 +111,9 @@ class Engine(ABC):
         """
 
     def is_starting(self) -> bool:
-        """Return whether this engine can observe that a starting host makes progress.
+        """Return whether a host is starting now, and the engine sees it make progress.
 
-        While it returns True, a wait for hosts does not reach `start_timeout_s`.
+        While this is True, the time limit of a wait for hosts (`start_timeout_s`) does not end.
         """
         return False
 
@@ -237,7 +237,7 @@ class HostsEngine(Engine):
         await asyncio.gather(*(host.coming for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`. Also ends what is left of the host."""
+        """Return one line that says why a host was lost, or ""; also end what is left of it."""
         if (host := self.hosts.get(agent)) is None:
             return ""
         why = await host.why_lost()

@@ -344,16 +344,19 @@ def is_alive() -> bool:
 
 
 def wait_while_stopped() -> None:
-    """Block while the forkserver is stopped (SIGSTOP). After `STOPPED_S`, it is killed."""
+    """Block while the forkserver is stopped (SIGSTOP).
+
+    This ends, because `_watch` kills a forkserver that stays stopped for `STOPPED_S`.
+    """
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
 
 
 def took_along(codes: Collection[int | None]) -> bool:
-    """Return whether the forkserver has ended, and so has ended the processes that it started.
+    """Return whether processes ended because the forkserver ended.
 
-    The forkserver's pipes, which report the ends of its processes, close a moment before the system
-    shows that the forkserver has ended. So this waits up to `_SEEN_S` if a code is `_LOST`.
+    The exit code `_LOST` means that the forkserver ended first, but the system may show that a
+    moment later. So if a code is `_LOST`, this waits for that for up to `_SEEN_S`.
 
     Args:
         codes: Exit codes of processes that have ended.

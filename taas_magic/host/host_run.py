@@ -520,7 +520,7 @@ class HostRun(HostShare):
         return True
 
     def _make_ready(self, again: _Again) -> None:
-        """Update the files for the next attempt, then let the other hosts start theirs."""
+        """Take over the next attempt's rendezvous, update this host's files, and report that."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = again.rendezvous

@@ -204,7 +204,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Release the ranks after a cell: from now on, the session checks them again."""
+        """Give the ranks back to the session, which reads their output and checks them again."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:

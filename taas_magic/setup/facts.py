@@ -416,8 +416,8 @@ def check(
 
     Args:
         pools: The pools to check.
-        ways: Function that returns a pool's shells by host name (`Engine.ways`). `check` enters
-            each shell. Shells give up when the event is set.
+        ways: Function that takes a pool and an event, and returns the pool's shells by host name
+            (`Engine.ways`). `check` sets the event when it ends; shells then give up.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store; a host that sees it shares the store. "" skips

@@ -366,7 +366,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, seen: TreeEntry, sha256: str) -> "Entry":
-        """Return the entry of a regular file with the hash `sha256`, or of a folder."""
+        """Make the entry of a file with the hash `sha256`, or of a folder, which has no hash."""
         status = seen.status
         if seen.is_folder:
             return cls(seen.path, 0, FOLDER)
@@ -431,10 +431,10 @@ def ignore_of(tree: Tree) -> Ignore:
 
 
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
-    """Search a store for all files that travel, and remove leftovers of killed writers.
+    """Search a store for all files to copy to hosts, and remove leftovers of killed writers.
 
-    Files that cannot travel are listed as skipped. Only files that changed since the last call are
-    hashed. A file that disappears meanwhile is left out.
+    Files that cannot be copied are listed as skipped. Only files that changed since the last call
+    are hashed. A file that disappears meanwhile is left out.
 
     Args:
         tree: The store.
@@ -442,7 +442,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         limit_bytes: Maximum total size of the files.
 
     Returns:
-        All names found, to detect names that differ by case alone, and the manifest.
+        The checker for names that differ by case alone, with all names found; and the manifest.
 
     Raises:
         StoreError: The files are too large or too many; names the largest entries and the remedy.
