@@ -58,7 +58,7 @@ __all__ = [
     "save",
     "unregister",
 ]
-"""What `taas.<Tab>` offers. The names of the old client are left out, but can be imported."""
+"""The names that `taas.<Tab>` offers. Those of the old client can be imported, but are left out."""
 
 unregistered = unregister
 """Alias of `unregister`, for code written for DataSphere's old package `taas`."""

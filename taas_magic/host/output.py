@@ -390,7 +390,7 @@ _PIPE_CHUNKS = 2
 
 
 class _LogStream:
-    """The log pipe of one rank, with its log file and the lines that are to be sent."""
+    """The log pipe of one rank, with its log file and the lines that were not sent yet."""
 
     def __init__(self, rank: int, fd: int, path: Path) -> None:
         self.rank, self.fd = rank, fd

@@ -294,7 +294,7 @@ class StackMonitor:
             began, before_s = time.monotonic(), _cpu_s_below(alive)
             self._request_stacks([state for state in states if not state.ended])
             cells = _cells(self._payload)
-            found = [(state, self._sight(state, cells)) for state in states]
+            found = [(state, self._sample_of(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
             time.sleep(max(0.0, began + _CPUS_LEAST_S - time.monotonic()))
             self._own_s = {pid: _cpu_s(pid) for pid in pids}  # a response is no progress
@@ -383,13 +383,13 @@ class StackMonitor:
             awaited = [
                 state
                 for state in awaited
-                if state.sight_at < asked and state.stopped_at is None and not state.ended
+                if state.sampled_at < asked and state.stopped_at is None and not state.ended
             ]
         for state in states:
-            if state.sight_at < asked:
+            if state.sampled_at < asked:
                 state.sample = None
 
-    def _sight(self, state: RankState, cells: "Cells") -> StackSample:
+    def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         if state.ended:
             return StackSample(state.pid, state=_GONE)
         sample = _of_system(state.pid)

@@ -107,7 +107,8 @@ class RankState:
     beat_at: float = 0.0
     sample: RankStackSample | None = None
     """The rank's last stack report; None if there is none yet."""
-    sight_at: float = 0.0
+    sampled_at: float = 0.0
+    """Time at which `sample` arrived."""
     process: psutil.Process | None = None
     is_up: bool = False
     """Whether SIGINT may be sent: the rank runs the cell, handles SIGINT, and got none so far."""
@@ -496,7 +497,7 @@ class Ranks:
                     state.has_returned, state.is_up = True, False
                     state.was_cut = message.was_cut
                 case RankStackSample():
-                    state.sample, state.sight_at = message, now
+                    state.sample, state.sampled_at = message, now
                 case RankBeat():
                     if message.collectives != state.beat.collectives:
                         state.forward_at = now

@@ -229,7 +229,7 @@ _WORTH = 1.15
 
 @dataclass(frozen=True)
 class Load:
-    """How heavily one loader was used, and how long ranks waited for it.
+    """The use of one loader, and the time that ranks waited for it.
 
     A share is a fraction from 0 to 1. "Time with the loader" is the time that ranks spent in loops
     over it.
@@ -372,7 +372,7 @@ def _on_other_hosts(load: Load) -> str:
 
 
 def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
-    """Return the advised number of fetchers, and the factor by which it would make ranks faster.
+    """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
     The number is large enough that ranks would not wait, but bounded.
 

@@ -1,8 +1,8 @@
 """Run a function (`taas.run`) or a script (`python -m taas_magic run`) on ranks.
 
-A run needs an IPython shell, whose variables the ranks receive. A notebook has one. In a script,
-`run` creates a shell for the script's `__main__` module, so that functions of the script reach the
-ranks as functions of a notebook do.
+A run needs an IPython shell, because ranks receive the shell's variables. A notebook has a shell.
+In a script, `run` creates a shell whose variables are those of the script's `__main__` module. So
+the functions of a script reach the ranks in the same way as the functions of a notebook.
 """
 
 import functools
@@ -53,7 +53,7 @@ def run(
     gather: bool = False,
     **kwargs: Any,
 ) -> "Run":
-    """Call a function on ranks, as a `%%taas` cell runs on ranks. Block until the run has ended.
+    """Call a function on ranks, like a `%%taas` cell. Block until the run has ended.
 
     The function, its arguments and all objects of the notebook or script that it uses are sent to
     the ranks. The run is shown below the cell; in a script, the ranks' lines are printed.
@@ -73,8 +73,8 @@ def run(
         timeout: Limit on the run's time, in seconds.
         env: Environment variables of the ranks, as `--env`.
         logs: Ranks whose lines are shown, as `--logs`.
-        gather: Whether the values that all ranks returned come back, as `run.results`. Without it,
-            only rank 0's value comes back, as `run.result`.
+        gather: Whether to return the values of all ranks, in `run.results`. Without it, only rank
+            0's value is returned, in `run.result`.
         **kwargs: Keyword arguments of the function; the same for all ranks.
 
     Returns:
@@ -119,14 +119,15 @@ def run(
     try:
         return _execute(asked, cell, shell, settings)
     finally:
-        del variables[call]
-        variables.pop(RETURNED, None)
+        for name_in_notebook in (call, RETURNED):
+            variables.pop(name_in_notebook, None)
 
 
-def run_script(words: Sequence[str]) -> "Run":
+def run_script(words: Sequence[str]) -> None:
     """Run a script on ranks, as `torchrun` does. Block until the run has ended.
 
     Each rank runs the script as its `__main__` module, with the script's folder on the import path.
+    With `--dry-run`, this function prints what would run, and starts nothing.
 
     Args:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
@@ -142,7 +143,11 @@ def run_script(words: Sequence[str]) -> "Run":
     shell, settings = _shell(), load_config(Path.cwd())
     asked = flags.parse(shlex.join(words[:at]), settings)
     text = f"%run {shlex.join(words[at:])}"
-    return _execute(asked, Cell(text, f"<{text}>", text, title=text), shell, settings)
+    cell = Cell(text, f"<{text}>", text, title=text)
+    if asked.dry_run:
+        sys.stdout.write(launch.dry_run_text(asked, cell, shell, settings) + "\n")
+        return
+    _execute(asked, cell, shell, settings)
 
 
 def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config) -> "Run":
@@ -159,7 +164,7 @@ def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config
 
 
 def _flag(option: str, value: str) -> tuple[str, str]:
-    """Return the two words of a `%%taas` line that set an option."""
+    """Return the two words of a `%%taas` line that set an option to a value."""
     return f"--{option.replace('_', '-')}", value
 
 

@@ -1,4 +1,4 @@
-"""Options of a call that share their names with parameters of the user's function."""
+"""Check for options of a call that have the name of a parameter of the user's function."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -8,9 +8,9 @@ from taas_magic.errors import UsageError
 
 
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
-    """Check that no option that the user gave is a parameter of the function, too.
+    """Check that no option that the user gave has the name of a parameter of the function.
 
-    Such a keyword argument could mean the option or the parameter, and only one gets it.
+    A keyword argument with such a name could be meant for either, but only the option receives it.
 
     Args:
         what: The call that has the options, such as "taas.run".
@@ -18,7 +18,7 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
         given: Names of the options that the user gave.
 
     Raises:
-        UsageError: An option is a parameter, too, and no `functools.partial` has set it.
+        UsageError: An option has the name of a parameter that no `functools.partial` has set.
     """
     try:
         names = set(inspect.signature(function).parameters)
@@ -27,8 +27,9 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
     names -= set(getattr(function, "keywords", ()))
     if shared := sorted(names & set(given)):
         raise UsageError(
-            f"{name_of(function)} has a parameter `{shared[0]}`, which is an option of {what}, "
-            f"too. Give the function its value first: functools.partial(function, {shared[0]}=...)"
+            f"{name_of(function)} has a parameter `{shared[0]}`, but {what} has an option of the "
+            "same name. To set the parameter, pass functools.partial(function, "
+            f"{shared[0]}=...) instead of the function"
         )
 
 

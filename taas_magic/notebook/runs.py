@@ -311,10 +311,14 @@ class Run:
             raise raised from cause_of(head.first, _names_of_notebook())
         if self.missing:
             came = f"; these were returned: {names}" if names else ""
-            raise ResultError(
-                f"run {self.run_id} succeeded, but not all of --out could be returned{came}\n"
-                + "\n".join(f"    {name}: {why}" for name, why in self.missing.items())
-            )
+            lines = [f"    {name}: {why}" for name, why in self.missing.items()]
+            what = "not all of --out could be returned"
+            if RETURNED in self.missing:
+                what = "the value of the function could not be returned"
+            text = f"run {self.run_id} succeeded, but {what}{came}\n"
+            # the user did not choose the variable's name
+            text += "\n".join(lines).replace(RETURNED, "value of the function")
+            raise ResultError(text)
 
     def unrecorded_end(self) -> RunEnded | None:
         """Return the end of a run whose owner disappeared without recording it, else None."""

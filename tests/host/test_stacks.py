@@ -614,10 +614,18 @@ threading.Event().wait()
 """
     table: list[list[str]] = []
 
+    def cpu(row: list[str]) -> int:
+        return int(row[3].removesuffix(" %"))
+
     def is_known() -> bool:
         lines = str(run_command("ranks", Config())).splitlines()
         table[:] = [re.split(r"  +", line) for line in lines]
-        return [row[5] for row in table[1:]] == ["3", "3"] and "Cell In" in table[2][7]
+        if [len(row) for row in table] != [8, 8, 8]:
+            return False
+        _, idle, busy = table
+        has_counts = idle[5] == busy[5] == "3"
+        are_there = "Event().wait()" in idle[7] and re.search(r"line [78]: ", busy[7]) is not None
+        return has_counts and are_there and cpu(busy) > cpu(idle)
 
     def look(run: RunDriver) -> None:
         with contextlib.suppress(AssertionError):  # what is missing, the test says
@@ -633,7 +641,7 @@ threading.Event().wait()
     head, idle, busy = table
     assert head == ["rank", "host", "pid", "CPU", "memory", "batches", "waited", "at"]
     assert idle[0] == "0" and busy[0] == "1" and idle[2] != busy[2]
-    assert int(busy[3].split()[0]) > int(idle[3].split()[0])
+    assert cpu(busy) > cpu(idle)
     assert idle[4].endswith("MB") and idle[5] == busy[5] == "3", table
     assert "threading.Event().wait()" in idle[7]
     assert re.search(r"Cell In\[\d+\], line [78]: ", busy[7])

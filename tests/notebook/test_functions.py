@@ -37,7 +37,6 @@ def value(notebook: Notebook, expression: str) -> Any:
 
 def test_a_function_of_the_notebook_runs_on_ranks(notebook: Notebook) -> None:
     notebook.define(TRAIN)
-    before = set(notebook.shell.user_ns)
     notebook.define(
         "run = taas.run(train, 0.5, steps=3, model=Model(), gpus=2, env={'EXTRA': 'a b'}, "
         "name='first try')"
@@ -45,9 +44,7 @@ def test_a_function_of_the_notebook_runs_on_ranks(notebook: Notebook) -> None:
     assert value(notebook, "run.result") == (10.0, 0.5, "Model", "a b")
     assert value(notebook, "run.state, run.world_size, run.name") == ("SUCCEEDED", 2, "first try")
     assert value(notebook, "run.out, run.results") == ({}, [])
-    assert {*notebook.shell.user_ns} - before <= {"run", "_i", "_ii", "_iii"} | {
-        name for name in notebook.shell.user_ns if name.startswith("_i")
-    }
+    assert not [name for name in notebook.shell.user_ns if name.startswith("__taas")]
     assert "rank 1 of 2: 3 steps" in value(notebook, "run.logs(rank=1)")
 
 
@@ -75,8 +72,11 @@ def test_an_exception_on_a_rank_is_raised(notebook: Notebook) -> None:
 
 def test_a_returned_value_that_cannot_be_pickled_is_an_error(notebook: Notebook) -> None:
     notebook.define("import threading, taas")
-    with pytest.raises(ResultError, match="lock"):
+    with pytest.raises(
+        ResultError, match=r"the value of the function could not be.*\n.*lock"
+    ) as it:
         notebook.define("taas.run(threading.Lock, gpus=1)")
+    assert "__taas" not in str(it.value) and "--out" not in str(it.value)
 
 
 def test_a_registered_loader_is_an_argument(notebook: Notebook) -> None:
@@ -184,5 +184,8 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     assert failed.returncode == 1 and "RankFailed" in failed.stderr
     nested = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "script.py", "4")
     assert nested.returncode == 1 and "taas.run was called on a rank" in nested.stderr
+    words = ("-m", "taas_magic", "run", "--gpus", "2", "--dry-run", "plain.py", "--number", "3")
+    dry = python(scene, *words)
+    assert dry.returncode == 0 and "rank 0 has" not in dry.stdout and "SUCCEEDED" not in dry.stdout
     missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
     assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
