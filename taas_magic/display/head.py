@@ -282,7 +282,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
     if state.left:
         run_id = state.plan.run_id
-        said = f"%taas attach {run_id} shows how it stands; %taas stop {run_id} ends it"
+        said = f"%taas attach {run_id} shows its state; %taas stop {run_id} ends it"
         yield said, _row(escape(said))
     if state.progress:
         rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)

@@ -238,7 +238,7 @@ class NodeUpdate(Struct, tag="node"):
 
 
 class JobUpdate(Struct, tag="job"):
-    """News of a job: it runs, it has failed, or it has printed something.
+    """A change of a job: it runs, it has failed, or it has printed something.
 
     Attributes:
         state: "running", "erred" (the job's Dask future has the error), or "" for output only.

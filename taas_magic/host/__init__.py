@@ -1,14 +1,19 @@
 """The processes of a host: supervisor, agent, forkserver, ranks, fetchers.
 
 supervisor.py  starts the agent, ends all that it leaves; owns the host's folder under TMPDIR
-agent.py       starts the forkserver, then joins the pool (member.py) under a lease
+agent.py       starts the forkserver, then joins the pool
+agent_worker.py  the agent as a worker of the pool's Dask cluster, and its lease
 spec.py        settings of a share of a run; messages between pool and agents
 host_run.py    a share of a run on this host: its ranks in all attempts, or its fetchers
+host_session.py  the ranks of a session on this host, and the cells that they run
 fetcher.py     the process of a fetcher
 watch.py       decides whether ranks have ended, failed or hang
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
 output.py      output of the ranks
 rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
+prompt.py      the loop in which a session's rank waits for cells and runs them
+meeting.py     a key prefix for each process group that a session's ranks create
+variables.py   what a session's rank reports about its variables
 link.py        the pipes between a rank and its agent
 rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server
 forkserver.py  starts ranks and fetchers as forks of a process that has torch imported

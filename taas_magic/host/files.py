@@ -39,7 +39,7 @@ from taas_magic.store.manifest import (
     ReadRunFile,
     WriteRunFile,
 )
-from taas_magic.store.mirror import Mirror, StoreUpdate, reserve, update_mirror
+from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
@@ -211,7 +211,7 @@ class Travelling:
         self._written: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._has_others = spec.n_hosts > 1
-        self._news: StoreUpdate | None = None
+        self._news: StoreUpdater | None = None
         self._outbound: Outbound | None = None
         self._is_own = shares is None
         self._mirror: Mirror = (
@@ -275,7 +275,7 @@ class Travelling:
             self._outbound = Outbound(self._mirror, self._ask, self._note, sends)
             self._outbound.start()
         if self._has_others:
-            self._news = StoreUpdate(self._mirror, self._ask, self._note)
+            self._news = StoreUpdater(self._mirror, self._ask, self._note)
             self._news.start()
 
     def _send_rest(self) -> None:

@@ -2,6 +2,7 @@
 
 client.py      the kernel's side: connect to the process, launch runs, receive events
 process.py     the pool's process and its folder: how a kernel finds, starts and ends the process
+address.py     the file by which a kernel finds the pool's process
 gate.py        the scheduler and its port: authentication of peers, checks of their messages
 controller.py  starts, follows and ends runs; writes their journals; counts the hosts' GPU hours
 runs.py        the ranks of a run in all its attempts, and its fetchers, on all their hosts

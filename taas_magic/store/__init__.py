@@ -14,7 +14,7 @@ at once. Neither side trusts the names or bytes that the other side sends.
 tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
 manifest.py  rules for which files travel, and the messages that carry them
 ownership.py rules for which files are the user's, and which files a host may send
-desk.py      the notebook's side: responds to the requests of a run's hosts
+server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy
 outbound.py  the host's side: sends files written in the mirror back to the store
 """

@@ -1,9 +1,9 @@
 """A host's copy of a project store, updated before and while the ranks of a run work in it.
 
 Before the ranks start, `update_mirror` fetches files that changed in the store. While they run,
-`News` fetches changes that other hosts made. `outbound.py` sends files written in the mirror back
-to the store. None of these modules depends on a transport: a host sends its requests to the
-notebook's side, `desk.py`, through a function of type `Ask`.
+`StoreUpdater` fetches changes that other hosts made. `outbound.py` sends files written in the mirror
+back to the store. None of these modules depends on a transport: a host sends its requests to the
+notebook's side, `server.py`, through a function of type `Ask`.
 """
 
 import hashlib
@@ -310,7 +310,7 @@ ASK_S = 0.25
 """Seconds between two requests for the changes of other hosts."""
 
 
-class StoreUpdate:
+class StoreUpdater:
     """Thread that applies the other hosts' changes of the store to this mirror.
 
     Args:

@@ -54,7 +54,7 @@ def asking(store_server: Connection) -> Ask:
                 store_server.send(request)
                 return received(store_server)
             except (EOFError, ConnectionError) as error:
-                raise PoolError("the desk is gone") from error
+                raise PoolError("the store server is gone") from error
 
     return ask
 

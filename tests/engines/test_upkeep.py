@@ -1,4 +1,4 @@
-"""Upkeep: what hosts cost is counted, and idle ones go back."""
+"""The hours of hosts are counted, and idle hosts are given back."""
 
 import threading
 import time

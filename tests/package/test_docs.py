@@ -22,6 +22,15 @@ def test_the_page_of_faults_names_tests_that_there_are() -> None:
     assert not missing
 
 
+def test_packages_name_all_their_modules() -> None:
+    for init in sorted((ROOT / "taas_magic").glob("*/__init__.py")):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        named = set(re.findall(r"\b\w+\.py\b", text))
+        own = {path.name for path in init.parent.glob("*.py")} - {"__init__.py"}
+        above = {path.name for path in init.parent.parent.glob("*.py")}
+        assert own <= named <= own | above, init
+
+
 def test_the_pages_name_files_that_there_are() -> None:
     pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
     rooms = [path.name for path in (ROOT / "taas_magic").iterdir() if path.is_dir()]

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.store.manifest import PathFileCheck, PublishFiles
-from taas_magic.store.mirror import StoreUpdate, update_mirror
+from taas_magic.store.mirror import StoreUpdater, update_mirror
 from taas_magic.store.ownership import (
     WHY_BESIDE,
     WHY_NOT_KEPT,
@@ -78,7 +78,7 @@ def test_other_hosts_of_the_run_have_rank_0s_version(
     (travel.store / "m.pt").write_text("mine")
     mirror, _ = travel.mirrored(1)
     news, there = (
-        StoreUpdate(mirror, wired(store_server, 1), travel.notes.append),
+        StoreUpdater(mirror, wired(store_server, 1), travel.notes.append),
         Path(mirror.path, "m.pt"),
     )
     assert there.read_text() == "mine"

@@ -16,7 +16,7 @@ from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_o
 
 
 class Counted:
-    """Asks a desk and takes down what was read."""
+    """Asks a store server, and records which files were read."""
 
     def __init__(self, travel: Travel) -> None:
         self._ask = wired(travel.store_server)

@@ -69,7 +69,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     travel_side.write_all(Path(mirror.path), number)  # all that came before may have been sent
     outbound.finish()
     store_server.close()
-    assert "the desk is gone" in travel.notes[-1]
+    assert "the store server is gone" in travel.notes[-1]
     left = unfinished(travel.store)
     for path in left:
         path.unlink()
@@ -77,7 +77,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     for path in left:
         path.touch()
     with (travel.store / ".taas-arriving-now").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as another desk holds what it writes
+        fcntl.flock(file, fcntl.LOCK_EX)  # as another store server holds what it writes
         Travel(tmp_path).look_again()
         assert unfinished(travel.store) == [Path(file.name)]
 

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from taas_magic.store import outbound as inotify
 from taas_magic.store.manifest import Entry, FileRequest, Piece, PublishFiles
-from taas_magic.store.mirror import StoreUpdate
+from taas_magic.store.mirror import StoreUpdater
 from taas_magic.store.server import StoreServer
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, folder, tree_of, wired
@@ -321,7 +321,7 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
         (travel.store / name).touch()
     other, _ = travel.mirrored(1)
-    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
+    news = StoreUpdater(other, wired(travel.store_server, 1), travel.notes.append)
     news.start()
     with travel.running() as mirror:
         (mirror / "out").mkdir()
@@ -344,7 +344,7 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
         (travel.store / name).parent.mkdir(parents=True)
         (travel.store / name).touch()
     other, _ = travel.mirrored(1)
-    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
+    news = StoreUpdater(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         shutil.rmtree(mirror / "gone")
         shutil.rmtree(mirror / "to-file")
@@ -356,7 +356,7 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
     other.close()
 
 
-def followed(travel: Travel, news: StoreUpdate, mirror: Path, other: Path) -> Callable[[], bool]:
+def followed(travel: Travel, news: StoreUpdater, mirror: Path, other: Path) -> Callable[[], bool]:
     """Return what tells whether the store, and another host's copy of it, are as rank 0's."""
 
     def holds() -> bool:
@@ -369,7 +369,7 @@ def followed(travel: Travel, news: StoreUpdate, mirror: Path, other: Path) -> Ca
 
 def test_a_file_that_was_just_sent_and_becomes_a_folder_is_followed(travel: Travel) -> None:
     other, _ = travel.mirrored(1)
-    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
+    news = StoreUpdater(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         are_equal = followed(travel, news, mirror, Path(other.path))
         for content in (b"first", b"second"):
@@ -389,7 +389,7 @@ def test_another_folder_in_the_place_of_one_that_was_moved_is_followed(travel: T
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
         (travel.store / name).write_text(name)
     other, _ = travel.mirrored(1)
-    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
+    news = StoreUpdater(other, wired(travel.store_server, 1), travel.notes.append)
     with travel.running() as mirror:
         (mirror / "a").rename(mirror / "b")
         (mirror / "a").mkdir()
@@ -427,7 +427,7 @@ def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None
     ask = wired(travel.store_server)
     publish(ask, "shards/x/y", b"in a folder there")
     publish(ask, "shards/z", b"more")
-    StoreUpdate(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
+    StoreUpdater(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
     assert tree_of(Path(mirror.path, "shards")) == {
         "x": None,
         "x/y": b"in a folder there",
@@ -449,7 +449,7 @@ def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewher
     assert ask(PublishFiles(removed=["shards/x"])) == {}
     publish(ask, "shards/x", b"a file now")
     publish(ask, "shards/y", b"more")
-    StoreUpdate(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
+    StoreUpdater(mirror, wired(travel.store_server, 1), travel.notes.append).catch_up()
     assert mine.read_bytes() == b"not sent yet"
     assert Path(mirror.path, "shards", "y").read_bytes() == b"more"
     assert [note.partition(" is a file")[0] for note in travel.notes] == ["shards/x"]
@@ -471,7 +471,7 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
     with travel.running() as path:
         own = travel.outbound._mirror
         travel.outbound._sender._ask = spy
-        news = StoreUpdate(own, ask, travel.notes.append)
+        news = StoreUpdater(own, ask, travel.notes.append)
         big, small = os.urandom(600_000), b"small"
         other = wired(travel.store_server, 1)
         publish(other, "shards/small", small)
@@ -560,7 +560,7 @@ BELIEVED = (
 
 
 def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
-    """FAULTS 75: a hostile host asks the desk itself; no name is made, changed or removed."""
+    """FAULTS 75: a hostile host asks the store server; no name is made, changed or removed."""
     (travel.store / ".taasignore").write_text("cache.bin\n")
     (travel.store / ".bashrc").write_text("mine")
     (travel.store / "taas.toml").write_text("mine")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.store.mirror import StoreUpdate
+from taas_magic.store.mirror import StoreUpdater
 from tests.eventually import eventually
 from tests.store.travel_rig import Travel, tree_of, wired
 
@@ -46,7 +46,7 @@ def test_the_store_and_another_host_follow(tmp_path: Path, seed: int) -> None:
     for _ in range(6):
         change(choose, travel.store)
     other, _ = travel.mirrored(1)
-    news = StoreUpdate(other, wired(travel.store_server, 1), travel.notes.append)
+    news = StoreUpdater(other, wired(travel.store_server, 1), travel.notes.append)
     news.start()
     with travel.running() as mirror:
         for _ in range(25):

@@ -21,11 +21,11 @@ STARTED_WITHIN_S = 240.0
 
 
 _one_at_a_time = threading.Lock()
-"""A desk is asked by one thread, as `FileServer` does it."""
+"""Held during a request: one thread at a time asks a store server, as in `FileServer`."""
 
 
 def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
-    """How a host asks a desk."""
+    """Return the function with which a host asks a store server."""
 
     def ask(request: FileRequest[Any]) -> Any:
         asked = from_bytes(to_bytes(request), type(request))
@@ -37,7 +37,7 @@ def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
 
 
 class Travel:
-    """One run: a store, a desk, and the mirrors of its hosts.
+    """One run: a store, its server, and the mirrors of its hosts.
 
     Args:
         overwrite: What of the user's files hosts may write; all, as most tests are about how.
@@ -61,7 +61,7 @@ class Travel:
         self.notes: list[str] = []
 
     def look_again(self) -> None:
-        """Have the desk take the store as it is now."""
+        """Make the store server read the store as it is now."""
         listed = self.store_server.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
