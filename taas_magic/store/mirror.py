@@ -1,9 +1,9 @@
 """A host's copy of a project store, updated before and while the ranks of a run work in it.
 
 Before the ranks start, `update_mirror` fetches files that changed in the store. While they run,
-`StoreUpdater` fetches changes that other hosts made. `outbound.py` sends files written in the mirror
-back to the store. None of these modules depends on a transport: a host sends its requests to the
-notebook's side, `server.py`, through a function of type `Ask`.
+`StoreUpdater` fetches changes that other hosts made. `outbound.py` sends files written in the
+mirror back to the store. None of these modules depends on a transport: a host sends its requests to
+the notebook's side, `server.py`, through a function of type `Ask`.
 """
 
 import hashlib
