@@ -430,8 +430,13 @@ class Buffer:
         if not self._queues:
             return None
         if self.is_full:
-            self.make_room()
-        request = self._due_of(worker) if self.is_full else self._next_request_for(worker, follows)
+            due_epoch = min((due.epoch for due in self._due.values()), default=0)
+            # To prepare a dropped batch of a stream again, a worker would restart the stream.
+            self.make_room(before_epoch=None if follows is None else due_epoch)
+        if self.is_full:
+            request = self._due_of(worker, follows)
+        else:
+            request = self._next_request_for(worker, follows)
         if request is not None:
             self._unqueue(request, self._entries[request])
             if request.kind is RequestKind.GET:
@@ -475,14 +480,19 @@ class Buffer:
             del self._entries[request]
             self.ahead.restart()
 
-    def make_room(self) -> None:
+    def make_room(self, before_epoch: int | None = None) -> None:
         """Drop responses that no connection has requested, until memory is below the limit.
 
         The last slots are dropped first. Workers can prepare them again.
+
+        Args:
+            before_epoch: Drop only responses of epochs before this one; None for all epochs.
         """
         for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
+            if before_epoch is not None and request.epoch >= before_epoch:
+                continue
             prepared = self._entries[request].prepared
             if prepared is not None and prepared.memory_bytes:
                 self._counts.pop(request, None)
@@ -525,13 +535,22 @@ class Buffer:
         self._queues[queued[0]].move_to_end(queued[1])
         return chosen
 
-    def _due_of(self, worker: int) -> LoaderRequest | None:
-        """Return a queued request for this worker that is the next one of its connection."""
+    def _due_of(
+        self, worker: int, follows: Callable[[LoaderRequest], bool] | None
+    ) -> LoaderRequest | None:
+        """Return a queued request for this worker that is the next one of its connection.
+
+        For streams, it is the earliest request that needs no restart, if there is one.
+        """
+        due = []
         for request in self._due.values():
             entry = self._entries.get(request)
             if entry is not None and entry.queued and entry.queued[0] in (worker, None):
-                return request
-        return None
+                due.append(request)
+        if follows is None:
+            return next(iter(due), None)
+        due.sort()
+        return next(filter(follows, due), next(iter(due), None))
 
     def _queue(
         self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False

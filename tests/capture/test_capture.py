@@ -570,11 +570,17 @@ def _ask(rank: "subprocess.Popen[str]") -> str:
     return _line(rank)
 
 
+def take_handlers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the handlers that pytest gives to torch's loggers, whose own handlers show nothing."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("c10d-NullHandler-"):
+            monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+
+
 def test_what_the_notebook_has_replaced_in_modules_is_told(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # pytest gives its own handlers to torch's logger, which has none that shows a line
-    monkeypatch.setattr(logging.getLogger("c10d-NullHandler-default"), "handlers", [])
+    take_handlers_of_torch(monkeypatch)
     notebook.run("import math, fractions, json")
     notebook.run("def patched(*args): return 0")
     monkeypatch.setattr(math, "sqrt", notebook.namespace["patched"])
@@ -594,8 +600,7 @@ def test_what_the_notebook_has_replaced_in_modules_is_told(
 def test_loggers_whose_handlers_stay_behind_are_told(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # pytest gives its own handlers to torch's logger, which has none that shows a line
-    monkeypatch.setattr(logging.getLogger("c10d-NullHandler-default"), "handlers", [])
+    take_handlers_of_torch(monkeypatch)
     logger = logging.getLogger("experiment of a test")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(io.StringIO())])

@@ -206,6 +206,34 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
     assert (buffer.units(key(0)), buffer.units(key(1))) == (1, None), "the latest goes first"
 
 
+def test_a_full_buffer_drops_no_batch_of_a_stream_that_a_rank_still_needs() -> None:
+    """To prepare it again, a worker would restart the stream."""
+    buffer = buffer_of(2 * BATCH_BYTES)
+    prepare(buffer, [2, 3])
+    buffer.add_request("rank", key(0))
+    assert buffer.choose(0, lambda key: True) is None
+    assert buffer.pop_ready("rank", key(0)) is None
+    assert buffer.choose(0, lambda key: True) == key(0)
+    assert (buffer.units(key(2)), buffer.units(key(3))) == (1, 1)
+
+
+def test_a_full_buffer_drops_batches_of_a_stream_whose_epoch_is_over() -> None:
+    buffer = buffer_of(2 * BATCH_BYTES)
+    prepare(buffer, [2, 3])
+    buffer.add_request("rank", key(0, epoch=1))
+    assert buffer.pop_ready("rank", key(0, epoch=1)) is None
+    assert buffer.choose(0, lambda key: True) == key(0, epoch=1)
+    assert (buffer.units(key(2)), buffer.units(key(3))) == (1, None)
+
+
+def test_a_full_buffer_prepares_the_batches_of_a_stream_in_their_order() -> None:
+    buffer = buffer_of(0)
+    for rank, slot in (("first", 4), ("second", 2), ("third", 0)):
+        assert buffer.pop_ready(rank, key(slot)) is None
+    chosen = [buffer.choose(0, lambda key: key.slot >= 2) for _ in range(3)]
+    assert chosen == [key(2), key(4), key(0)]
+
+
 def test_what_is_being_prepared_needs_room_too() -> None:
     buffer = buffer_of(4 * BATCH_BYTES, batches=100)
     assert buffer.choose_ahead(0) == key(0)
