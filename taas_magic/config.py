@@ -64,7 +64,6 @@ _Engine = Annotated[
 ]
 _Role = Annotated[Literal["ranks", "data"], Meta(description='"ranks" or "data"')]
 _Network = Annotated[Literal["shared", "private"], Meta(description='"shared" or "private"')]
-_Over = Annotated[Literal["wait", "spill"], Meta(description='"wait" or "spill"')]
 _Bool = Annotated[bool, Meta(description="true or false")]
 _Options = Annotated[Mapping[str, Any], Meta(description="a table")]
 
@@ -111,26 +110,19 @@ class PoolConfig(Struct, frozen=True):
 
 
 class DataConfig(
-    Struct,
-    frozen=True,
-    rename={"buffer_bytes": "buffer", "rank_buffer_bytes": "rank_buffer", "spill_bytes": "spill"},
+    Struct, frozen=True, rename={"buffer_bytes": "buffer", "rank_buffer_bytes": "rank_buffer"}
 ):
     """Settings of the data service: memory for batches, and timeouts.
 
     Attributes:
         buffer_bytes: Size of a fetcher's prefetch buffer, over all its loaders.
         rank_buffer_bytes: Memory of a rank for batches that it has received but not yet used.
-        over: Behaviour if the prefetch buffer is full: "wait" stops preparing batches, "spill"
-            writes them to disk.
-        spill_bytes: Bytes that a fetcher may write to disk.
         fetch_s: Seconds that a rank waits without a response from any fetcher before the run
             fails.
     """
 
     buffer_bytes: _Size = 1024**3
     rank_buffer_bytes: _Size = 256 * 1024**2
-    over: _Over = "wait"
-    spill_bytes: _Size = 16 * 1024**3
     fetch_s: _FetchSeconds = FetchLease().fetch_s
 
 

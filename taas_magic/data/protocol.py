@@ -463,13 +463,11 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         number: Number of the command; the `Reply` has the same number.
-        to_disk: Whether the worker writes the batch to disk.
         has_file: Whether the request's detail is in a file, whose descriptor the message carries.
     """
 
     number: int
     request: LoaderRequest
-    to_disk: bool = False
     has_file: bool = False
 
 
@@ -495,8 +493,6 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
         offset: Byte offset of the body in the worker's arena.
         wall_s: Seconds that the preparation took.
         cpu_s: CPU time of the preparation, in seconds.
-        on_disk: Whether the body is on disk instead of in the arena.
-        disk_is_full: Whether the worker failed to write the body to disk.
     """
 
     number: int
@@ -509,8 +505,6 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
     body_sum: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    on_disk: bool = False
-    disk_is_full: bool = False
 
 
 read_opened = msgspec.msgpack.Decoder(Opened).decode

@@ -7,23 +7,19 @@ whose responses are ready.
 The memory of prepared batches is limited. Requests of ranks come first: the connections take
 turns, and each connection's requests keep their order. If no rank waits, workers prepare batches
 ahead: those that this fetcher prepares while all fetchers run (`FetcherShare`). When the memory
-limit is reached, workers write batches that no rank has requested to disk, or pause. There is one
-exception: the batch that a connection must send next is always prepared, so that a slow rank
-cannot starve another rank.
+limit is reached, workers pause. There is one exception: the batch that a connection must send next
+is always prepared, so that a slow rank cannot starve another rank.
 
 The scheduler drops the batches of epochs that all ranks should have finished. If a rank still
 requests such a batch, a worker prepares the same batch again.
 """
 
 import itertools
-import mmap
 import multiprocessing
 import selectors
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, KeysView
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +30,7 @@ from taas_magic.data.dataset import OPEN_EPOCHS
 from taas_magic.data.memory import largest_file_bytes
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import VOID, FetcherShare
-from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle, spilled_file
+from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle
 from taas_magic.errors import signal_name
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
@@ -67,82 +63,34 @@ For a small batch, this is most of the memory.
 """
 
 
-@dataclass
-class Disk:
-    """Disk space for batches that do not fit into memory.
-
-    Attributes:
-        folder: Folder with one file for each batch.
-        limit_bytes: Limit on the size of all files.
-        used_bytes: Size of all files.
-        is_full: Whether a worker failed to write a file. If so, workers write no more batches.
-    """
-
-    folder: Path
-    limit_bytes: int
-    used_bytes: int = 0
-    is_full: bool = False
-
-    @property
-    def has_room(self) -> bool:
-        """Whether workers may write more batches to disk."""
-        return not self.is_full and self.used_bytes < self.limit_bytes
-
-
 class Prepared:
     """Reference-counted response to a rank's request: a batch, a value, an error or VOID.
 
-    Its body is the encoded batch or value. The body is in the worker's shared memory (its arena),
-    in a file on disk, or in `text`. The references are called holders: the prefetch buffer is the
-    first one, and each connection that sends the response is another one.
+    Its body is the encoded batch or value. The body is in the worker's shared memory (its arena) or
+    in `text`. The references are called holders: the prefetch buffer is the first one, and each
+    connection that sends the response is another one.
 
     Args:
         reply: The worker's description of the response.
         worker: The worker that prepared the response; None if `text` is the body.
         text: The body, if no worker has prepared the response.
-        disk: The disk, if the body is in a file on it; else None.
 
     Attributes:
-        memory_bytes: Size of the body in memory; 0 if the body is on disk.
+        worker: The worker that prepared the response, or None. Ranks on this host can map its arena
+            and read the body without a copy.
     """
 
-    __slots__ = ("_disk", "_holders", "_text", "_worker", "memory_bytes", "reply")
+    __slots__ = ("_holders", "_text", "reply", "worker")
 
-    def __init__(
-        self,
-        reply: Reply,
-        worker: WorkerHandle | None = None,
-        text: bytes = b"",
-        disk: Disk | None = None,
-    ) -> None:
-        self.reply, self._worker, self._text, self._disk = reply, worker, text, disk
-        self.memory_bytes = reply.body_bytes
-        if disk is not None:
-            disk.used_bytes += reply.body_bytes
-            self.memory_bytes = 0
+    def __init__(self, reply: Reply, worker: WorkerHandle | None = None, text: bytes = b"") -> None:
+        self.reply, self.worker, self._text = reply, worker, text
         self._holders = 1
-
-    @property
-    def arena(self) -> WorkerHandle | None:
-        """Worker in whose arena the body is; None if the body is not in an arena.
-
-        Ranks on this host can map the arena and read the body without a copy.
-        """
-        return self._worker if self._disk is None else None
 
     def body(self) -> memoryview:
         """Return the response's content, for example the encoded batch, as bytes to send."""
-        if self._disk is not None:
-            with self._file.open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if self._worker is None or not self.reply.body_bytes:
+        if self.worker is None or not self.reply.body_bytes:
             return memoryview(self._text)
-        return self._worker.memory.view(self.reply.offset, self.reply.body_bytes)
-
-    @property
-    def _file(self) -> Path:
-        assert self._disk is not None
-        return spilled_file(self._disk.folder, self.reply.number)
+        return self.worker.memory.view(self.reply.offset, self.reply.body_bytes)
 
     @property
     def is_shared(self) -> bool:
@@ -157,15 +105,10 @@ class Prepared:
         self._holders += 1
 
     def release(self) -> None:
-        """Remove a holder; if it was the last one, free the body's memory or delete its file."""
+        """Remove a holder; if it was the last one, free the body's memory."""
         self._holders -= 1
-        if self._holders:
-            return
-        if self._disk is not None:
-            self._file.unlink(missing_ok=True)
-            self._disk.used_bytes -= self.reply.body_bytes
-        elif self._worker is not None and self.reply.body_bytes:
-            self._worker.frees.append(self.reply.offset)
+        if not self._holders and self.worker is not None and self.reply.body_bytes:
+            self.worker.frees.append(self.reply.offset)
 
 
 class PrefetchOrder:
@@ -301,7 +244,7 @@ class Buffer:
         home: Returns the number of the worker that must prepare a request; None for any worker.
 
     Attributes:
-        ready_batches: Number of prepared batches, in memory or on disk.
+        ready_batches: Number of prepared batches.
         ready_bytes: Memory of all prepared responses.
     """
 
@@ -336,11 +279,6 @@ class Buffer:
         The buffer drops unrequested batches of earlier epochs.
         """
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
-
-    @property
-    def has_open(self) -> bool:
-        """Whether a rank's request is queued, because no worker has begun to prepare it."""
-        return bool(self._queues)
 
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
@@ -463,7 +401,7 @@ class Buffer:
         if request.kind is RequestKind.GET:
             if not request.detail:
                 self._record_units(request, prepared.reply.units)
-            self._batch_bytes = prepared.memory_bytes or self._batch_bytes
+            self._batch_bytes = prepared.reply.body_bytes or self._batch_bytes
         entry.prepared = prepared
         self._tally(request, prepared, 1)
         if not entry.waiting:
@@ -494,7 +432,7 @@ class Buffer:
             if before_epoch is not None and request.epoch >= before_epoch:
                 continue
             prepared = self._entries[request].prepared
-            if prepared is not None and prepared.memory_bytes:
+            if prepared is not None and prepared.reply.body_bytes:
                 self._counts.pop(request, None)
                 self._remove(request)
 
@@ -616,7 +554,7 @@ class Buffer:
 
     def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
         """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (-1)."""
-        size = prepared.memory_bytes
+        size = prepared.reply.body_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
         self.ready_batches += sign * (request.kind is RequestKind.GET)
@@ -651,8 +589,6 @@ class Scheduler:
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = Buffer(budget_bytes, PrefetchOrder(served.share, self._is_filled), self._home)
-        folder = served.spill
-        self._disk = Disk(folder, served.spill_bytes) if folder is not None else None
         self._streams: int | None = None
         self._positions: dict[int, dict[int, int]] = {}
         self._tries: dict[LoaderRequest, int] = {}
@@ -678,7 +614,6 @@ class Scheduler:
 
     def stats(self) -> FetcherCounts:
         """Return the loader's current counts, which the run's status display shows."""
-        disk = self._disk
         return structs.replace(
             self.counts,
             ready=self.buffer.ready_batches,
@@ -686,8 +621,6 @@ class Scheduler:
             fetch_s=sum(self._wall_s.values()),
             fetch_most_s=max(self._wall_s.values(), default=0.0),
             idle=sum(not one.told for one in self._workers.values()),
-            spilled_bytes=disk.used_bytes if disk else 0,
-            spill_refused=bool(disk and disk.is_full),
         )
 
     def dispatch(self) -> None:
@@ -696,13 +629,13 @@ class Scheduler:
             if not (room := one.room):
                 continue
             for _ in range(room):
-                request, to_disk = self._choose(one)
+                request = self._choose(one)
                 if request is None:
                     break
                 if self._streams is not None and request.kind is RequestKind.GET:
                     item, stream = divmod(request.slot, self._streams)
                     self._advance(stream, request.epoch, item + 1)
-                one.queue_command(next(self._numbers), request, to_disk)
+                one.queue_command(next(self._numbers), request)
             one.send(self.buffer.oldest_epoch)
 
     def check_parent(self) -> None:
@@ -724,20 +657,13 @@ class Scheduler:
             self._hang_up(one)
         self._parent.join()
 
-    def _choose(self, one: WorkerHandle) -> tuple[LoaderRequest | None, bool]:
-        """Choose the next request for a worker.
-
-        Returns:
-            The request, or None; and whether the worker writes the batch to disk.
-        """
+    def _choose(self, one: WorkerHandle) -> LoaderRequest | None:
+        """Return the next request for a worker; None if there is nothing to prepare now."""
         follows = None if self._streams is None else self._follows
         request = self.buffer.choose(one.number, follows)
-        if request is not None:
-            return request, False
-        is_full = self.buffer.is_full
-        if is_full and (self.buffer.has_open or not (self._disk and self._disk.has_room)):
-            return None, False
-        return self.buffer.choose_ahead(one.number), is_full
+        if request is None and not self.buffer.is_full:
+            request = self.buffer.choose_ahead(one.number)
+        return request
 
     def _home(self, request: LoaderRequest) -> int | None:
         """Return the number of the worker that must prepare a request; None for any worker."""
@@ -768,13 +694,10 @@ class Scheduler:
             del epochs[next(iter(epochs))]
 
     def _is_filled(self) -> bool:
-        """Return whether enough batches are prepared for ranks to start (`--prefill`).
-
-        Batches on disk count, too.
-        """
+        """Return whether enough batches are prepared for ranks to start (`--prefill`)."""
         served, buffer = self._served, self.buffer
-        ready_bytes = buffer.ready_bytes + (self._disk.used_bytes if self._disk else 0)
-        return buffer.ready_batches >= served.fill_batches and ready_bytes >= served.fill_bytes
+        has_batches = buffer.ready_batches >= served.fill_batches
+        return has_batches and buffer.ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
         """Ask the workers' parent process to start worker `number`."""
@@ -815,9 +738,7 @@ class Scheduler:
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self.counts.fetch_cpu_s += reply.cpu_s
-        if self._disk is not None and reply.disk_is_full:
-            self._disk.is_full = True
-        prepared = Prepared(reply, one, disk=self._disk if reply.on_disk else None)
+        prepared = Prepared(reply, one)
         if self._tries:
             self._tries.pop(request, None)
         if request.kind is RequestKind.OPEN:

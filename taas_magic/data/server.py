@@ -287,16 +287,16 @@ class RankConnection:
             The position of the batch in shared memory, or None if the batch must be sent; and the
             descriptor of the arena's file if the rank does not have it yet, else -1.
         """
-        arena, size = prepared.arena, prepared.reply.body_bytes
+        worker, size = prepared.worker, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
-        if arena is None or not fits or not self.is_unix or prepared.is_shared:
+        if worker is None or not fits or not self.is_unix or prepared.is_shared:
             return None, -1
-        place = SharedPlace(arena.arena, prepared.reply.offset)
+        place = SharedPlace(worker.arena, prepared.reply.offset)
         self.lent[place] = prepared
         self.lent_bytes += size
-        is_new = arena.arena not in self.arenas
-        self.arenas.add(arena.arena)
-        return SharedBody(place, size, is_new), arena.memory.descriptor if is_new else -1
+        is_new = worker.arena not in self.arenas
+        self.arenas.add(worker.arena)
+        return SharedBody(place, size, is_new), worker.memory.descriptor if is_new else -1
 
 
 def _files_left(connection: RankConnection) -> int:

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -94,8 +93,6 @@ class ServedLoader:
         budget_bytes: Limit on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
-        spill: Folder for batches that do not fit into memory; None for no spilling.
-        spill_bytes: Limit on the size of the files in `spill`.
         fill_batches: Minimum number of batches to prepare before ranks request any, including
             batches of later epochs.
         fill_bytes: Minimum size of those batches. If both minimums are 0, workers prepare as much
@@ -110,15 +107,8 @@ class ServedLoader:
     budget_bytes: int
     context: str = "fork"
     sums: bool = False
-    spill: Path | None = None
-    spill_bytes: int = 0
     fill_batches: int = 0
     fill_bytes: int = 0
-
-
-def spilled_file(folder: Path, number: int) -> Path:
-    """Return the file into which a worker writes the batch of command `number`."""
-    return folder / f"{number}"
 
 
 class WorkerHandle:
@@ -159,7 +149,7 @@ class WorkerHandle:
         told = len(self.told)
         return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
 
-    def queue_command(self, number: int, request: LoaderRequest, to_disk: bool = False) -> None:
+    def queue_command(self, number: int, request: LoaderRequest) -> None:
         """Queue a command that `send` will send to the worker.
 
         The queued commands must fit into the socket's buffer, so that the server never blocks. So
@@ -168,7 +158,6 @@ class WorkerHandle:
         Args:
             number: Number of the command; the worker's reply has the same number.
             request: The request to answer.
-            to_disk: Whether the worker writes the batch to disk.
         """
         self.told[number] = request
         if has_file := bool(request.detail):
@@ -177,7 +166,7 @@ class WorkerHandle:
                 writer.write(request.detail)
             self._files.append(file)
             request = msgspec.structs.replace(request, detail=b"")
-        self._commands.append(Command(number, request, to_disk, has_file))
+        self._commands.append(Command(number, request, has_file))
 
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, with the freed offsets.
@@ -293,22 +282,19 @@ class Worker:
                 with os.fdopen(files.pop(0), "rb") as file:
                     file.seek(0)
                     request = msgspec.structs.replace(request, detail=file.read())
-            self._reply(command.number, request, command.to_disk)
+            self._reply(command.number, request)
 
-    def _reply(self, number: int, request: LoaderRequest, to_disk: bool) -> None:
-        """Prepare the response to a request, write it to the arena or to disk, and queue the reply.
+    def _reply(self, number: int, request: LoaderRequest) -> None:
+        """Prepare the response to a request, write it to the arena, and queue the reply.
 
         Args:
             number: Number of the command.
             request: The request.
-            to_disk: Whether to write the batch to disk.
         """
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
         offset = body_sum = 0
-        to_disk = to_disk and kind is ResponseKind.BATCH
-        on_disk = to_disk and self._spill(number, body)
-        if body.body_bytes and not on_disk:
+        if body.body_bytes:
             try:
                 offset, room = self._arena.allocate(body.body_bytes)
             except OSError as error:
@@ -321,8 +307,7 @@ class Worker:
         sizes = len(body.head), body.body_bytes, offset, body_sum
         times = now - began, cpu - self._cpu
         self._cpu = cpu
-        disk = on_disk, to_disk and not on_disk
-        self._replies.append(Reply(number, kind, units, order, *sizes, *times, *disk))
+        self._replies.append(Reply(number, kind, units, order, *sizes, *times))
         if now - self._replied > self._hold_back_s:
             self._send_replies()
             self._replied = now
@@ -335,21 +320,6 @@ class Worker:
         if self._replies:
             replies, self._replies = self._replies, []
             self._socket.send(_pack(replies))
-
-    def _spill(self, number: int, body: encode.Encoded) -> bool:
-        """Write a batch to the file of command `number`; return whether that succeeded."""
-        assert self._served.spill is not None
-        path = spilled_file(self._served.spill, number)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-                file.writelines(body.parts())
-        except OSError as error:
-            _log.warning("a batch could not be written to %s: %s", path, error)
-            path.unlink(missing_ok=True)
-            return False
-        return True
 
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
         """Return the response to a request; an ERROR or VOID response instead of an exception."""

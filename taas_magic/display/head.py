@@ -535,8 +535,6 @@ def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
     if budget := int(loader.stock("budget_bytes")):
         ready = f"{int(loader.stock('ready')):,} ({size_text(int(loader.stock('ready_bytes')))}"
         yield "ready", f"{ready} of {size_text(budget)})"
-    if spilled := int(loader.stock("spilled_bytes")):
-        yield "on disk", size_text(spilled)
     if held := int(loader.total("held_bytes")):
         yield "in ranks", size_text(held)
 

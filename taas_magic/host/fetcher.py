@@ -6,7 +6,6 @@ its statistics to the agent. It ends when the agent tells it to or has ended.
 
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -49,11 +48,10 @@ class Fetcher:
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service
-        self._has_warned = False
         mine = [loader for loader in served.loaders if loader.name in spec.plan.loaders]
         self._workers = {loader.name: loader.num_workers or spec.cores for loader in mine}
         self._of_all = max(1, sum(self._workers.values()))
-        loaders = [self._served(place, loader) for place, loader in enumerate(mine)]
+        loaders = [self._served(loader) for loader in mine]
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> LoaderPlaces:
@@ -87,41 +85,14 @@ class Fetcher:
             self.server.step(REPORT_S)
             if time.monotonic() - reported >= REPORT_S and _has_room(control):
                 reported = time.monotonic()
-                for sentence in self._notes():
+                for sentence in self.server.warnings():
                     _send_to_agent(control, Note(text=sentence))
                 _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
         if _has_room(control):
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
-    def _notes(self) -> list[str]:
-        """Return messages for the user that have come up since the last call."""
-        spill, said = self._spec.spill, self.server.warnings()
-        if spill is None or self._has_warned:
-            return said
-        if not any(stats.spill_refused for stats in self.server.stats().values()):
-            return said
-        self._has_warned = True
-        free_mb = shutil.disk_usage(spill).free / 1e6
-        return [
-            *said,
-            f"{self._spec.who}: the disk at {spill} takes no more batches ({free_mb:,.0f} MB "
-            "free): workers wait for the ranks instead; TMPDIR names another disk, spill in "
-            "taas.toml's [data] bounds what is written",
-        ]
-
-    def close(self) -> None:
-        """End the server and its workers, and remove spilled batches."""
-        self.server.close()
-        if self._spec.spill is not None:
-            shutil.rmtree(self._spec.spill, ignore_errors=True)
-
-    def _served(self, place: int, loader: Served) -> ServedLoader:
-        """Return a loader's settings in the form that `Server` needs.
-
-        Args:
-            place: Index of the loader in this fetcher, which names its spill folder.
-            loader: The loader's settings.
-        """
+    def _served(self, loader: Served) -> ServedLoader:
+        """Return a loader's settings in the form that `Server` needs."""
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
         return ServedLoader(
@@ -133,8 +104,6 @@ class Fetcher:
             served.settings.buffer_bytes * count // self._of_all,
             loader.context or "fork",
             sums=bool(spec.listen) and served.tls is None,
-            spill=spec.spill / f"{place}" if spec.spill is not None else None,
-            spill_bytes=served.settings.spill_bytes * count // self._of_all,
             fill_batches=-(-spec.fill_batches * count // parts),
             fill_bytes=-(-spec.fill_bytes * count // parts),
         )
@@ -167,7 +136,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
                 fetcher.serve(control)
             finally:
                 file.unlink(missing_ok=True)
-                fetcher.close()
+                fetcher.server.close()
         except BrokenPipeError:
             raise
         except Exception as error:

@@ -661,7 +661,6 @@ class HostFetchers(HostShare):
                 host=self.host,
                 # open no unneeded port: ranks on the same host connect by Unix sockets
                 listen=self.place.address if data.crosses else "",
-                spill=folder / f"spill-{plan.number}" if served.settings.over == "spill" else None,
                 fill_batches=fill_batches,
                 fill_bytes=fill_bytes,
                 setting=ProcessSpec(share, folder, environ, guard.strongest()),

@@ -316,7 +316,6 @@ class FetcherSpec:
         cores: Number of CPU cores that the fetcher may use.
         host: Name of the host.
         listen: Address to listen at for TCP. "" to serve this host's ranks only.
-        spill: Folder for batches that do not fit into memory. None: the workers wait instead.
         fill_batches: Number of batches that the fetchers of the same loaders together prepare
             before ranks ask for any.
         fill_bytes: The same amount in bytes.
@@ -331,7 +330,6 @@ class FetcherSpec:
     cores: int
     host: str = ""
     listen: str = "127.0.0.1"
-    spill: Path | None = None
     fill_batches: int = 0
     fill_bytes: int = 0
     setting: ProcessSpec | None = None

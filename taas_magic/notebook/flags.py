@@ -529,8 +529,7 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
         raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
     if not flags.cpus:
         raise UsageError("--prefill needs --cpus (--cpus 2): hosts that prepare the data")
-    spills = memory.over == "spill"
-    most = flags.cpus * (memory.buffer_bytes + (memory.spill_bytes if spills else 0))
+    most = flags.cpus * memory.buffer_bytes
     if prefill.unit == "bytes" and prefill.amount > most:
         raise UsageError(
             f"--prefill: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} can hold {most:,} bytes; "

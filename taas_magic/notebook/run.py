@@ -383,10 +383,8 @@ class PrefillProgress:
 
     @property
     def done(self) -> int:
-        """Amount that is ready in memory and on disk, in batches or bytes."""
-        if self._unit == "bytes":
-            return self._sum("ready_bytes") + self._sum("spilled_bytes")
-        return self._sum("ready")
+        """Amount that is ready, in batches or bytes."""
+        return self._sum("ready_bytes" if self._unit == "bytes" else "ready")
 
     @property
     def is_enough(self) -> bool:

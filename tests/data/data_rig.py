@@ -118,7 +118,6 @@ class FetcherChanges(TypedDict, total=False):
     """What fetchers are told besides."""
 
     buffer_bytes: int
-    spill: Path
     tls: Tls | None
     units: int
 
@@ -185,7 +184,7 @@ class Service:
             tls=self.changes.get("tls"),
         )
         plan = FetcherPlan(number, number, tuple(self.loaders), host=0)
-        return FetcherSpec(plan, served, self.folder, 1, spill=self.changes.get("spill"))
+        return FetcherSpec(plan, served, self.folder, 1)
 
     def start(self, number: int) -> None:
         self.processes.append(self.restart(number))

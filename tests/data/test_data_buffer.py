@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +9,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
-from taas_magic.data.scheduler import Buffer, Disk, PrefetchOrder, Prepared
+from taas_magic.data.scheduler import Buffer, PrefetchOrder, Prepared
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import WorkerHandle
 
@@ -35,11 +34,10 @@ def answer(
     kind: ResponseKind = ResponseKind.BATCH,
     size: int = BATCH_BYTES,
     arena: Arena | None = None,
-    disk: Disk | None = None,
 ) -> Prepared:
     """Return an answer whose place in its worker's memory is its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
-    return Prepared(reply, arena or Arena(), disk=disk)
+    return Prepared(reply, arena or Arena())
 
 
 def buffer_of(
@@ -133,7 +131,6 @@ def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> N
         while (one := buffer.choose(worker)) is not None:
             slots.append(one.slot)
     assert (odd, even) == ([1, 3], [0, 2])
-    assert not buffer.has_open
 
 
 def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
@@ -445,33 +442,6 @@ def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
         assert one is not None
         buffer.put(one, answer(one.slot, size=1))
     assert 100 < buffer.ready_batches < 2000
-
-
-def test_what_lies_on_disk_takes_no_memory_and_its_file_goes_with_it(tmp_path: Path) -> None:
-    disk, buffer = Disk(tmp_path, 10 * BATCH_BYTES), buffer_of(batches=4)
-    for slot in range(4):
-        file = tmp_path / f"{slot}"
-        file.write_bytes(bytes([slot]) * BATCH_BYTES)
-        assert buffer.choose_ahead(0) == key(slot)
-        buffer.put(key(slot), answer(slot, disk=disk))
-    assert (buffer.ready_batches, buffer.ready_bytes) == (4, 0)
-    assert disk.used_bytes == 4 * BATCH_BYTES
-    for slot in range(4):
-        buffer.add_request("rank", key(slot))
-        one = taken(buffer, "rank", key(slot))
-        assert bytes(one.body()) == bytes([slot]) * BATCH_BYTES
-        one.release()
-    assert list(tmp_path.iterdir()) == []
-    assert disk.used_bytes == 0
-
-
-def test_the_limit_of_the_disk_holds(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, 2 * BATCH_BYTES)
-    for slot in range(2):
-        assert disk.has_room
-        answer(slot, disk=disk)
-    assert not disk.has_room
-    assert not disk.is_full, "the limit is no fault of the disk"
 
 
 def test_what_is_being_sent_keeps_its_memory_when_it_is_forgotten() -> None:

@@ -1,11 +1,8 @@
-"""What a user sees of a run's loaders: who waited, the advice, prefilling, and spilling."""
+"""What a user sees of a run's loaders: who waited, the advice, and prefilling."""
 
 import os
 import signal
-import tempfile
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,9 @@ from tests.harness import Notebook, Outcome, on_event
 
 @pytest.fixture
 def small_buffer(notebook: Notebook) -> Iterator[None]:
-    """Fetchers may hold a few batches in memory, and more on disk."""
+    """Fetchers hold one batch or two."""
     settings = notebook.project / "taas.toml"
-    settings.write_text('[data]\nbuffer = "100kB"\nrank_buffer = "1MB"\nover = "spill"\n')
+    settings.write_text('[data]\nbuffer = "100kB"\nrank_buffer = "1MB"\n')
     yield
     settings.unlink()
 
@@ -138,27 +135,17 @@ def handed(outcome: Outcome) -> list[ledger.Handed]:
     return found
 
 
-def spilled_here() -> set[Path]:
-    """Return the folders on this machine for what memory cannot hold."""
-    return set(Path(tempfile.gettempdir()).glob("taas-*/spill-*"))
-
-
-def test_what_memory_cannot_hold_is_on_disk_until_it_is_asked_for(
+def test_ranks_start_when_the_buffer_is_full_and_miss_no_batch(
     notebook: Notebook, small_buffer: None
 ) -> None:
-    before = spilled_here()
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(80), 4, shuffle=True))")
     plain = notebook.run(CELL, "--cpus 0")
-    filled(spilled := notebook.run(CELL, "--cpus 2 --units 40 --prefill all"))
-    assert spilled.lines == plain.lines
-    stats = [event["loaders"]["loader"] for event in spilled.of_kind("fetched")]
-    assert max(one["spilled_bytes"] for one in stats) > 10 * 65_536
+    filled(outcome := notebook.run(CELL, "--cpus 2 --units 40 --prefill all"))
+    assert outcome.lines == plain.lines
+    stats = [event["loaders"]["loader"] for event in outcome.of_kind("fetched")]
     assert stats[-1]["budget_bytes"] <= 100_000
-    deadline = time.monotonic() + 100
-    while (left := spilled_here() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    assert max(one["ready"] for one in stats) < 20
 
 
 def is_filling(line: Line) -> bool:

@@ -6,7 +6,6 @@ import os
 import pickle
 import select
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,6 @@ from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
 from tests.data.data_rig import (
     PROOF,
     WAIT_S,
-    FetcherChanges,
     Noise,
     Rows,
     Service,
@@ -385,55 +383,6 @@ def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers
         assert ready.ready_bytes <= max(4, 2 * workers) * (size + 4096)
         taken = [value_of(batch) for batch in running.loader()]
         assert taken == list(range(50))
-
-
-def on_disk(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_what_memory_has_no_room_for_comes_from_disk_bit_for_bit(
-    tmp_path: Path, direct: bool
-) -> None:
-    spill = tmp_path / "spill"
-    about: FetcherChanges = {"buffer_bytes": 2 * LARGE, "spill": spill}
-    with data_service(tmp_path / "run", DataLoader(Large(20, LARGE), 1), **about) as running:
-        assert stats(running, lambda said: said.ready == 22).ready_bytes <= 3 * LARGE
-        files = on_disk(spill)
-        assert len(files) >= 19
-        assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-        batches = [value_of(batch) for batch in running.loader(direct=direct)]
-        assert batches == list(range(20))
-        (worker,) = workers_of(running)
-        worker.kill()
-        psutil.wait_procs([worker])
-        batches = [value_of(batch) for batch in running.loader(direct=direct)]
-        assert batches == list(range(20))
-    assert on_disk(spill) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a disk of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_makes_the_workers_wait_and_nothing_is_lost(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    about: FetcherChanges = {"buffer_bytes": 2 * LARGE, "spill": small_disk / "spill"}
-    with data_service(tmp_path / "run", DataLoader(Large(200, LARGE), 1), **about) as running:
-        said = stats(running, lambda said: said.spill_refused)
-        # What fits on the disk, and what had been begun.
-        assert 8 <= said.ready < 120
-        batches = [value_of(batch) for batch in running.loader()]
-        assert batches == list(range(200))
 
 
 class Streams(IterableDataset[torch.Tensor]):

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Requests, ResponseKind
-from taas_magic.data.scheduler import Disk, Prepared
+from taas_magic.data.scheduler import Prepared
 from taas_magic.data.server import RankConnection
-from taas_magic.data.worker import WorkerHandle, spilled_file
+from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.messages import FetcherCounts, FetcherReport, Note, of_fetcher
@@ -164,15 +164,13 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
             link.close()
 
 
-def test_a_connection_that_ends_lets_go_of_what_it_had_kept_back(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, limit_bytes=1 << 20)
-    file = spilled_file(tmp_path, 7)
-    file.write_bytes(bytes(64))
+def test_a_connection_that_ends_releases_the_responses_it_has_not_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        worker = WorkerHandle(0, 1, ours, is_suspect=False)
         connection = RankConnection(ours)
-        prepared = Prepared(Reply(7, ResponseKind.BATCH, 1, body_bytes=64), disk=disk)
-        connection.respond(LoaderRequest(RequestKind.GET, 0, 0), prepared)
-        assert disk.used_bytes == 64
+        reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=64, offset=4096)
+        connection.respond(LoaderRequest(RequestKind.GET, 0, 0), Prepared(reply, worker))
+        assert worker.frees == []
         connection.forget()
-    assert disk.used_bytes == 0 and not file.exists()
+        assert worker.frees == [4096]

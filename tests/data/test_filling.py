@@ -20,12 +20,10 @@ def fetched(
     number: int = 0,
     ready: int = 0,
     ready_bytes: int = 0,
-    spilled_bytes: int = 0,
     idle: int = 0,
 ) -> Event:
-    stats = {"ready": ready, "ready_bytes": ready_bytes, "spilled_bytes": spilled_bytes}
-    loaders = {"train": stats | {"idle": idle, "workers": 2}}
-    return event("fetched", number=number, loaders=loaders)
+    stats = {"ready": ready, "ready_bytes": ready_bytes, "idle": idle, "workers": 2}
+    return event("fetched", number=number, loaders={"train": stats})
 
 
 def filling(
@@ -49,7 +47,7 @@ def filling(
         (BATCHES, [fetched(0, ready=50), fetched(1, ready=50)], True),
         (BATCHES, [fetched(0, ready=60), fetched(0, ready=70)], False),
         (BYTES, [fetched(ready_bytes=600)], False),
-        (BYTES, [fetched(ready_bytes=600, spilled_bytes=400)], True),
+        (BYTES, [fetched(ready_bytes=1000)], True),
         (ALL, [fetched(ready=30, idle=1)], False),
     ],
 )

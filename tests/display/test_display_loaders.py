@@ -55,9 +55,8 @@ def test_units_that_are_no_batches_are_shown_beside_them() -> None:
     )
 
 
-def test_what_was_spilled_and_what_ranks_hold() -> None:
-    shown = facts(flow_of(fetched(spilled_bytes=5e9), data(0, held_bytes=3e6)))
-    assert (shown["on disk"], shown["in ranks"]) == ("5.0 GB", "3.0 MB")
+def test_the_memory_of_ranks_is_shown() -> None:
+    assert facts(flow_of(fetched(), data(0, held_bytes=3e6)))["in ranks"] == "3.0 MB"
 
 
 def test_many_ranks_are_shown_by_their_extremes() -> None:

@@ -62,8 +62,6 @@ def test_all_keys(home: Path) -> None:
     [data]
     buffer = "2GiB"
     rank_buffer = "64MiB"
-    over = "spill"
-    spill = "100GB"
     fetch_s = 30
     [capture]
     limit = "500MB"
@@ -91,7 +89,7 @@ def test_all_keys(home: Path) -> None:
     found = loaded(home, text)
     assert (found.store.path, found.source) == (str(home / "data"), home / "taas.toml")
     assert found.store.limit_bytes == 2_000_000_000
-    assert found.data == DataConfig(2 << 30, 64 << 20, "spill", 100_000_000_000, 30.0)
+    assert found.data == DataConfig(2 << 30, 64 << 20, 30.0)
     assert found.capture.limit_bytes == 500_000_000
     assert (found.runs.keep, found.runs.keep_bytes) == (3, 2 * 1024**3)
     assert found.pools["g2.8"] == PoolConfig(
@@ -142,7 +140,6 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
         ("[pools.x]\ngpus = -1", "gpus needs a whole number from 0; got -1"),
         ("[pools.x]\ngpus = true", "gpus needs a whole number from 0; got True"),
         ("[pools.x]\nlease_s = nan", "a number of seconds above 0"),
-        ("[data]\nover = 'burst'", '"wait" or "spill"'),
         ("[data]\nfetch_s = 3", "a number of seconds from 4"),
         ("[pools.x]\nrole = 'tpu'", '"ranks" or "data"'),
         ("[pools.'x y']\n", "a pool's name is"),
