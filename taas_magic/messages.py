@@ -66,7 +66,7 @@ class ProcessStack(Struct, kw_only=True):
         command: Command line of the process; "" for a rank.
         place: Line of the notebook that it executes.
         waits_for: Event that its main thread waits for.
-        system: State of the process, and the kernel function in which its main thread waits.
+        system: State of the process, as psutil names it.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of its child processes.

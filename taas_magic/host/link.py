@@ -29,12 +29,11 @@ Another rank's `init_process_group` may still be connecting to this rank. Under 
 sockets stay open for as long as Python takes to shut down, which is about this time.
 """
 
-SIGNAL, SIGNAL_IN_C = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
-"""Signals that make a rank, or a child that it forked, write its stacks.
+SIGNAL = signal.SIGRTMAX - 3
+"""Signal on which a rank, a fetcher, or a process that one of them forked writes its main thread's
+stack.
 
-SIGNAL is handled by Python code, which writes the stacks of all threads. That code does not run
-while the main thread is in a C call. SIGNAL_IN_C is handled by faulthandler, which then writes the
-main thread's stack. SIGUSR1 and SIGUSR2 are left to the user's program.
+SIGUSR1 and SIGUSR2 are left to the user's program.
 """
 
 _PIPE_BYTES = 1 << 20

@@ -1,35 +1,33 @@
 """Stack reports of a host's ranks and fetchers, and detection of ranks that make no progress.
 
-Runs in the agent; imports neither torch nor IPython. Stacks are collected in four ways, in order:
+Runs in the agent; imports neither torch nor IPython. Stacks are collected in two ways:
 
 1. The agent sends a request to the rank. The rank's heartbeat thread responds with the stacks of
    all its threads and the pending collectives of torch's flight recorder.
-2. The agent sends `SIGNAL` to a rank that does not respond, to children that the rank forked, and
-   to fetchers and their workers. Python handles the signal between two instructions of the main
-   thread, and writes the stacks to a file (`tracebacks.listen`).
-3. If the main thread is in a C call, Python cannot handle `SIGNAL`, and the agent sends
-   `SIGNAL_IN_C`. faulthandler then writes the main thread's stack at once, without a lock. This
-   could crash a process that runs Python code at that moment, so it is only the third way.
-4. For a program that a rank started, the agent only reads /proc.
+2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
+   children that a rank forked, fetchers and their workers. faulthandler then writes the main
+   thread's stack to a file at once (`tracebacks.listen`). It does not wait for the interpreter's
+   lock, so it could crash a process that runs Python code at that moment. The agent therefore
+   sends the signal to a process without a heartbeat only while its main thread sleeps.
+
+For a program that a rank started, the agent knows only what psutil reports.
 """
 
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-from msgspec import DecodeError, structs
+from msgspec import structs
 
 from taas_magic.errors import TaasError
 from taas_magic.host import link
-from taas_magic.host.link import SIGNAL, SIGNAL_IN_C
+from taas_magic.host.link import SIGNAL
 from taas_magic.host.output import Pump
 from taas_magic.host.spec import Emit, HostSpec
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
@@ -37,9 +35,7 @@ from taas_magic.messages import (
     Hang,
     ProcessStack,
     RankStack,
-    RankStackSample,
     StackFrame,
-    of_rank,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +45,7 @@ ANSWER_S = 3.0
 """Seconds for a rank to respond. Its heartbeat thread needs the interpreter's lock for that."""
 
 WRITE_S = 2.0
-"""Seconds for a process to write its stack. A process in an uninterruptible system call cannot."""
-
-IN_C_S = 1.0
-"""Seconds for a process to respond to `SIGNAL`. A main thread that has not responded by then is in
-a C call, unless it could not run because the CPU was busy."""
+"""Seconds for a process to write its stack. A process that blocks `SIGNAL` does not write one."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between samples of the CPU time of ranks and of the processes below them."""
@@ -66,8 +58,10 @@ _BEATS_S = 5.0  # a rank with a beat in the last 5 s can respond, if not at once
 _GONE = "gone"
 _COMPUTES_LEAST_S = 0.02  # two ticks of the system's CPU clock
 _WAIT_S = 0.01
-_RAN_S = 0.2  # CPU seconds within which a main thread that runs Python would have responded
+_WRITTEN_S = 0.03  # a stack is complete if the file has not grown for this time
+_STACK = "Stack (most recent call first):"
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _C10D = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
 _DATALOADER = "torch/utils/data/dataloader.py"
 _OURS = "/taas_magic/"
@@ -91,19 +85,6 @@ waits."""
 _CPUS_LEAST_S = 0.5
 """Shortest time in seconds over which the ranks' CPU time is measured (`StackSample.cpus`)."""
 
-_POLL = "a connection, in a C call"
-if sys.version_info < (3, 11):  # there, time.sleep calls select(2)
-    _POLL = "a connection or a sleep, in a C call"
-
-_WCHAN = (
-    (re.compile(r"futex"), "a lock, in a C call"),
-    (re.compile(r"nanosleep"), "a sleep"),
-    (re.compile(r"poll|select|sk_wait|inet_|unix_stream|tcp_"), _POLL),
-    (re.compile(r"pipe"), "a pipe"),
-    (re.compile(r"do_wait|waitid"), "a child process, in a C call"),
-)
-
-
 _Stand = TypeVar("_Stand", bound=ProcessStack)
 
 
@@ -115,7 +96,6 @@ class StackSample:
 
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
-        wchan: Kernel function in which the main thread waits; "" if unknown.
         threads: Frames of each thread by its name, outermost first; the main thread comes first.
         answers: Whether the process responds itself, for which it needs the interpreter's lock.
         has_finished: Whether the process is a rank that has run the cell to its end.
@@ -125,7 +105,6 @@ class StackSample:
     pid: int
     command: str = ""
     state: str = ""
-    wchan: str = ""
     threads: dict[str, list[StackFrame]] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
     answers: bool = False
@@ -151,7 +130,7 @@ class StackSample:
             command=self.command,
             place=place(self.main),
             waits_for=waits_for(self),
-            system=" in ".join(filter(None, (self.state, self.wchan))),
+            system=self.state,
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
             pending=self.pending,
             children=[child.report(ProcessStack) for child in self.children],
@@ -178,7 +157,7 @@ def waits_for(sample: StackSample) -> str:
     if sample.state == psutil.STATUS_STOPPED:
         return "SIGCONT: it was stopped from outside"
     if sample.state == psutil.STATUS_DISK_SLEEP:
-        return f"an uninterruptible system call {sample.wchan}".rstrip()
+        return "an uninterruptible system call"
     if sample.has_finished:
         return "the end of its process: its threads, or what atexit calls"
     called = next((frame for frame in sample.main if _C10D.search(frame.file)), None)
@@ -197,7 +176,9 @@ def waits_for(sample: StackSample) -> str:
         return _named_collective(sample.pending[0], [])
     if sample.threads and not sample.answers and not sample.command:
         return "a C call that holds the interpreter's lock"
-    return next((words for pattern, words in _WCHAN if pattern.search(sample.wchan)), "a C call")
+    if sample.state == psutil.STATUS_RUNNING:
+        return "nothing: it uses a core"
+    return "a C call" if sample.threads else "an unknown event"
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
@@ -397,7 +378,8 @@ class StackMonitor:
         sample.answers = state.sample is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sample is not None:
             sample.pending, sample.threads = state.sample.pending, state.sample.threads
-        _complete(sample, link.rank_file(self._folder, state.rank, "stacks"), cells)
+        file = link.rank_file(self._folder, state.rank, "stacks")
+        _complete(sample, file, cells, (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING))
         if state.beat.stack and not sample.threads:
             sample.threads = {"MainThread, when it was last seen": state.beat.stack}
         return sample
@@ -429,7 +411,7 @@ def of_fetcher(pid: int, path: Path) -> StackSample:
         path: File to which these processes write their stacks.
     """
     sample = _of_system(pid)
-    _complete(sample, path, {})
+    _complete(sample, path, {}, (psutil.STATUS_SLEEPING,))
     sample.command = ""
     for parent in sample.children:
         parent.command = "starts the workers of a loader"
@@ -438,24 +420,27 @@ def of_fetcher(pid: int, path: Path) -> StackSample:
     return sample
 
 
-def _complete(sample: StackSample, path: Path, cells: Cells) -> None:
-    """Add the stacks that `sample` and its children lack. Signals one process after the other.
+def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
+    """Add the main threads' stacks that `sample` and its children lack.
+
+    Signals one process after the other, because all write to the same file. Signals a child only
+    while it sleeps.
 
     Args:
         path: File to which the processes write their stacks.
+        states: States, as psutil names them, in which the process of `sample` is signalled.
     """
-    if not sample.threads and sample.state != psutil.STATUS_STOPPED:
-        found = _written_on_signal(sample.pid, path)
-        sample.threads = {n: [_named(frame, cells) for frame in t] for n, t in found.items()}
+    if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
+        sample.threads = {"MainThread": [_named(frame, cells) for frame in frames]}
     for child in sample.children:
-        _complete(child, path, cells)
+        _complete(child, path, cells, (psutil.STATUS_SLEEPING,))
 
 
 def _of_system(pid: int) -> StackSample:
-    """Return data about a process and its descendants from /proc, without stacks."""
+    """Return data about a process and its descendants from psutil, without stacks."""
     try:
         process = psutil.Process(pid)
-        sample = StackSample(pid, " ".join(process.cmdline()), process.status(), _wchan(pid))
+        sample = StackSample(pid, " ".join(process.cmdline()), process.status())
         sample.memory_bytes = _memory_bytes(process)
         sample.children = [_of_system(child.pid) for child in process.children()]
     except psutil.Error:
@@ -480,125 +465,56 @@ def _named(frame: StackFrame, cells: Cells) -> StackFrame:
     return frame._replace(file=cell.label, text=text)
 
 
-def _written_on_signal(pid: int, path: Path) -> dict[str, list[StackFrame]]:
-    """Signal a process to write its stacks to `path`; return them, or none if it cannot."""
-    begin, ran_s = path.stat().st_size if path.exists() else 0, _ran_s(pid)
-    if not _sent(pid, SIGNAL):
-        return {}
-    if _awaited(lambda: _answer_of(pid, _since(path, begin)), IN_C_S):
-        return _answer_of(pid, _since(path, begin))
-    if not _is_in_c(pid, ran_s) or not _sent(pid, SIGNAL_IN_C):
-        return {}
-    _awaited(lambda: _in_c(_since(path, begin)) and not _is_busy_with(pid), WRITE_S)
-    return _in_c(_since(path, begin))
+def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
+    """Signal a process to write its main thread's stack to `path`; return the frames.
 
-
-def _answer_of(pid: int, written: str) -> dict[str, list[StackFrame]]:
-    """Return the stacks of the last response to SIGNAL from a process; empty if there is none.
+    The signal would end a process without the handler. A process with the handler has the file
+    open, because a fork inherits both and a program that it executes inherits neither.
 
     Args:
-        written: Text of the file. It may also contain late responses of other processes.
-    """
-    for line in reversed(written.splitlines()):
-        who, _, answer = line.partition(" ")
-        if who == str(pid):
-            with suppress(DecodeError):  # the line is not complete yet
-                sample = of_rank(answer.encode())
-                return sample.threads if isinstance(sample, RankStackSample) else {}
-    return {}
-
-
-def _in_c(written: str) -> dict[str, list[StackFrame]]:
-    """Parse the stack that faulthandler has written on SIGNAL_IN_C.
+        states: States in which the process is signalled.
 
     Returns:
-        The main thread's frames, outermost first (faulthandler writes the innermost first); empty
-        if nothing has been written yet.
-    """
-    frames = [StackFrame(it[1], int(it[2]), it[3]) for it in _FRAME.finditer(written)]
-    return {"MainThread": frames[::-1]} if frames else {}
-
-
-def _sent(pid: int, number: int) -> bool:
-    """Send a signal to a process that has a handler for it; return whether the signal was sent."""
-    if not _mask(pid, "SigCgt", number):
-        return False
-    try:
-        os.kill(pid, number)
-    except OSError:  # the process has just ended, or belongs to another user
-        return False
-    return True
-
-
-def _awaited(condition: Callable[[], object], limit_s: float) -> bool:
-    """Wait until `condition` is true or `limit_s` have passed; return whether it is true."""
-    until = time.monotonic() + limit_s
-    while not (holds := bool(condition())) and time.monotonic() < until:
-        time.sleep(_WAIT_S)
-    return holds
-
-
-def _since(path: Path, begin: int) -> str:
-    """Return a file's text from byte `begin` on; "" if there is no such file."""
-    with suppress(FileNotFoundError), path.open(errors="replace") as file:
-        file.seek(begin)
-        return file.read()
-    return ""
-
-
-def _is_in_c(pid: int, ran_s: float) -> bool:
-    """Return whether a main thread that did not respond to SIGNAL is in a C call.
-
-    Args:
-        ran_s: CPU seconds of the main thread when SIGNAL was sent. If the thread has got little CPU
-            time since then, it may be running Python code and just not have responded yet.
+        The frames, outermost first; empty if the process was not signalled or did not respond.
     """
     try:
-        is_runnable = psutil.Process(pid).status() == psutil.STATUS_RUNNING
-    except psutil.Error:
-        return False
-    is_delivered = not any(_mask(pid, name, SIGNAL) for name in ("SigPnd", "ShdPnd"))
-    return is_delivered and (not is_runnable or _ran_s(pid) - ran_s >= _RAN_S)
+        process = psutil.Process(pid)
+        has_handler = any(file.path == os.path.realpath(path) for file in process.open_files())
+        if not has_handler or process.status() not in states:
+            return []
+        begin = path.stat().st_size
+        process.send_signal(SIGNAL)
+        return _parse_stack(_await_stack(path, begin))
+    # The process has just ended or belongs to another user, or the run's folder is being removed.
+    except (psutil.Error, FileNotFoundError):
+        return []
 
 
-def _is_busy_with(pid: int) -> bool:
-    """Return whether a process has not finished handling SIGNAL_IN_C.
+def _await_stack(path: Path, begin: int) -> str:
+    """Wait until a stack has been written to a file after byte `begin`; return it.
 
-    The signal is then pending, or blocked because its handler is running.
+    Returns an empty or incomplete text after `WRITE_S`.
     """
-    return any(_mask(pid, name, SIGNAL_IN_C) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    written, until = "", time.monotonic() + WRITE_S
+    while time.monotonic() < until:
+        time.sleep(_WRITTEN_S)
+        before, written = written, path.read_bytes()[begin:].decode()
+        if written and written == before:
+            break
+    return written
 
 
-def _mask(pid: int, name: str, number: int) -> bool:
-    """Return whether a signal is in a signal set of a process's main thread.
+def _parse_stack(written: str) -> list[StackFrame]:
+    """Parse the stack of one thread that faulthandler has written.
 
-    Args:
-        name: Name of the set in /proc/PID/status, such as "SigCgt" (proc(5)).
-        number: Number of the signal.
+    Returns:
+        The frames, outermost first (faulthandler writes the innermost first). Empty if the text
+        has more than one stack, of which one is another process's late response.
     """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    found = re.search(rf"^{name}:\s*(\w+)$", status, re.MULTILINE)
-    return found is not None and int(found[1], 16) >> (number - 1) & 1 == 1
-
-
-def _ran_s(pid: int) -> float:
-    """Return the CPU seconds of a process's main thread; 0 if unknown."""
-    try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
-    except OSError:
-        return 0.0
-
-
-def _wchan(pid: int) -> str:
-    """Return the kernel function in which a process's main thread waits; "" if unknown."""
-    try:
-        where = Path(f"/proc/{pid}/wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if where == "0" else where
+    if written.count(_STACK) != 1:
+        return []
+    text = _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), written)
+    return [StackFrame(it[1], int(it[2]), it[3]) for it in _FRAME.finditer(text)][::-1]
 
 
 def _cpu_s(pid: int) -> float:

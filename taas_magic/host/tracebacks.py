@@ -6,18 +6,15 @@ IPython and of this package before the user's first frame.
 
 import errno
 import faulthandler
-import functools
 import gc
 import itertools
 import linecache
 import os
 import shutil
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
-from taas_magic.host.link import SIGNAL, SIGNAL_IN_C, Link
-from taas_magic.messages import RankRaised, RankStackSample, StackFrame, encode
+from taas_magic.host.link import SIGNAL, Link
+from taas_magic.messages import RankRaised, StackFrame
 from taas_magic.store import guard
 
 if TYPE_CHECKING:
@@ -211,46 +208,15 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def listen(path: Path) -> None:
-    """Install signal handlers with which this process and its forks write their stacks to a file.
+    """Install a signal handler with which this process and its forks write their stacks to a file.
 
-    On `SIGNAL`, Python writes all threads' stacks. On `SIGNAL_IN_C`, faulthandler writes the main
-    thread's stack.
+    On `SIGNAL`, faulthandler writes the main thread's stack.
 
     Args:
         path: The file, which is only for stacks. This process and its forks share it, because the
             agent signals only one process at a time.
     """
-    faulthandler.register(SIGNAL_IN_C, file=path.open("a"), all_threads=False, chain=False)
-    signal.signal(SIGNAL, functools.partial(_answer, path))
-
-
-def _answer(path: Path, number: int, interrupted: FrameType | None) -> None:
-    """Handle SIGNAL: append the pid and all threads' stacks to the file, in one write.
-
-    The handler takes no lock, because the interrupted main thread may hold that lock. So it does
-    not look up source lines or cell labels. Other threads' frames do not change meanwhile, because
-    this thread holds the interpreter's lock.
-    """
-    main = threading.main_thread().ident
-    others = [frame for ident, frame in current_frames().items() if ident != main]
-    stacks = {f"thread {number}": _frames_of(frame) for number, frame in enumerate(others, 1)}
-    sample = RankStackSample({"MainThread": _frames_of(interrupted), **stacks})
-    with suppress(OSError), path.open("ab", buffering=0) as file:
-        file.write(b"%d %b\n" % (os.getpid(), encode(sample)))
-
-
-def _frames_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return a thread's frames, outermost first, without source lines (reading files takes locks).
-
-    Args:
-        frame: The innermost frame.
-    """
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        found.append(StackFrame(code.co_filename, frame.f_lineno or 0, code.co_name))
-        frame = frame.f_back
-    return found[::-1]
+    faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
 
 def is_group(error: BaseException | None) -> bool:

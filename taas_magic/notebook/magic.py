@@ -584,7 +584,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
     ),
     "stacks": (
         "stacks [RUN]",
-        "where ranks and fetchers stand: all threads, and their children's",
+        "where ranks, their children and fetchers are: their stacks",
         _stacks,
     ),
     "ranks": ("ranks [RUN]", "CPU, memory, batches and line of each rank of a run", _ranks),
