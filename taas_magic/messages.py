@@ -350,15 +350,11 @@ class Restart(Event, tag="restart", kw_only=True):
     """The pool's process reports that all ranks start again.
 
     Attributes:
-        failure: The failure that made the restart necessary; None if the run grows.
-        cause: Reason for the restart if there was no failure.
-        world_size: New number of ranks if the run grows.
+        failure: The failure that made the restart necessary; None if no host named one.
     """
 
     attempt: int
     failure: Failure | None = None
-    cause: str = ""
-    world_size: int | None = None
 
 
 class StoreReceipt(Event, tag="receipt", kw_only=True):

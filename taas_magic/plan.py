@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from taas_magic.config import LOCAL, Config, PoolConfig
 from taas_magic.errors import UsageError
@@ -191,8 +191,6 @@ class Flags(RunOptions, frozen=True, kw_only=True):
 
     Attributes:
         gpus: Number of ranks (world size); 0 for the session's number.
-        max_gpus: Number of ranks that the run may grow to when more hosts are available; 0 for no
-            growth.
         data_pool: Name of the pool that runs the fetchers; "" lets `choose_data_pool` choose.
         uneven_hosts: Whether hosts may have different numbers of ranks.
         hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
@@ -209,7 +207,6 @@ class Flags(RunOptions, frozen=True, kw_only=True):
     """
 
     gpus: int
-    max_gpus: int = 0
     data_pool: str = ""
     uneven_hosts: bool = False
     hang_s: float | None = None
@@ -243,22 +240,6 @@ class HostPlan(Struct, frozen=True):
     threads_per_rank: int
 
 
-class GrowthLimits(Struct, frozen=True):
-    """Limits on the growth of a run.
-
-    Attributes:
-        most: Number of ranks that the run may grow to.
-        per_host: Number of ranks that one host can run.
-        cores: Number of processors of one host.
-        uneven: Whether hosts may have different numbers of ranks.
-    """
-
-    most: int
-    per_host: int
-    cores: int
-    uneven: bool = False
-
-
 class Plan(RunOptions, frozen=True, kw_only=True):
     """Plan of a run.
 
@@ -269,7 +250,6 @@ class Plan(RunOptions, frozen=True, kw_only=True):
         notes: Notes for the user.
         store: Rule for access to the project store; None for no restrictions.
         data: Plan of the fetchers; None if the run has none.
-        room: Limits on the run's growth; None if it does not grow.
         trusted: Whether the pool is trusted; see `PoolConfig`.
     """
 
@@ -280,7 +260,6 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     store: StoreRule | None = None
     data: DataPlan | None = None
-    room: GrowthLimits | None = None
     trusted: bool = True
 
     @property
@@ -383,59 +362,33 @@ def make_plan(
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
     _check_fits(flags, host, per_host, n_hosts, max_hosts)
-    room = GrowthLimits(flags.max_gpus, per_host, host.cores, flags.uneven_hosts)
-    hosts = _host_plans(max(flags.gpus, _most_on(room, n_hosts)), n_hosts, host.cores)
     where = "" if flags.pool == LOCAL else f' in pool "{flags.pool}"'
     no_gpu = f"{NO_GPU}{where}; running {flags.gpus} CPU process{'es' * (flags.gpus > 1)}"
     return Plan(
         **{name: getattr(flags, name) for name in RunOptions.__struct_fields__},
         run_id=run_id,
-        world_size=sum(share.ranks for share in hosts),
-        hosts=hosts,
+        world_size=flags.gpus,
+        hosts=_host_plans(flags.gpus, n_hosts, host.cores),
         notes=() if host.gpus else (no_gpu,),
         store=store,
-        room=room if flags.max_gpus else None,
     )
-
-
-def next_size(plan: Plan) -> Plan | None:
-    """Return a run's plan for more ranks, with as few additional hosts as possible.
-
-    Returns:
-        The new plan, or None if the run may not grow further.
-    """
-    room = plan.room
-    if room is None or plan.world_size >= room.most:
-        return None
-    for n_hosts in range(len(plan.hosts) + 1, -(-room.most // room.per_host) + 1):
-        ranks = _most_on(room, n_hosts)
-        if ranks > plan.world_size:
-            hosts = _host_plans(ranks, n_hosts, room.cores)
-            return structs.replace(plan, world_size=ranks, hosts=hosts)
-    return None
 
 
 def _check_fits(
     flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
 ) -> None:
     most = per_host * max_hosts
-    asked = max(flags.gpus, flags.max_gpus)
-    if asked > most:
+    if flags.gpus > most:
         where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'
         each = f" ({max_hosts} hosts with {per_host} each)" if max_hosts > 1 else ""
         kind = "GPUs" if host.gpus else "CPU processes"
-        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you asked for {asked}")
+        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you asked for {flags.gpus}")
     if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
             f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts with {per_host} "
             f"{'GPUs' if host.gpus else 'CPU processes'} each: ask for a multiple of {n_hosts}, or "
             "add --uneven-hosts"
         )
-
-
-def _most_on(room: GrowthLimits, n_hosts: int) -> int:
-    ranks = min(room.most, room.per_host * n_hosts)
-    return ranks if room.uneven else ranks - ranks % n_hosts
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:

@@ -92,7 +92,6 @@ class RunState:
         gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
         held_gpu_s: GPU-seconds that the run held before the last change of `gpus`.
         began: Start time of the run, on the caller's clock.
-        world_size: Number of ranks: the plan's, until the run grows.
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
         hosts_attempt: The newest attempt that has started ranks on a host.
         first_ranks: The lowest rank of each of these hosts.
@@ -115,7 +114,6 @@ class RunState:
     gpus: int = 0
     held_gpu_s: float = 0.0
     began: float = 0.0
-    world_size: int = field(init=False)
     notes: list[str] = field(init=False)
     state: str = "STARTING"
     hosts: list[str] = field(default_factory=list)
@@ -142,7 +140,7 @@ class RunState:
     tails: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.world_size, self.notes = self.plan.world_size, list(self.plan.notes)
+        self.notes = list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
         """Apply the next event; events that do not concern the head are ignored.
@@ -173,7 +171,7 @@ class RunState:
             case RankFailure():
                 self._failed(event.failure)
             case Restart():
-                self._restarted(event, now)
+                self._restarted(event)
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
             case Settled() if event.attempt == self.restarts:
@@ -242,11 +240,9 @@ class RunState:
         if self.first is None and not failure.consequence:
             self.first = failure
 
-    def _restarted(self, event: Restart, now: float) -> None:
+    def _restarted(self, event: Restart) -> None:
         self.restarts = event.attempt
-        self.restart_cause = headline(event.failure) if event.failure else event.cause
-        if event.world_size is not None:
-            self.world_size = event.world_size
+        self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
         for known in (self.up, self.hangs, self.settled, self.failures):
             known.clear()
@@ -377,11 +373,11 @@ def _values_text(first: Curve, n_ranks: int) -> str:
 
 def facts(state: RunState, now: float) -> list[Fact]:
     """Return the facts of the head's first row, in their order."""
-    ranks = f"{state.world_size:,}"
-    if not state.has_ended and len(state.up) < state.world_size:
+    ranks = f"{state.plan.world_size:,}"
+    if not state.has_ended and len(state.up) < state.plan.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
     names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
-    n_hosts = max(len(state.plan.hosts), len(state.hosts))
+    n_hosts = len(state.plan.hosts)
     several = f"{n_hosts:,}" + (f" ({names})" if names else "")
     shown = [
         ("ranks", ranks),

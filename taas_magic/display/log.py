@@ -263,8 +263,7 @@ class LogText:
         self._plan, self._limit_bytes = plan, limit_bytes
         self._logs_dir = run_dir / "logs"
         self._host_of: dict[int, str] = {}
-        self._folder = self._folder_of(plan.world_size)
-        self._names_hosts = len(plan.hosts) > 1
+        self._folder = LineMerger(sum(map(plan.shows_lines, range(plan.world_size))))
         self._pieces: list[str] = []
         self._dropped: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._note_pause_s = DROPPED_NOTE_S
@@ -307,17 +306,6 @@ class LogText:
         else:
             self.rest.add_lines("", [text], [text])
 
-    def restart(self, text: str, world_size: int | None) -> None:
-        """Add a line about a restart of all ranks.
-
-        Args:
-            text: The line.
-            world_size: The new number of ranks, if the run has grown; else None.
-        """
-        self.add_line(text)
-        if world_size is not None:
-            self._folder, self._names_hosts = self._folder_of(world_size), True
-
     def due(self, now: float) -> None:
         """Add the lines that have waited long enough."""
         self._add(self._folder.due(now))
@@ -354,9 +342,6 @@ class LogText:
         self._pieces.clear()
         return taken
 
-    def _folder_of(self, world_size: int) -> LineMerger:
-        return LineMerger(sum(map(self._plan.shows_lines, range(world_size))))
-
     def _add(self, shown: Sequence[ShownLine]) -> None:
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
@@ -373,7 +358,7 @@ class LogText:
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:
             return f"[{rank_ranges(ranks)} {TIMES}{len(ranks)}] "
-        host = f"{self._host_of[ranks[0]]}:" if self._names_hosts else ""
+        host = f"{self._host_of[ranks[0]]}:" if len(self._plan.hosts) > 1 else ""
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:

@@ -65,8 +65,7 @@ class Replay:
         self._log_ranks = {str(rank).encode() for rank in state.plan.log_ranks or ()}
         self._progress: list[bytes] = []
         plan = state.plan
-        n_ranks = plan.room.most if plan.room else plan.world_size
-        n_fetchers = len(plan.data.fetchers) if plan.data else 0
+        n_ranks, n_fetchers = plan.world_size, len(plan.data.fetchers) if plan.data else 0
         self._counts = _Counts(_LEAST_COUNTS + 8 * n_ranks, n_ranks + n_fetchers)
         self._shown = _Shown(state.plan)
 

@@ -333,9 +333,7 @@ class View:
                 return
             case Restart():
                 because = f" after {headline(event.failure)}" if event.failure else ""
-                because = because or f": {event.cause}" * bool(event.cause)
-                said = f"── restart {event.attempt} of all ranks{because} ──"
-                self._log.restart(said, event.world_size)
+                self._log.add_line(f"── restart {event.attempt} of all ranks{because} ──")
             case Display() if plan.shows_displays(event.rank):
                 self._log.flush()
                 if event.rank and not event.update:
@@ -372,9 +370,10 @@ class View:
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)
-        if state.has_ended and state.world_size > 1:  # a single rank's lines are all in the log
+        world_size = state.plan.world_size
+        if state.has_ended and world_size > 1:  # a single rank's lines are all in the log
             failed_rank = state.first.rank if state.first else None
-            state.tails = last_lines(state.run_dir, state.world_size, failed_rank)
+            state.tails = last_lines(state.run_dir, world_size, failed_rank)
         self._screen.close(state, now)
 
     def _write_due(self) -> float:

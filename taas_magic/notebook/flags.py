@@ -120,15 +120,6 @@ def count(text: str) -> int:
     return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
 
 
-def world_sizes(text: str) -> tuple[int, int]:
-    """Parse `8` or `8:16`: the ranks that a run starts with, and those that it may grow to."""
-    least, colon, most = text.partition(":")
-    bounds = whole(1)(least), whole(1)(most if colon else least)
-    if bounds[0] > bounds[1]:
-        raise ValueError(text)
-    return bounds
-
-
 def prefill(text: str) -> Prefill:
     """Parse `all`, a size that ends in `B` such as `500MB`, or a number of batches: `200`, `2K`."""
     if text == "all":
@@ -270,10 +261,10 @@ FLAGS = (
     Flag(
         "--gpus",
         "N",
-        world_sizes,
-        "a number (--gpus 2) or a range (--gpus 8:16)",
-        "Ranks in all, one a GPU; without GPUs, CPU ranks; A:B starts with A and may grow to B.",
-        ("8", "1", "2", "4", "16", "8:16"),
+        whole(1),
+        "a number (--gpus 2)",
+        "Ranks in all, one a GPU; without GPUs, CPU ranks.",
+        ("8", "1", "2", "4", "16"),
     ),
     Flag(
         "--cpus",
@@ -490,15 +481,13 @@ def parse(line: str, config: Config) -> Flags:
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
         config.pool(name)
     if "gpus" not in found and "session" in found:
-        found["gpus"] = 0, 0  # means: as many ranks as the session has
+        found["gpus"] = 0  # means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
             "--gpus is missing: say how many processes run the cell, "
             "%%taas --gpus 2 (as a comment: #pragma taas --gpus 2)"
         )
-    least, most = found.pop("gpus")
-    max_gpus = most if most > least else 0
-    flags = Flags(gpus=least, max_gpus=max_gpus, **found)
+    flags = Flags(**found)
     if flags.prefill is not None:
         _check_prefill(flags.prefill, flags, config.data)
     if flags.gpus:
@@ -512,15 +501,15 @@ def check_ranks(flags: Flags) -> None:
     Raises:
         UsageError: The run does not have such a rank.
     """
-    least, most = flags.gpus, flags.max_gpus or flags.gpus
-    nobody = [name for name in flags.out if split_name(name)[1] >= least]
+    gpus = flags.gpus
+    nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
     if nobody:
         raise UsageError(
-            f"--out {nobody[0]}: --gpus {least} has ranks @0 to @{least - 1}, @last and @all"
+            f"--out {nobody[0]}: --gpus {gpus} has ranks @0 to @{gpus - 1}, @last and @all"
         )
     for flag, ranks in (("--logs", flags.log_ranks or ()), ("--ranks", flags.ranks)):
-        if beyond := sorted(rank for rank in ranks if rank >= most):
-            raise UsageError(f"{flag} {beyond[0]}: --gpus {most} has ranks 0 to {most - 1}")
+        if beyond := sorted(rank for rank in ranks if rank >= gpus):
+            raise UsageError(f"{flag} {beyond[0]}: --gpus {gpus} has ranks 0 to {gpus - 1}")
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:

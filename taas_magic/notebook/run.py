@@ -557,7 +557,7 @@ class RunDriver:
         checked_at = time.monotonic()
         while self._ended is None and not self.is_detached:
             self._show(view, self._wait(view, leave_at))
-            if detaches and len(self.head.up) == self.head.world_size:
+            if detaches and len(self.head.up) == self.head.plan.world_size:
                 detaches = False
                 self._detach(connection)
             now = time.monotonic()

@@ -91,7 +91,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the plan. A run may have grown since."""
+        """Number of ranks."""
         return self._about.world_size
 
     @cached_property
@@ -255,10 +255,10 @@ class Run:
             UsageError: The run has no such rank.
         """
         rank = rank if rank is not None else self.failed_rank or 0
-        path, most = self._folder.log(rank), self.world_size
-        if not 0 <= rank < most and not path.exists():  # a run that has grown has more
-            raise UsageError(f"run {self.run_id} has ranks 0 to {most - 1}; got {rank}")
-        return path
+        if not 0 <= rank < self.world_size:
+            last = self.world_size - 1
+            raise UsageError(f"run {self.run_id} has ranks 0 to {last}; got {rank}")
+        return self._folder.log(rank)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait until the run has ended; return the variables of `--out`, or raise its error.
@@ -355,8 +355,8 @@ class Run:
         if self._received is None:
             if self.is_active:
                 return returned.Received()
-            head, pool = self.head, self.plan.untrusted_pool
-            sources = returned.Sources(head.last_attempt, head.world_size, pool)
+            attempt, pool = self.head.last_attempt, self.plan.untrusted_pool
+            sources = returned.Sources(attempt, self.world_size, pool)
             self._received = returned.receive(
                 self._folder.results, self.plan.out, sources, _names_of_notebook()
             )

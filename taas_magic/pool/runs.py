@@ -57,7 +57,7 @@ from taas_magic.messages import (
     Settled,
     StateChanged,
 )
-from taas_magic.plan import DataPlan, Plan, next_size, senders
+from taas_magic.plan import DataPlan, Plan, senders
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
 from taas_magic.store.manifest import FileRequest
 
@@ -275,7 +275,7 @@ class Share(ABC):
 
     @property
     def plan(self) -> Plan:
-        """The current plan of the run. A larger plan replaces it when the run grows."""
+        """The plan of the run."""
         return self._spec.plan
 
     @property
@@ -584,11 +584,8 @@ class PoolRun(Share):
         self.over, self._session = over, session
         self._cells = 0
         self._used_at = time.monotonic()
-        self._restarts = 0
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
-        self._growth: asyncio.Task[tuple[Plan, list[PoolHost]]] | None = None
-        """Task that searches hosts for a larger attempt."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._ran_since: float | None = None
@@ -652,14 +649,13 @@ class PoolRun(Share):
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
-        while outcome.curable and self._restarts < most and not self.is_halted:
+        while outcome.curable and self.attempt < most and not self.is_halted:
             if await self._start_again(outcome):
                 outcome = await self._outcome()
             elif self.is_halted:  # halted during the restart: the earlier failure does not count
                 outcome = AttemptOutcome("INTERRUPTED")
             else:
                 break
-        self._seek(None)
         lost = await self._end()
         await self._files.close()
         failures = [*outcome.failures, *lost]
@@ -730,18 +726,12 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait for the end of the attempt; return its outcome.
-
-        If the hosts for a larger attempt are found meanwhile, starts it and waits for its end.
-        """
+        """Wait for the end of the attempt; return its outcome."""
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
                 return outcome
             settling = any(part.report for part in parts)
-            growth = None if settling or self.is_halted else self._growth
-            if growth is not None and growth.done():
-                await self._grow(*growth.result())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
             self._changed.clear()
@@ -762,56 +752,8 @@ class PoolRun(Share):
                 self.publish(Note(text=f"not started again: {error}"))
             return False
         self.attempt += 1
-        self._restarts += 1
         await self._start_attempt(self._seated(members))
         return True
-
-    def _seek(self, larger: Plan | None) -> None:
-        """Stop the current search for hosts of a larger attempt, and start a new one.
-
-        Args:
-            larger: Plan of the larger attempt; None starts no search.
-        """
-        if self._growth is not None:
-            self._growth.cancel()
-            self._growth = None
-        if larger is not None:
-            self._growth = asyncio.create_task(self._find(larger, self._parts))
-            self._growth.add_done_callback(lambda _: self._changed.set())
-
-    async def _find(self, plan: Plan, has: Collection[str]) -> tuple[Plan, list[PoolHost]]:
-        """Wait until there are enough suitable, free hosts for `plan`; return `plan` and the hosts.
-
-        Args:
-            has: Addresses of the run's own hosts.
-        """
-        said = ""
-        while True:
-            members = await self._free(len(plan.hosts), has)
-            try:
-                await self._require_fit(members)
-                if members:
-                    return plan, members
-            except PoolError as error:
-                if said != (said := f"does not grow to {plan.world_size} ranks: {error}"):
-                    self.publish(Note(text=said))
-            await asyncio.sleep(AGAIN_S)
-
-    async def _free(self, count: int, has: Collection[str]) -> list[PoolHost]:
-        """Return `count` hosts without other runs; an empty list if there are not enough."""
-        with contextlib.suppress(PoolError):  # growing is optional
-            members = await self._members.acquire(count, keep=has)
-            if not any(member.runs for member in members if member.address not in has):
-                return members
-        return []
-
-    async def _grow(self, plan: Plan, members: list[PoolHost]) -> None:
-        """Start all ranks again with a larger plan, which includes ranks on new hosts."""
-        cause = f"it grows from {self.plan.world_size} to {plan.world_size} ranks"
-        self.attempt += 1
-        self._spec = structs.replace(self._spec, plan=plan)
-        self.publish(Restart(attempt=self.attempt, cause=cause, world_size=plan.world_size))
-        await self._start_attempt(self._seated(members))
 
     def _seated(self, members: list[PoolHost]) -> list[PoolHost]:
         """Return `members` in the order of their host numbers in the next attempt.
@@ -847,7 +789,6 @@ class PoolRun(Share):
         else:
             for part in others:
                 part.ended = part.member.address not in running
-        self._seek(next_size(self.plan))
 
     async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
         """Start an attempt's ranks on one host. Record a failed start as the host's report.

@@ -181,21 +181,6 @@ def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
     assert text.pop_text() == "[0] held\n── restart ──\n"
 
 
-def test_a_run_that_has_grown_folds_the_lines_of_all_its_ranks_and_names_their_hosts() -> None:
-    text = log_text(2)
-    for rank in range(2):
-        text.lines(lines(rank, "a"), 0.0)
-    text.lines(lines(1, "held"), 0.0)
-    text.restart("── restart ──", 4)
-    for rank in range(4):
-        text.lines(lines(rank, "b", host=f"gpu{rank // 2}"), 0.0)
-    text.lines(lines(3, "c", host="gpu1"), 0.0)
-    text.flush()
-    assert text.pop_text() == (
-        "[0-1 ×2] a\n[1] held\n── restart ──\n[0-3 ×4] b\n[gpu1:3] c\n"  # noqa: RUF001
-    )
-
-
 def test_next_due() -> None:
     text = log_text(2)
     assert text.next_due() == float("inf")

@@ -205,19 +205,19 @@ def test_the_journal_alone_gives_times() -> None:
     assert (state.elapsed(1e9), state.gpu_seconds(1e9)) == (5.0, 8.0)
 
 
-def test_a_run_that_grows_holds_more_gpus_from_then_on() -> None:
-    state = new_state(world_size=2)
+def test_gpu_seconds_follow_the_hosts_of_each_attempt() -> None:
+    state = new_state(world_size=4, n_hosts=2)
     for seen in (
         at(event("started", pids={"0": 1, "1": 2}, gpus=2), 1.0),
-        at(event("restart", attempt=1, cause="it grows", world_size=4), 11.0),
-        at(event("started", "gpu2", attempt=1, pids={"2": 1, "3": 2}, gpus=2), 11.0),
+        at(event("started", "gpu2", pids={"2": 1, "3": 2}, gpus=2), 6.0),
+        at(event("restart", attempt=1, failure=failure(3)), 11.0),
+        at(event("started", "gpu3", attempt=1, pids={"2": 1, "3": 2}, gpus=1), 11.0),
         at(event("started", attempt=1, pids={"0": 1, "1": 2}, gpus=2), 11.0),
     ):
         state.apply(seen)
-    assert (state.gpu_seconds(11.0), state.gpu_seconds(21.0)) == (20.0, 60.0)
-    assert "ranks 4 · pool local · hosts 2 (gpu1, gpu2)" in text(state, 21.0)
-    on_cpus = run_state(structs.replace(STARTED, gpus=0), event("restart", attempt=1, world_size=8))
-    assert on_cpus.gpu_seconds(99.0) == 0.0
+    assert (state.gpu_seconds(11.0), state.gpu_seconds(21.0)) == (30.0, 60.0)
+    assert "ranks 4 · pool local · hosts 2 (gpu1, gpu3)" in text(state, 21.0)
+    assert run_state(structs.replace(STARTED, gpus=0)).gpu_seconds(99.0) == 0.0
 
 
 @pytest.mark.parametrize(

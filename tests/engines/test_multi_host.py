@@ -1,14 +1,11 @@
 """Ranks over several hosts: agents on this machine that share nothing but the pool."""
 
-import re
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
 from taas_magic.errors import RankFailed, RunLost
-from taas_magic.notebook.flags import ranks
 from tests.data.test_data_hosts import check_batches_come_from_host_to_host
 from tests.harness import Notebook, Outcome, left_of, processes
 
@@ -185,30 +182,6 @@ except KeyboardInterrupt:
     assert {rank for rank, lines in outcome.lines.items() if "interrupted" in lines} == set(
         range(6)
     )
-
-
-def test_a_run_grows_when_hosts_come(several: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    source = """
-world_size, attempt = dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-while world_size < 6:
-    time.sleep(0.1)
-total = torch.ones(1)
-dist.all_reduce(total)
-print(attempt, int(total))
-"""
-    outcome = several.run(ALL_REDUCE + source, "--pool many", gpus="2:6")
-    assert outcome.error is None
-    grown = outcome.of_kind("restart")  # twice, or once when both hosts came at the same time
-    sizes = [2, *(event["world_size"] for event in grown)]
-    assert sizes in ([2, 4, 6], [2, 6])
-    causes = [f"it grows from {old} to {new} ranks" for old, new in pairwise(sizes)]
-    assert [event["cause"] for event in grown] == causes
-    last = {rank: lines[-1] for rank, lines in outcome.lines.items()}
-    assert last == {rank: f"{len(grown)} 6" for rank in range(6)}
-    line = rf"^\[(?:(\S+) \S\d|\S+:(\d))\] {len(grown)} 6$"  # how many fold is a matter of time
-    shown = re.findall(line, capsys.readouterr().out, re.MULTILINE)
-    who = [rank for folded, one in shown for rank in ranks(folded or one) or ()]
-    assert sorted(who) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) -> None:

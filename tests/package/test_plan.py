@@ -14,7 +14,6 @@ from taas_magic.plan import (
     Plan,
     make_plan,
     new_run_id,
-    next_size,
 )
 
 CPU_HOST = HostCapacity(gpus=0, cores=4)
@@ -92,28 +91,3 @@ def test_a_plan_survives_the_wire() -> None:
 def test_run_ids_differ_and_sort_by_time() -> None:
     assert new_run_id(1e9) != new_run_id(1e9)
     assert new_run_id(1e9) < new_run_id(1e9 + 0.002) < new_run_id(1e9 + 1) < new_run_id(2e9)
-
-
-def test_a_run_grows_by_the_fewest_hosts_that_give_it_more_ranks() -> None:
-    host = HostCapacity(gpus=4, cores=8)
-    plan = make_plan(Flags(gpus=4, max_gpus=12), host, "run", max_hosts=4)
-    assert plan.world_size == 4
-    larger = next_size(plan)
-    assert larger is not None
-    assert [(h.first_rank, h.ranks) for h in larger.hosts] == [(0, 4), (4, 4)]
-    largest = next_size(larger)
-    assert largest is not None and largest.world_size == 12
-    assert next_size(largest) is None
-    assert unpack(pack(larger), Plan) == larger
-
-
-def test_a_run_that_may_grow_begins_with_all_that_its_first_hosts_hold() -> None:
-    plan = make_plan(Flags(gpus=6, max_gpus=16), HostCapacity(gpus=8, cores=8), "run", 2)
-    assert (plan.world_size, len(plan.hosts)) == (8, 1)
-
-
-def test_a_run_does_not_grow_unless_asked_nor_beyond_the_pool() -> None:
-    host = HostCapacity(gpus=4, cores=8)
-    assert next_size(make_plan(Flags(gpus=4), host, "run", max_hosts=4)) is None
-    with pytest.raises(UsageError, match=r"allows 1 to 16 GPUs .*; you asked for 20"):
-        make_plan(Flags(gpus=4, max_gpus=20), host, "run", max_hosts=4)

@@ -10,7 +10,7 @@ from taas_magic.config import load_config
 from taas_magic.errors import PoolError
 from taas_magic.notebook import pools
 from taas_magic.setup.facts import minor, this_kernel
-from tests.harness import Notebook, on_event
+from tests.harness import Notebook
 from tests.rig.bare_python import make_bare_python
 from tests.rig.hosts import Hosts, hosts_up
 from tests.setup.test_setup_facts import old_pythons
@@ -20,24 +20,14 @@ pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pythons for hosts.
-
-    `bare` has torch alone, `other` a torch that the kernel has not, and `uneven` is `bare`, on a
-    host whose name ends with 1 also sklearn.
-    """
+    """Pythons for hosts: `bare` has torch alone, `other` has another torch than the kernel."""
     folder = tmp_path_factory.mktemp("pythons")
     other = make_bare_python(folder / "other", packages=())
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "other")}))
     (site / "torch-1.13.1.dist-info").mkdir()
     text = "Metadata-Version: 2.1\nName: torch\nVersion: 1.13.1\n"
     (site / "torch-1.13.1.dist-info/METADATA").write_text(text)
-    bare, uneven = make_bare_python(folder / "bare"), folder / "uneven" / "bin" / "python"
-    uneven.parent.mkdir(parents=True)
-    (uneven.parent / "sklearn.py").touch()
-    first = f"case $(hostname) in *h1) export PYTHONPATH={uneven.parent}:$PYTHONPATH ;; esac"
-    uneven.write_text(f'#!/bin/sh\n{first}\nexec {bare} "$@"\n')
-    uneven.chmod(0o755)
-    return {"bare": bare, "other": other, "uneven": uneven}
+    return {"bare": make_bare_python(folder / "bare"), "other": other}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +59,7 @@ def pool_table(name: str, hosts: Hosts, python: str) -> str:
 engine = "ssh"
 hosts = {hosts.names}
 python = "{python}"
-gpus = {int(name == "uneven")}
+gpus = 0
 cores = 2
 options = {{ ssh_config = "{hosts.ssh_config}" }}
 """
@@ -94,24 +84,6 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts:
     assert outcome.lines == {} and not outcome.of_kind("state")
     optional = "try:\n    import sklearn\nexcept ImportError:\n    print('without')"
     assert remote.run(optional, "--pool bare").lines[0] == ["without"]
-
-
-def test_a_run_does_not_grow_onto_a_host_that_lacks_a_module(
-    remote: Notebook, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be ended for a larger attempt that cannot succeed. The hosts see `tmp_path`."""
-    said = tmp_path / "said"
-    cell = f"import os, sklearn\nwhile not os.path.exists({str(said)!r}): pass\nprint('ran')"
-    with on_event(
-        monkeypatch,
-        lambda event: "does not grow" in event.get("text", ""),
-        lambda run: said.touch(),
-    ) as notes:
-        outcome = remote.run(cell, "--pool uneven", gpus="1:2")
-    assert outcome.error is None, outcome.shown
-    assert outcome.lines == {0: ["ran"]}
-    expected = f"does not grow to 2 ranks: host {hosts.name(2)}: module sklearn that the cell"
-    assert [note["text"].startswith(expected) for note in notes] == [True]
 
 
 def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Hosts) -> None:
