@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from taas_magic.farms.farm import farm
     from taas_magic.federation.federation import Federation as federation
     from taas_magic.host.metrics import log
+    from taas_magic.host.profile import step
     from taas_magic.notebook.functions import run
     from taas_magic.notebook.runs import Run, compare, runs
     from taas_magic.store.publish import save
@@ -56,6 +57,7 @@ __all__ = [
     "run",
     "runs",
     "save",
+    "step",
     "unregister",
 ]
 """The names that `taas.<Tab>` offers. Those of the old client can be imported, but are left out."""
@@ -127,6 +129,11 @@ def __getattr__(name: str) -> Any:
 
         globals()[name] = log  # a training loop calls it at each step
         return log
+    if name == "step":
+        from taas_magic.host.profile import step
+
+        globals()[name] = step  # as for `log`
+        return step
     if name in ("Run", "compare", "runs"):
         from taas_magic.notebook import runs
 

@@ -162,6 +162,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         out: Variables to return to the notebook, in the form that `split_name` parses.
         max_restarts: Number of times that all ranks may start again after one failed.
         timeout_s: Limit on the run's time, in seconds; None for no limit.
+        profile: Number of steps that torch.profiler records on every rank; 0 for none.
         env: Environment variables of the ranks, added to the notebook's own.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
@@ -179,6 +180,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     out: tuple[str, ...] = ()
     max_restarts: int = 0
     timeout_s: float | None = None
+    profile: int = 0
     env: Mapping[str, str] = {}
     log_ranks: frozenset[int] | None = None
     federated: bool = False

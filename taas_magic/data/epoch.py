@@ -160,6 +160,13 @@ class EpochIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
+        if (profiler := self._loader.feed.profiler) is None:
+            return self._take_next()
+        with profiler.batch(self._loader.name):
+            return self._take_next()
+
+    def _take_next(self) -> Any:
+        """Return the next batch. Close the pass at its end, and if an exception is raised."""
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
         try:

@@ -13,7 +13,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol
@@ -123,6 +123,18 @@ class Agreement(Protocol):
         """Wait until another rank publishes a value, and return it."""
 
 
+class BatchProfiler(Protocol):
+    """A profiler of this rank's steps (`host/profile.py`)."""
+
+    def batch(self, loader: str) -> AbstractContextManager[None]:
+        """Return a context manager to enter while the rank waits for a batch.
+
+        Args:
+            loader: Name of the registered loader.
+        """
+        ...
+
+
 @dataclass
 class Feed:
     """A rank's access to the run's data service: settings, keys, and addresses of fetchers.
@@ -142,6 +154,7 @@ class Feed:
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
         loaders: The remote loaders that exist in this rank.
+        profiler: Profiler that is told of each wait for a batch; None if the run has none.
     """
 
     rank: int
@@ -158,6 +171,7 @@ class Feed:
     own: OwnServers | None = None
     agreement: "Agreement | None" = None
     loaders: "list[RemoteLoader]" = field(default_factory=list)
+    profiler: BatchProfiler | None = None
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader in this rank (batches, waiting time, …), by its name."""

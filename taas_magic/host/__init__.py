@@ -22,4 +22,5 @@ system.py      network addresses and processes of this host
 files.py       transfer of the run folder and the project store to and from the host
 vehicle.py     starts a supervisor on the host of a plain Dask worker
 metrics.py     metrics that ranks log by `taas.log`
+profile.py     records the first steps of a rank by torch.profiler, for `--profile`
 """

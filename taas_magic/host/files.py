@@ -26,6 +26,7 @@ from taas_magic.capture.reducers import copy_environ
 from taas_magic.data import service
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import Emit, HostAddress, HostSpec
+from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
 from taas_magic.store.manifest import (
@@ -53,6 +54,7 @@ LOG_BYTES = 64 << 20
 """Maximum bytes of a log that are sent back. Of a longer log, only the end is sent."""
 
 _RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
+_PROFILE = re.compile(r"profile/(\d+)-(\d+)\.json\.gz", re.ASCII)
 _OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
 _OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log", re.ASCII)
 _NAMED_AT_MOST = 5
@@ -82,6 +84,8 @@ class OwnedFiles:
         if not fetches and (result := _RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
             return attempt == self.attempt and rank in self.numbers and rank in self.senders
+        if not fetches and (profile := _PROFILE.fullmatch(name)) is not None:
+            return int(profile[1]) == self.attempt and int(profile[2]) in self.numbers
         found = (_OF_FETCHER if fetches else _OF_RANK).fullmatch(name)
         return found is not None and int(next(filter(None, found.groups()))) in self.numbers
 
@@ -126,18 +130,22 @@ class RunFolderCopy:
         return all(self._copy_file(name, size, is_wanted) for name, size in sizes.items())
 
     def send_back(self) -> None:
-        """Send back logs, ledgers and results. Called when all processes of the run have ended.
+        """Send back what ranks and fetchers wrote: logs, ledgers, results and profiles.
+
+        Called when all processes of the run have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
         """
         base = self._folder.path
-        folders = (base / "logs", base / "data" / "ledger", self._folder.results)
+        profiles = base / timeline.FOLDER
+        folders = (base / "logs", base / "data" / "ledger", self._folder.results, profiles)
         found = [path for path in folders if path.exists()]
         files = [file for folder in found for file in sorted(folder.iterdir()) if file.is_file()]
         for path in files:
-            result = _RESULT.fullmatch(name := path.relative_to(base).as_posix())
-            is_old = result is not None and int(result[1]) != self._attempt
+            name = path.relative_to(base).as_posix()
+            of_attempt = _RESULT.fullmatch(name) or _PROFILE.fullmatch(name)
+            is_old = of_attempt is not None and int(of_attempt[1]) != self._attempt
             # A hidden file is one that a killed rank had not finished.
             if not path.name.startswith(".") and not is_old:
                 self._send(path, name)

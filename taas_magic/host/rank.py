@@ -58,8 +58,10 @@ from taas_magic.host.link import CUT, OTHERS_END_S, Link, rank_file
 from taas_magic.host.meeting import CellMeeting
 from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.prompt import Prompt, users_names
 from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S, FetchLease
@@ -165,7 +167,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         prompt = _prompt(spec, link, rank, environ) if spec.share.is_session else None
         with _heartbeat(link, fed, prompt.cut if prompt is not None else None):
             if prompt is None:
-                succeeded = _run(RankShell.instance(), spec, link, rank)
+                with _profiled(spec.share, link, rank, fed):
+                    succeeded = _run(RankShell.instance(), spec, link, rank)
             else:
                 prompt.serve()
                 succeeded = True
@@ -257,6 +260,29 @@ def _feed(share: HostSpec, rank: int) -> Iterator[Feed | None]:
     finally:
         if here.own is not None:
             here.own.close()
+
+
+@contextmanager
+def _profiled(share: HostSpec, link: Link, rank: int, fed: Feed | None) -> Iterator[None]:
+    """Profile the steps of the block if `--profile` asks for it; write the profile at its end."""
+    if not share.plan.profile:
+        yield
+        return
+    file = timeline.trace_file(share.folder.path, share.attempt, rank)
+
+    def note(text: str) -> None:
+        if rank == 0:  # the other ranks would say the same
+            link.send(Note(text=text))
+
+    profiler = StepProfiler(share.plan.profile, file, note)
+    use_profiler(profiler)
+    if fed is not None:
+        fed.profiler = profiler
+    try:
+        yield
+    finally:
+        if link.is_own:
+            profiler.close()
 
 
 def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:

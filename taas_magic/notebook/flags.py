@@ -93,6 +93,9 @@ MAX_RANKS = 1_000_000
 
 MAX_COUNT = 1 << 60
 
+MAX_PROFILED_STEPS = 100
+"""Upper bound of `--profile`. The trace of a step of a small model has about 100 kB."""
+
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -373,6 +376,14 @@ FLAGS = (
         "a time such as 90, 90s, 5m or 2h, or 0 for never",
         "Time without progress of any rank after which the head says where they are; default 60s.",
         ("5m", "0", "20s"),
+    ),
+    Flag(
+        "--profile",
+        "N",
+        whole(1, MAX_PROFILED_STEPS),
+        f"a number of steps from 1 to {MAX_PROFILED_STEPS} (--profile 5)",
+        "Records N steps of every rank by torch.profiler; taas.last_run.timeline() shows them.",
+        ("5", "3", "10"),
     ),
     Flag(
         "--env",

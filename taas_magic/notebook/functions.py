@@ -48,6 +48,7 @@ def run(
     name: str | None = None,
     max_restarts: int | None = None,
     timeout: float | None = None,
+    profile: int | None = None,
     env: Mapping[str, str] | None = None,
     logs: str | None = None,
     gather: bool = False,
@@ -71,6 +72,7 @@ def run(
         name: Name of the run, as `--name`.
         max_restarts: Number of times that all ranks may start again, as `--max-restarts`.
         timeout: Limit on the run's time, in seconds.
+        profile: Number of steps that torch.profiler records on every rank, as `--profile`.
         env: Environment variables of the ranks, as `--env`.
         logs: Ranks whose lines are shown, as `--logs`.
         gather: Whether to return the values of all ranks, in `run.results`. Without it, only rank
@@ -99,6 +101,7 @@ def run(
         "name": name,
         "max_restarts": max_restarts,
         "timeout": timeout,
+        "profile": profile,
         "logs": logs,
     }
     given = {option: value for option, value in options.items() if value is not None}

@@ -22,7 +22,7 @@ from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results as returned
 from taas_magic.host.spec import RETURNED, VALUE
 from taas_magic.journal import folder as journal
-from taas_magic.journal import metrics
+from taas_magic.journal import metrics, timeline
 from taas_magic.journal.analysis import Flow, advice, draw
 from taas_magic.journal.folder import ENDED_STATES, PlanHead, RunContext, RunFolder, RunSummary
 from taas_magic.journal.reader import JournalReader
@@ -48,6 +48,7 @@ _FOR_USERS = (
         "pool",
         "receipt",
         "result",
+        "timeline",
     ),
     *("run_id", "started", "state", "wait", "waited", "world_size"),
 )
@@ -231,6 +232,14 @@ class Run:
             UsageError: matplotlib is missing, or the run used no registered loader.
         """
         return draw(self._folder.read_events(), f"{self.run_id} {self.name}".rstrip())
+
+    def timeline(self) -> timeline.Timeline:
+        """Return how each rank spent the steps that `--profile` recorded.
+
+        Raises:
+            UsageError: The run has no profile.
+        """
+        return timeline.read(self.path)
 
     def logs(self, rank: int | None = None, tail: int | None = None, grep: str = "") -> str:
         """Return a rank's stdout and stderr, with the traceback if the rank raised.

@@ -38,7 +38,11 @@ FIXED = {
 }
 """Fields of `Flags` that a session's first cell sets for all its cells, with the flags' names."""
 
-NOT_IN_SESSIONS = {"max_restarts": "--max-restarts", "detach": "--detach"}
+NOT_IN_SESSIONS = {
+    "max_restarts": "--max-restarts",
+    "detach": "--detach",
+    "profile": "--profile",
+}
 """Fields of `Flags` that cells of a session must not set, with the flags' names."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")

@@ -103,11 +103,14 @@ def test_logs_ledgers_and_the_result_go_back(
     (far.here / "logs" / "rank-1.log").touch()
     (far.here / "data" / "ledger").mkdir(parents=True)
     (far.here / "data" / "ledger" / "ledger-0-1").write_bytes(b"counts")
+    far.here.joinpath("profile").mkdir()
+    (far.here / "profile" / "0-1.json.gz").write_bytes(b"trace")
     far.files.send_back()
     assert (home.results / "0-0-0").read_bytes() == result
     assert home.log(0).read_bytes() == "… 4 bytes before this are left out …\n".encode() + log[4:]
     assert home.log(1).read_bytes() == b""
     assert (home.path / "data" / "ledger" / "ledger-0-1").read_bytes() == b"counts"
+    assert (home.path / "profile" / "0-1.json.gz").read_bytes() == b"trace"
     assert not list(home.path.rglob("*.part*"))
     far.files.close()
     assert not far.here.exists()
@@ -138,10 +141,12 @@ def test_a_host_brings_what_is_of_its_own_ranks(
     home: RunFolder, plan: Plan, tmp_path: Path
 ) -> None:
     other = Far(home, plan, tmp_path / "cache", host_rank=1)
-    for name in ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2"):
+    own = ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2", "profile/0-3.json.gz")
+    for name in own:
         other.ask(WriteRunFile(name, 0, b"x", True))
     refused = ("logs/rank-1.log", "logs/fetcher-2.log", "results/0-0-0", "results/0-00-0")
-    other_attempts, not_asked = ("results/1-2-0", "results/00-3-0"), ("results/0-3-0",)
+    other_attempts = ("results/1-2-0", "results/00-3-0", "profile/1-2.json.gz")
+    not_asked = ("results/0-3-0", "profile/0-1.json.gz")
     for name in (*refused, *other_attempts, *not_asked):
         with pytest.raises(ProtocolError):
             other.ask(WriteRunFile(name, 0, b"x", True))

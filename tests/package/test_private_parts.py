@@ -18,6 +18,7 @@ LISTED = {
     "store/redirect.py": {"_C"},
     "host/forkserver.py": {"_registry", "_resource_tracker"},
     "federation/flower.py": {"_main"},
+    "host/profile.py": {"_profiler_enabled"},
     "host/rank.py": {
         *("_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"),
         *("_logging", "_init_logs"),

@@ -1,0 +1,129 @@
+"""Profile the first steps of a rank with torch.profiler, for `--profile N`.
+
+A step begins when the program asks a registered loader for a batch, or when it calls `taas.step()`.
+The first step only warms the profiler up. The trace of the next N steps is written to the run's
+folder, where `journal/timeline.py` reads it.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from taas_magic.journal.timeline import LOAD
+
+WARM_UP_STEPS = 1
+"""Steps before the recorded ones. In the first step, torch allocates memory and picks kernels."""
+
+
+class StepProfiler:
+    """The profiler of one rank. It records the steps of the thread that begins the first step.
+
+    Args:
+        steps: Number of steps to record.
+        file: Path of the trace, which ends in `.json.gz`. The file appears when it is complete.
+        note: Sends a message to the user.
+    """
+
+    def __init__(self, steps: int, file: Path, note: Callable[[str], None]) -> None:
+        self._steps, self._file, self._note = steps, file, note
+        self._pid, self._thread = os.getpid(), 0
+        self._profile: Any = None
+        self._begun = 0
+        self._has_ended = self._is_marked = False
+
+    def step(self) -> None:
+        """Begin the next step because the program called `taas.step()`.
+
+        From now on, a batch of a registered loader begins no step.
+        """
+        self._is_marked = True
+        self._begin_step()
+
+    @contextmanager
+    def batch(self, loader: str) -> Iterator[None]:
+        """Begin the next step, and record the block as the time that the rank waits for a batch.
+
+        Args:
+            loader: Name of the registered loader.
+        """
+        from torch.profiler import record_function
+
+        if not self._is_marked:
+            self._begin_step()
+        if self._has_ended:
+            yield
+        else:
+            with record_function(LOAD + loader):
+                yield
+
+    def close(self) -> None:
+        """End the profile, and write the steps recorded so far, if there are any."""
+        if self._profile is not None and not self._has_ended and os.getpid() == self._pid:
+            self._end()
+        if not self._begun:
+            self._note(
+                "--profile has recorded nothing: no registered loader gave a batch, and the cell "
+                "has not called taas.step()"
+            )
+
+    def _begin_step(self) -> None:
+        here = threading.get_ident()
+        if self._has_ended or os.getpid() != self._pid or self._thread not in (0, here):
+            return
+        self._thread = here
+        self._begun += 1
+        if self._profile is None:
+            self._start()
+        else:
+            self._profile.step()
+        if self._begun > WARM_UP_STEPS + self._steps:
+            self._end()
+
+    def _start(self) -> None:
+        import torch
+        from torch.profiler import profile, schedule
+
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            # a second profiler would crash the process
+            self._has_ended = True
+            self._note("--profile has recorded nothing: the program runs a profiler of its own")
+            return
+        self._profile = profile(
+            schedule=schedule(wait=0, warmup=WARM_UP_STEPS, active=self._steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._profile.stop()
+
+    def _write(self, profile: Any) -> None:
+        """Write the trace to a hidden file, and rename it when it is complete."""
+        self._file.parent.mkdir(mode=0o700, exist_ok=True)
+        part = self._file.with_name(f".{self._file.name}")
+        profile.export_chrome_trace(str(part))
+        part.rename(self._file)
+
+
+_profiler: StepProfiler | None = None
+
+
+def use_profiler(profiler: StepProfiler | None) -> None:
+    """Make `step` begin the steps of a profiler. With None, `step` does nothing."""
+    global _profiler
+    _profiler = profiler
+
+
+def step() -> None:
+    """Begin the next step of the training, for `--profile N`.
+
+    Call it once at the end of each iteration, in every rank. It is only needed if the cell uses no
+    registered loader, or if an iteration takes several batches. Without `--profile`, and in the
+    notebook, it does nothing.
+    """
+    if _profiler is not None:
+        _profiler.step()
