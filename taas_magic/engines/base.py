@@ -45,7 +45,7 @@ LOG_LINES = 15
 class Engine(ABC):
     """The engine of one pool, which gets the pool's hosts.
 
-    A kernel calls `capacity` and `ways`. The pool's process calls the other methods.
+    A kernel calls `capacity`, `ways` and `notes`. The pool's process calls the other methods.
 
     Attributes:
         ready: Names of the agents whose hosts can start ranks. The pool's process adds them.
@@ -88,6 +88,10 @@ class Engine(ABC):
             is empty if the hosts of this engine do not exist before they are requested.
         """
         return {}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return lines about the pool's settings for the head of each run."""
+        return ()
 
     @abstractmethod
     async def request_hosts(self, count: int) -> list[str]:

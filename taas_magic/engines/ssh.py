@@ -22,12 +22,11 @@ from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell, ask_host
 from taas_magic.setup.install import prepare
-from taas_magic.ssh.config import Target, find_target, read_config
+from taas_magic.ssh.config import Stopped, find_target, unread_config
 from taas_magic.ssh.connect import (
     CONNECT_TIMEOUT_S,
     Connection,
     KeptCommand,
-    Stopped,
     close_tunnel,
     connect,
     open_tunnel,
@@ -55,10 +54,14 @@ class SshEngine(HostsEngine):
     """Engine that reaches its hosts over SSH. It starts a supervisor on each host.
 
     The supervisor then starts the host's agent.
+
+    Attributes:
+        config_file: SSH configuration file that the pool names; None for ssh's usual files.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
+        self.config_file: str | None = pool.options.get("ssh_config")
         self._free = list(pool.hosts)
         self._leaving = 0
         self._threads = ThreadPoolExecutor(2 * len(pool.hosts) or 1, "taas-ssh")
@@ -81,14 +84,13 @@ class SshEngine(HostsEngine):
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """See `Engine.ways`. Each shell is an SSH connection.
+        """See `Engine.ways`. Each shell is an SSH connection."""
+        return {host: _way(host, self.config_file, stop) for host in self.pool.hosts}
 
-        Raises:
-            UsageError: A host name or the SSH configuration is invalid.
-        """
-        config = read_config(self.pool.options.get("ssh_config"))
-        targets = [find_target(host, config) for host in self.pool.hosts]
-        return {target.label: _way(target, stop) for target in targets}
+    def notes(self) -> tuple[str, ...]:
+        """See `Engine.notes`."""
+        note = unread_config(self.config_file)
+        return (note,) if note else ()
 
     def _query_capacity(self) -> HostCapacity:
         """Ask all hosts; return the first response, because the hosts of a pool are alike.
@@ -182,8 +184,13 @@ class SshEngine(HostsEngine):
 
 
 @contextmanager
-def _way(target: Target, stop: threading.Event) -> Iterator[Shell]:
-    connection = connect(target, stop)
+def _way(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
+    try:
+        connection = connect(find_target(host, config_file, stop), stop)
+    except PoolError as error:
+        if note := unread_config(config_file):
+            raise PoolError(f"{error}\n{note}") from error
+        raise
     try:
         yield connection
     finally:
@@ -237,7 +244,9 @@ class _SshHost(Host):
                     await self._release_host()
         if self._stop.is_set():
             raise PoolError("the start of this host was cancelled")
-        raise PoolError("\n".join(failures.values()) or "all of its hosts are taken")
+        if not failures:
+            raise PoolError("all of its hosts are taken")
+        raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:
         """See `Host.end`. Cancels `start` first, if it is still running."""
@@ -272,7 +281,8 @@ class _SshHost(Host):
 
     def _start_host(self, host: str) -> None:
         pool, name = self._engine.pool, self.name
-        target = find_target(host, read_config(pool.options.get("ssh_config")))
+        self._do("`ssh -G` is still reading its settings")
+        target = find_target(host, self._engine.config_file, self._stop)
         self._do(f"still connecting to {target.hostname}:{target.port}")
         limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)

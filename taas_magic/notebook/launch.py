@@ -365,7 +365,7 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
         settings.overwrite,
     )
     plan = make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
-    notes = (*plan.notes, *store.warnings(rule, plan.world_size))
+    notes = (*plan.notes, *pool.notes(), *store.warnings(rule, plan.world_size))
     hang_s = config.runs.hang_s if flags.hang_s is None else flags.hang_s
     return structs.replace(plan, notes=notes, hang_s=hang_s, trusted=pool.config.trusted)
 

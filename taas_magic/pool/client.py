@@ -490,6 +490,10 @@ class Pool:
         """Return the GPUs and cores of one host, without allocating a host."""
         return find_engine(self.config).capacity()
 
+    def notes(self) -> tuple[str, ...]:
+        """Return lines about the pool's settings for the head of each run."""
+        return find_engine(self.config).notes()
+
     @property
     def connection(self) -> PoolConnection | None:
         """The open connection to the pool's process; None if there is none."""

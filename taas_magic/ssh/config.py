@@ -1,26 +1,31 @@
-"""Reads OpenSSH's files: ssh_config, known_hosts and private keys, for connections by paramiko.
+"""The settings, known_hosts files and private keys with which ssh would connect to a host.
 
-A user who can run `ssh gpu1` can use `gpu1` in a pool. paramiko can read ssh_config(5) except
-`Include` lines, which this module expands. When paramiko connects, `KnownHosts` checks the host's
-key before anything secret is sent to the host. Then `UserKeys` offers the user's keys to the host.
+A user who can run `ssh gpu1` can use `gpu1` in a pool. `find_target` asks `ssh -G` for the settings
+of a host, so OpenSSH itself reads its configuration. paramiko makes the connection. When it does,
+`KnownHosts` checks the host's key before anything secret is sent to the host. Then `UserKeys`
+offers the user's keys to the host.
 """
 
 import base64
 import contextlib
-import glob
 import hmac
 import os
+import pwd
 import re
 import shlex
+import shutil
+import signal
 import socket
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from paramiko import (
     Agent,
-    ConfigParseError,
     MissingHostKeyPolicy,
     PKey,
     SSHClient,
@@ -30,7 +35,7 @@ from paramiko import (
 )
 from paramiko.auth_strategy import AuthFailure, AuthSource, AuthStrategy
 from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
-from paramiko.pkey import PublicBlob
+from paramiko.pkey import PublicBlob, UnknownKeyType
 from paramiko.ssh_exception import BadAuthenticationType
 
 from taas_magic.errors import PoolError, UsageError
@@ -43,9 +48,13 @@ _HOST = re.compile(
     r"(?:ssh://)?(?:(?P<user>\S+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
     r"(?::(?P<port>\d+))?/?"
 )
-_COMMENT = re.compile(r'^((?:"[^"]*"|[^"])*?)\s#.*$')
-_WHOLE_LINES = ("proxycommand", "localcommand", "remotecommand", "knownhostscommand")
-"""Keywords of ssh_config whose value is a shell command, so that a `#` in it begins no comment."""
+_TOKEN = re.compile("%([%dhikLlnpru])")
+
+_SSH_S = 15.0
+"""Maximum seconds for `ssh -G`, which may run commands (`Match exec`) and ask name servers."""
+
+_TICK_S = 0.1
+_TAIL_LINES = 5
 
 _AGENT_S = 5.0
 _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
@@ -54,9 +63,21 @@ _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
 The request begins with its length, in four bytes.
 """
 
-_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+_USUAL_KEYS = tuple(
+    f"~/.ssh/id_{kind}"
+    for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
+)
+"""Identity files that `ssh -G` prints if the configuration names none, even if none exists."""
+
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+
+_Settings = Mapping[str, Sequence[str]]
+"""Settings of one host by lower-case keyword, each with its values."""
+
+
+class Stopped(Exception):
+    """Raised by `find_target` and `connect` after the caller has set `stop`."""
 
 
 @dataclass(frozen=True)
@@ -101,139 +122,212 @@ class Target:
         return self.known_as not in (self.hostname, f"[{self.hostname}]:{self.port}")
 
 
-def read_config(path: str | None) -> SSHConfig:
-    """Read the configuration files that ssh would read.
+def unread_config(config_file: str | None) -> str:
+    """Return one line for the user if no `ssh` can read the configuration; "" otherwise.
 
     Args:
-        path: The only file to read, as with `ssh -F`; None for the user's file, then the system's.
-
-    Raises:
-        UsageError: A file cannot be read or understood.
+        config_file: See `find_target`.
     """
-    if path is None:
-        files = [Path("~/.ssh/config").expanduser(), Path("/etc/ssh/ssh_config")]
-        files = [file for file in files if file.is_file()]
-    else:
-        files = [Path(path).expanduser()]
-    lines = [line for file in files for line in ["Host *", *_unfolded(file)]]
-    try:
-        return SSHConfig.from_text("\n".join(lines))
-    except (ConfigParseError, ValueError) as error:
-        raise UsageError(f"{' or '.join(map(str, files))}: {error}") from error
+    name = config_file or "~/.ssh/config"
+    if shutil.which("ssh") or not os.path.exists(_expand_home(name)):
+        return ""
+    return (
+        f"{name} was not read, because no `ssh` program is installed here: only the host names, "
+        "users and ports in taas.toml count. Install OpenSSH's client to change that"
+    )
 
 
-def _unfolded(file: Path, depth: int = 0) -> Iterator[str]:
-    """Yield the lines of a configuration file, with each `Include` replaced by the included lines.
+def find_target(
+    host: str,
+    config_file: str | None,
+    stop: threading.Event,
+    jumps: str = "",
+    through: tuple[str, ...] = (),
+) -> Target:
+    """Return the `Target` of a host, as `ssh` would connect to it.
 
-    After included lines, the `Host` or `Match` line that applied to the `Include` is repeated,
-    because an included file may contain such lines of its own.
-
-    Raises:
-        UsageError: A file cannot be read.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
-    folder = "/etc/ssh" if str(file).startswith("/etc/") else os.path.expanduser("~/.ssh")
-    block = "Host *"
-    for line in map(_for_paramiko, lines):
-        first, *words = line.split() or [""]
-        if first.lower() == "include" and depth < MAX_JUMPS:
-            for word in words:
-                pattern = os.path.join(folder, os.path.expanduser(word.strip('"')))
-                for included in sorted(glob.glob(pattern)):
-                    yield from _unfolded(Path(included), depth + 1)
-            yield block
-            continue
-        if first.lower() in ("host", "match"):
-            block = line
-        yield line
-
-
-def _for_paramiko(line: str) -> str:
-    """Return a configuration line without the syntax that ssh accepts and paramiko does not.
-
-    This removes a comment at the end of a line, and `all` in `Match final all`, which Red Hat's
-    configuration contains.
-    """
-    first, *words = line.split() or [""]
-    if first.lower() == "match" and "final" in words:
-        line = re.sub(r"\ball\b", "", line)
-    return line if first.lower() in _WHOLE_LINES else _COMMENT.sub(r"\1", line)
-
-
-def find_target(host: str, config: SSHConfig, through: tuple[str, ...] = ()) -> Target:
-    """Return the `Target` of a host, from its name and ssh's configuration.
+    Blocks. `ssh -G` gives the settings of the host and of each jump host. If no `ssh` is installed,
+    only the user and the port in `host` count.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
-        config: The configuration, from `read_config`.
+        config_file: The only configuration file to read, as with `ssh -F`; None for the user's file
+            and the system's.
+        stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
+        jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
         through: The hosts for which `host` is a jump host; a circle is detected by them.
 
     Raises:
         UsageError: `host` has none of these forms, or jump hosts lead in a circle.
+        PoolError: `ssh -G` failed or took too long.
+        Stopped: `stop` was set.
     """
     match = _HOST.fullmatch(host)
     if match is None:
         raise UsageError(f'"{host}" is no host: write name, user@name or user@name:port')
     if host in through or len(through) > MAX_JUMPS:
         raise UsageError(f"ProxyJump leads in a circle: {' through '.join((*through, host))}")
-    try:
-        found = config.lookup(match["bracketed"] or match["name"])
-        hostname, port = found["hostname"], int(match["port"] or found.get("port", SSH_PORT))
-    except (SSHException, LookupError, ValueError) as error:
-        raise UsageError(f"host {host}: ssh's configuration of it: {error}") from error
-    # if both are set, the first one counts, as in ssh
-    proxy = next((key for key in found if key in ("proxyjump", "proxycommand")), "")
-    jump = _jump(found[proxy], config, (*through, host)) if proxy == "proxyjump" else None
+    name, user, written_port = match["bracketed"] or match["name"], match["user"], match["port"]
+    if shutil.which("ssh"):
+        words = ["ssh", "-T", "-G"]
+        words += ["-F", os.path.expanduser(config_file)] if config_file else []
+        words += ["-l", user] if user else []
+        words += ["-p", written_port] if written_port else []
+        words += ["-J", jumps] if jumps else []
+        settings = _ask_ssh(host, [*words, "--", name], stop)
+    else:
+        settings = {
+            "hostname": [name],
+            "user": [user or user_name()],
+            "port": [written_port or str(SSH_PORT)],
+            "identityfile": _USUAL_KEYS,
+            "userknownhostsfile": [_USER_KNOWN],
+            "globalknownhostsfile": [_SYSTEM_KNOWN],
+        }
+    hostname, port = settings["hostname"][0], int(settings["port"][0])
+    alias = next(iter(settings.get("hostkeyalias", ())), None)
+    tokens = _tokens(settings, name, alias)
+    # `ssh -G` prints a ProxyJump or a ProxyCommand, but not both
+    way = ",".join(filter(_is_set, settings.get("proxyjump", ())))
+    jumps, _, last_jump = _expand_tokens(way, tokens).rpartition(",")
+    through = (*through, host)
+    commands = list(filter(_is_set, settings.get("proxycommand", ())))
+    known_hosts = [
+        path
+        for keyword in ("userknownhostsfile", "globalknownhostsfile")
+        for line in settings.get(keyword, ())
+        for path in line.split()
+    ]
     return Target(
         label=host,
         hostname=hostname,
         port=port,
-        user=match["user"] or found.get("user") or user_name(),
-        known_as=found.get("hostkeyalias")
-        or (hostname if port == SSH_PORT else f"[{hostname}]:{port}"),
-        identity_files=_identity_files(cast("list[str] | None", found.get("identityfile"))),
-        identities_only=found.get("identitiesonly") == "yes",
-        known_hosts=_known_hosts(
-            found.get("userknownhostsfile"), found.get("globalknownhostsfile")
-        ),
-        jump=jump,
-        proxy_command=_not_none(found[proxy]) if proxy == "proxycommand" else None,
+        user=settings["user"][0],
+        known_as=alias or (hostname if port == SSH_PORT else f"[{hostname}]:{port}"),
+        identity_files=_identity_files(settings.get("identityfile", ()), tokens),
+        identities_only=settings.get("identitiesonly") == ["yes"],
+        known_hosts=tuple(map(_expand_home, filter(_is_set, known_hosts))),
+        jump=find_target(last_jump, config_file, stop, jumps, through) if last_jump else None,
+        proxy_command=_expand_tokens(commands[0], tokens) if commands else None,
     )
 
 
-def _jump(value: str | None, config: SSHConfig, through: tuple[str, ...]) -> Target | None:
-    """Return the last jump host of a `ProxyJump` value; each one is reached through the one before.
+def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Settings:
+    """Run `ssh -G` for a host and return the settings that it prints.
 
     Args:
-        value: A value such as `a,b,c`, "none", or None.
-        config: The configuration, from `read_config`.
-        through: See `find_target`.
+        host: The host as the user wrote it, for messages.
+        command: The command as a list of words.
+        stop: See `find_target`.
+
+    Raises:
+        PoolError: The command failed, or printed no settings within `_SSH_S`.
+        Stopped: `stop` was set.
     """
-    way: Target | None = None
-    for host in filter(None, map(str.strip, (_not_none(value) or "").split(","))):
-        here = find_target(host, config, through)
-        way = here if way is None else replace(here, jump=way, proxy_command=None)
-    return way
+    until = time.monotonic() + _SSH_S
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="surrogateescape",
+        start_new_session=True,  # so that commands of `Match exec` can be ended, too
+    )
+    with process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=_TICK_S)
+                    break
+                if stop.is_set():
+                    raise Stopped
+                if time.monotonic() > until:
+                    raise _failed(
+                        host,
+                        command,
+                        f"was not done after {_SSH_S:.0f} s, so it was ended",
+                        "In the SSH configuration, look at `Match exec` commands and at "
+                        "CanonicalizeHostname, which asks name servers",
+                    )
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    settings: dict[str, list[str]] = {}
+    for line in out.splitlines():
+        keyword, _, value = line.partition(" ")
+        settings.setdefault(keyword.lower(), []).append(value)
+    if process.returncode or not {"hostname", "port", "user"} <= settings.keys():
+        tail = "".join(f"\n    {line}" for line in (err or out).splitlines()[-_TAIL_LINES:])
+        raise _failed(
+            host,
+            command,
+            f"failed with exit code {process.returncode}:{tail}",
+            "Correct the SSH configuration until this command prints the host's settings",
+        )
+    return settings
 
 
-def _identity_files(configured: list[str] | None) -> tuple[str, ...]:
-    if configured is None:
-        usual = [os.path.expanduser(f"~/.ssh/{name}") for name in _DEFAULT_KEYS]
-        return tuple(path for path in usual if os.path.exists(path))
-    return tuple(os.path.expanduser(path) for path in configured if _not_none(path))
+def _failed(host: str, command: Sequence[str], what: str, todo: str) -> PoolError:
+    return PoolError(f"host {host}: `{shlex.join(command)}` {what}\n{todo}")
 
 
-def _known_hosts(user: str | None, system: str | None) -> tuple[str, ...]:
-    words = f"{user or _USER_KNOWN} {system or _SYSTEM_KNOWN}".split()
-    return tuple(os.path.expanduser(word) for word in words if _not_none(word))
+def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]:
+    """Return the values of ssh's `%` tokens, which `ssh -G` mostly prints as they were written.
+
+    Args:
+        settings: The host's settings.
+        name: The host's name as the user wrote it, without user and port.
+        alias: The host's `HostKeyAlias`.
+    """
+    here = socket.gethostname()
+    return {
+        "%": "%",
+        "d": _home(),
+        "h": settings["hostname"][0],
+        "i": str(os.getuid()),
+        "k": alias or name,
+        "L": here.partition(".")[0],
+        "l": here,
+        "n": name,
+        "p": settings["port"][0],
+        "r": settings["user"][0],
+        "u": user_name(),
+    }
 
 
-def _not_none(value: str | None) -> str | None:
-    """Return the value of a setting; None if it is "none", which switches the setting off."""
-    return None if value is None or value.lower() == "none" else value
+def _expand_tokens(text: str, tokens: Mapping[str, str]) -> str:
+    return _TOKEN.sub(lambda match: tokens[match[1]], text)
+
+
+def _expand_home(path: str) -> str:
+    """Expand a leading `~` as ssh does."""
+    return _home() + path[1:] if path.startswith("~/") else os.path.expanduser(path)
+
+
+def _home() -> str:
+    """Return the home folder in which ssh looks: the one of the user database, not `$HOME`."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return os.path.expanduser("~")
+
+
+def _is_set(value: str) -> bool:
+    """Return whether the value of a setting is not "none", which switches the setting off."""
+    return value.lower() != "none"
+
+
+def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the paths of the identity files, without usual ones that do not exist."""
+    found = []
+    for value in filter(_is_set, values):
+        named = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), value)
+        path = _expand_home(_expand_tokens(named, tokens))
+        if value not in _USUAL_KEYS or os.path.exists(path):
+            found.append(path)
+    return tuple(found)
 
 
 class KnownHosts(MissingHostKeyPolicy):
@@ -444,7 +538,7 @@ def _load(path: str) -> PKey:
         return PKey.from_path(path)
     except FileNotFoundError:
         raise SSHException("there is no such file") from None
-    except (OSError, SSHException, ValueError, TypeError) as error:
+    except (OSError, SSHException, ValueError, TypeError, UnknownKeyType) as error:
         if "encrypted" in str(error).lower() or "password" in str(error).lower():
             name = shlex.quote(path)
             advice = f"it has a passphrase: `ssh-add {name}` unlocks it for the ssh agent"

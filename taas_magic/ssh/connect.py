@@ -26,7 +26,7 @@ from paramiko.auth_strategy import AuthFailure
 from taas_magic.errors import PoolError
 from taas_magic.host.system import LOOPBACK
 from taas_magic.setup.facts import Done, python_word
-from taas_magic.ssh.config import KnownHosts, Target, UserKeys, refusal
+from taas_magic.ssh.config import KnownHosts, Stopped, Target, UserKeys, refusal
 
 CONNECT_TIMEOUT_S = 15.0
 SILENCE_S = 8.0
@@ -65,10 +65,6 @@ Its arguments are the file's path, a random suffix for the temporary file, and t
 
 # Failures are raised as exceptions, which say more than paramiko's log.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)
-
-
-class Stopped(Exception):
-    """Raised by `connect` after the caller has set `stop`."""
 
 
 class Connection:

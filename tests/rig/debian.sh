@@ -4,8 +4,8 @@
 set -euo pipefail
 
 # One command of each package tells whether it is installed.
-declare -A package=([chromium]=chromium [sshd]=openssh-server [ip]=iproute2 [iptables]=iptables
-    [slurmctld]=slurm-wlm [munged]=munge)
+declare -A package=([chromium]=chromium [sshd]=openssh-server [ssh]=openssh-client [ip]=iproute2
+    [iptables]=iptables [slurmctld]=slurm-wlm [munged]=munge)
 
 missing() {
     local command

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "hosts.sh"
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
 GONE_WITHIN_S = 100.0
-NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
 def missing() -> str:

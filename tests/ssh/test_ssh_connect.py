@@ -14,11 +14,10 @@ import pytest
 from paramiko import Channel
 
 from taas_magic.errors import PoolError
-from taas_magic.ssh.config import Target, find_target, read_config
+from taas_magic.ssh.config import Stopped, Target, find_target
 from taas_magic.ssh.connect import (
     _TCP_RTO_MAX_MS,
     Connection,
-    Stopped,
     close_tunnel,
     connect,
     open_tunnel,
@@ -53,7 +52,11 @@ def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> Ta
     """Return a host of the rig, with lines that go before the rig's configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
-    return find_target(hosts.name(number), read_config(str(config)))
+    return asked(hosts.name(number), config)
+
+
+def asked(host: str, config: Path) -> Target:
+    return find_target(host, str(config), threading.Event())
 
 
 def opened(where: Target) -> Connection:
@@ -199,8 +202,7 @@ def test_52_a_refused_login_says_who_where_and_what_was_tried(
     first = f"IdentityFile {stranger}\nIdentityFile {locked}\nIdentityFile {tmp_path}/none\n"
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(stranger))
     (tmp_path / "config").write_text(f"Host *\n{first}\n{config}")
-    found = read_config(str(tmp_path / "config"))
-    message = refusal(find_target(f"ada@{hosts.name(1)}", found))
+    message = refusal(asked(f"ada@{hosts.name(1)}", tmp_path / "config"))
     assert f"host ada@{hosts.name(1)}: SSH authentication as 'ada'" in message
     assert f"{stranger}: refused" in message
     assert f"`ssh-add {locked}`" in message
@@ -235,7 +237,7 @@ def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> Target:
     """Return a host of the rig, with another IdentityFile than the rig's."""
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
     (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
-    return find_target(hosts.name(1), read_config(str(tmp_path / "config")))
+    return asked(hosts.name(1), tmp_path / "config")
 
 
 @pytest.mark.usefixtures("agent")
@@ -291,6 +293,20 @@ def test_an_agent_that_says_no_keys_keeps_nobody_out(
         visitor.close()
 
 
+def test_include_and_match_lead_there_as_with_ssh(hosts: Hosts, tmp_path: Path) -> None:
+    """`Match exec` runs its command, and `Match final` applies after all the rest."""
+    part = tmp_path / "part.conf"
+    part.write_text(f"Host lab\n  HostName {hosts.address(1)}\n")
+    first = (
+        f'Include {part}\nMatch originalhost lab exec "test -e {part}"\n  Port 22\n'
+        f"Match final originalhost lab\n  HostKeyAlias {hosts.name(1)}\n"
+        "Match originalhost lab\n  Port 4\nHost *"
+    )
+    target(hosts, tmp_path, 1, first)
+    lets_in(found := asked("lab", tmp_path / "ssh_config"))
+    assert found.known_as == hosts.name(1)
+
+
 def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Path) -> None:
     first = f"Host {hosts.name(2)}\n  ProxyJump {hosts.name(1)}\nHost *\n"
     connection = opened(target(hosts, tmp_path, 2, first))
@@ -313,10 +329,8 @@ def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str)
 def test_a_host_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None:
     where = target(hosts, tmp_path, 1, "Port 4\n")
     assert f"host {hosts.name(1)}: {hosts.address(1)}:4 cannot be reached" in refusal(where)
-    nowhere = find_target("nowhere.invalid", read_config(str(hosts.ssh_config)))
-    assert "cannot resolve host " in refusal(nowhere)
-    odd = find_target("gpu1..lab", read_config(str(hosts.ssh_config)))
-    assert "('gpu1..lab'): " in refusal(odd)
+    assert "cannot resolve host " in refusal(asked("nowhere.invalid", hosts.ssh_config))
+    assert "('gpu1..lab'): " in refusal(asked("gpu1..lab", hosts.ssh_config))
 
 
 def test_of_two_addresses_one_may_be_dead(

@@ -224,6 +224,17 @@ def test_51_an_unknown_key_is_told_and_mended_without_a_restart(
     assert remote.run("1", "strange").error is None
 
 
+def test_without_ssh_a_line_names_the_configuration_that_was_not_read(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.pool("unread", 1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    outcome = remote.run("1", "unread")
+    assert isinstance(outcome.error, PoolError)
+    assert f"cannot resolve host {remote.hosts.name(1)}" in outcome.shown
+    assert f"{remote.hosts.ssh_config} was not read" in outcome.shown
+
+
 def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
     remote.pool("odd", 1, python="/nowhere/python")
     outcome = remote.run("1", "odd")

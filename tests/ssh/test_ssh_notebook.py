@@ -26,12 +26,14 @@ engine = "ssh"
 hosts = ["gpu1", "gpu2"]
 gpus = 2
 python = "~/venvs/train/bin/python"
+options = {{ ssh_config = "{config}" }}
 
 [pools.prepare]
 engine = "ssh"
 hosts = ["cpu1"]
 role = "data"
 python = "~/venvs/train/bin/python"
+options = {{ ssh_config = "{config}" }}
 """
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -51,12 +53,10 @@ def folder(
     copy = tmp_path / "project"
     copy.mkdir()
     shutil.copy(STORED, copy)
-    (copy / "taas.toml").write_text(TOML)
+    config = tmp_path / "ssh_config"
+    (copy / "taas.toml").write_text(TOML.format(config=config))
     with hosts_up(len(NAMES)) as hosts:
-        home = tmp_path / "home"
-        (home / ".ssh").mkdir(parents=True)
-        (home / ".ssh" / "config").write_text(ssh_config(hosts))
-        monkeypatch.setenv("HOME", str(home))
+        config.write_text(ssh_config(hosts))
         for number, name in enumerate(NAMES, 1):
             link = f"mkdir -p ~/venvs && ln -s {sys.prefix} ~/venvs/train && hostname {name}"
             hosts.exec(number, "env", "HOME=/root", "sh", "-c", link)
@@ -66,7 +66,7 @@ def folder(
 
 
 def ssh_config(hosts: Hosts) -> str:
-    """Return what a user has in ~/.ssh/config."""
+    """Return an SSH configuration that names the hosts as the notebook does."""
     named = [f"Host {name}\n  HostName {hosts.address(n)}\n" for n, name in enumerate(NAMES, 1)]
     return "".join(named) + hosts.ssh_config.read_text()
 

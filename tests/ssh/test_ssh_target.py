@@ -1,12 +1,22 @@
-"""Hosts as the user writes them, with ssh's own configuration."""
+"""Hosts as the user writes them, with the settings that `ssh -G` gives."""
 
+import os
+import pwd
+import shutil
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
-from paramiko import SSHConfig
 
-from taas_magic.errors import UsageError
-from taas_magic.ssh.config import Target, find_target, read_config
+from taas_magic.config import PoolConfig
+from taas_magic.engines.ssh import SshEngine
+from taas_magic.errors import PoolError, UsageError
+from taas_magic.ssh import config as settings
+from taas_magic.ssh.config import Stopped, Target, find_target
+from tests.eventually import eventually
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh is installed")
 
 CONFIG = """
 Host gpu1
@@ -36,8 +46,9 @@ Host *
 """
 
 
-def target(host: str) -> Target:
-    return find_target(host, SSHConfig.from_text(CONFIG))
+def target(tmp_path: Path, host: str, text: str = CONFIG) -> Target:
+    (tmp_path / "config").write_text(text)
+    return find_target(host, str(tmp_path / "config"), threading.Event())
 
 
 def place(found: Target) -> str:
@@ -52,22 +63,25 @@ def place(found: Target) -> str:
         ("gpu9", "bob@gpu9:22"),
         ("ssh://me@gpu9:2222", "me@gpu9:2222"),
         ("[fe80::1]:2222", "bob@fe80::1:2222"),
+        ("ada@lab.org@gpu9:2222", "ada@lab.org@gpu9:2222"),
     ],
 )
-def test_what_the_user_writes_goes_before_the_configuration(host: str, where: str) -> None:
-    assert place(target(host)) == where
+def test_what_the_user_writes_goes_before_the_configuration(
+    tmp_path: Path, host: str, where: str
+) -> None:
+    assert place(target(tmp_path, host)) == where
 
 
-def test_keys_and_known_hosts_are_those_of_the_configuration() -> None:
-    found = target("gpu1")
-    assert found.identity_files == (str(Path("~/.ssh/for_10.0.0.1").expanduser()),)
+def test_keys_and_known_hosts_are_those_of_the_configuration(tmp_path: Path) -> None:
+    found = target(tmp_path, "gpu1")
+    assert found.identity_files == (f"{pwd.getpwuid(os.getuid()).pw_dir}/.ssh/for_10.0.0.1",)
     assert found.identities_only
     assert found.known_hosts == ("/a/known", "/b/known")
     assert found.known_as == "[10.0.0.1]:2201"
 
 
-def test_jumps_lead_through_each_other() -> None:
-    found = target("inner")
+def test_jumps_lead_through_each_other(tmp_path: Path) -> None:
+    found = target(tmp_path, "inner")
     assert found.jump is not None and found.jump.jump is not None
     assert place(found.jump) == "bob@gate2:2222"
     assert place(found.jump.jump) == "ada@gate1.example.org:22"
@@ -75,72 +89,67 @@ def test_jumps_lead_through_each_other() -> None:
     assert found.jump.jump.jump is None
 
 
-def test_none_means_none() -> None:
-    found = target("direct")
+def test_none_means_none(tmp_path: Path) -> None:
+    found = target(tmp_path, "direct")
     assert found.jump is None and found.proxy_command is None
 
 
-def test_of_two_ways_the_first_one_counts() -> None:
-    """As for ssh, which takes the first value of what one of them would say."""
-    lines = "Host gpu1\n ProxyCommand nc %h %p\nHost gpu2\n ProxyCommand none\n"
-    config = SSHConfig.from_text(f"{lines}Host *\n ProxyJump gate\n")
-    one, two = find_target("gpu1", config), find_target("gpu2", config)
-    assert (one.proxy_command, one.jump) == ("nc gpu1 22", None)
-    assert (two.proxy_command, two.jump) == (None, None)
-
-
-def test_a_name_may_have_an_at_sign() -> None:
-    assert place(target("ada@lab.org@gpu9:2222")) == "ada@lab.org@gpu9:2222"
-
-
 @pytest.mark.parametrize("host", ["one", "a b", "", "host:port"])
-def test_what_makes_no_sense_is_refused(host: str) -> None:
+def test_what_makes_no_sense_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(UsageError):
-        target(host)
+        target(tmp_path, host)
 
 
-def test_included_files_stand_in_their_place(tmp_path: Path) -> None:
-    (tmp_path / "part.conf").write_text("Host gpu2\n  Port 22022\n")
-    config = tmp_path / "config"
-    config.write_text(f"Host gpu1\n  User ada\n  Include {tmp_path}/*.conf\n  Port 2201\n")
-    read = read_config(str(config))
-    assert place(find_target("gpu1", read)) == "ada@gpu1:2201"
-    assert find_target("gpu2", read).port == 22022
+def test_an_invalid_configuration_is_reported_with_what_ssh_prints(tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    with pytest.raises(PoolError) as caught:
+        target(tmp_path, "gpu1", "Port odd\n")
+    what, *printed, todo = str(caught.value).splitlines()
+    assert what == f"host gpu1: `ssh -T -G -F {file} -- gpu1` failed with exit code 255:"
+    assert f"    {file} line 1: Bad port 'odd'." in printed
+    assert todo.startswith("Correct the SSH configuration")
+    with pytest.raises(PoolError, match=r"nowhere: No such file"):
+        find_target("gpu1", str(tmp_path / "nowhere"), threading.Event())
 
 
-def test_comments_after_words_are_none_of_them(tmp_path: Path) -> None:
-    config = tmp_path / "config"
-    config.write_text(
-        "Host gpu1 # the new one\n  HostName 10.0.0.1 # lab\n  Port 2201\t# odd\n"
-        '  IdentityFile "/a #b/key" # mine\nHost gpu2\n  ProxyCommand gate # %h\n'
-    )
-    read = read_config(str(config))
-    found = find_target("gpu1", read)
-    assert found.address == "10.0.0.1:2201" and found.identity_files == ("/a #b/key",)
-    assert find_target("gpu2", read).proxy_command == "gate # gpu2"
-    assert find_target("one", read).port == 22
+@pytest.mark.parametrize("ends_by", ["time", "stop"])
+def test_a_slow_command_of_the_configuration_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    file, stop = tmp_path / "config", threading.Event()
+    file.write_text(f'Match exec "echo $$ > {tmp_path}/pid; sleep 600; true"\n  User ada\n')
+    if ends_by == "time":
+        monkeypatch.setattr(settings, "_SSH_S", 1.0)
+    else:
+        threading.Timer(1.0, stop.set).start()
+    with pytest.raises(PoolError if ends_by == "time" else Stopped) as caught:
+        find_target("gpu1", str(file), stop)
+    if ends_by == "time":
+        assert "was not done after 1 s" in str(caught.value)
+        assert "`Match exec`" in str(caught.value)
+    pid = int((tmp_path / "pid").read_text())
+    eventually(lambda: not psutil.pid_exists(pid))
 
 
-def test_red_hats_own_configuration_is_understood(tmp_path: Path) -> None:
-    """Its /etc/ssh/ssh_config.d/50-redhat.conf."""
-    config = tmp_path / "config"
-    config.write_text("Host gpu1\n  User ada\nMatch final all\n\tUser bob\n\tPort 2201\n")
-    assert place(find_target("gpu1", read_config(str(config)))) == "ada@gpu1:2201"
-
-
-@pytest.mark.parametrize(
-    "line", ["Port odd", "CanonicalizeHostname yes", "Match exec 'odd"], ids=lambda it: it[:4]
-)
-def test_what_cannot_be_understood_of_a_host_is_one_line(tmp_path: Path, line: str) -> None:
-    config = tmp_path / "config"
-    config.write_text(f"{line}\n")
-    with pytest.raises(UsageError):
-        find_target("gpu1", read_config(str(config)))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere"):
-        read_config(str(tmp_path / "nowhere"))
-    (tmp_path / "odd").write_text("gibberish\n")
-    with pytest.raises(UsageError, match="odd"):
-        read_config(str(tmp_path / "odd"))
+def test_without_ssh_only_what_the_user_wrote_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config"
+    pool = PoolConfig("lab", engine="ssh", hosts=("gpu1",), options={"ssh_config": str(file)})
+    file.write_text(CONFIG)
+    assert SshEngine(pool).notes() == ()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert place(target(tmp_path, "ada@gpu1:2202")) == "ada@gpu1:2202"
+    found = target(tmp_path, "gpu1")
+    assert found.address == "gpu1:22" and not found.identities_only
+    assert f"{pwd.getpwuid(os.getuid()).pw_dir}/.ssh/known_hosts" in found.known_hosts
+    [note] = SshEngine(pool).notes()
+    assert note.startswith(f"{file} was not read, because no `ssh` program is installed here")
+    with (
+        pytest.raises(PoolError) as caught,
+        SshEngine(pool).ways(threading.Event())["gpu1"],
+    ):
+        pass
+    assert str(caught.value).splitlines()[-1] == note
+    file.unlink()
+    assert SshEngine(pool).notes() == ()
