@@ -55,7 +55,7 @@ def main(
         "executable": sys.executable,
         "system": platform.system(),
         "machine": platform.machine(),
-        "glibc": platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
+        "glibc": glibc(),
         "torch": version("torch"),
         "cuda": torch_cuda(),
         "versions": {name: version(name) for name in packages if version(name)},
@@ -87,6 +87,12 @@ def cache_folder() -> str:
     if base.startswith("~"):
         return os.path.join(tempfile.gettempdir(), f"taas-cache-{os.getuid()}")
     return os.path.join(base, "taas")
+
+
+def glibc() -> str:
+    """Return the version of glibc; "" if this host has another C library."""
+    name, number = platform.libc_ver()
+    return number if name == "glibc" else ""
 
 
 def cores() -> int:

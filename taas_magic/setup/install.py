@@ -1,20 +1,22 @@
 """Install the packages that an agent and its ranks need on a host.
 
 The host's own pip is tried first. If it fails, the packages are sent as one file, which is made
-from this environment if its packages fit the host. For a host with another processor or an older C
-library, pip on this machine downloads wheels once and keeps them in the user's cache. torch is
-never installed, because a host's torch must fit its GPUs.
+from this environment. So the packages of this machine must work on the host. If the host has
+another processor or an older C library, an error says what to install there. torch is never
+installed, because a host's torch must fit its GPUs.
 """
 
 import hashlib
 import importlib.metadata
 import io
+import platform
 import posixpath
 import secrets
+import shlex
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +24,8 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.tags import Tag, compatible_tags, cpython_tags, parse_tag
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from taas_magic import probe
 from taas_magic.config import PoolConfig
@@ -53,8 +55,6 @@ PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
 DOWNLOAD_LIMIT_S = 300.0
 
-_NAMED_GLIBC = {(2, 5): "manylinux1", (2, 12): "manylinux2010", (2, 17): "manylinux2014"}
-_OLDEST_GLIBC = 5
 _SAID_LINES = 4
 
 _parsing = threading.Lock()
@@ -222,17 +222,37 @@ def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:
-        PoolError: A package does not fit that host, and no index has it. The message says what to
-            do.
+        PoolError: The packages of this machine may not work on the host, or a package is not
+            installed here and pip cannot download it. The message says what to install there.
     """
-    tags = tags_of(facts)
+    if why := why_unlike(facts):
+        pins = [each.pin for each in packages]
+        raise _not_sent(facts, pins, f"This machine's packages may not work there: {why}")
     files: Files = {}
     elsewhere = []
     for each in packages:
-        own = installed_files(each.name, tags)
+        own = installed_files(each.name)
         files.update(own or {})
         elsewhere += [] if own else [each.pin]
     return zipped({**files, **downloaded(elsewhere, facts)} if elsewhere else files)
+
+
+def why_unlike(facts: Facts) -> str:
+    """Return why packages of this machine may not work on a host; "" if they work."""
+    machine, glibc = platform.machine(), probe.glibc()
+    if facts.machine != machine:
+        return f"its processor is {facts.machine}, and this machine's is {machine}"
+    if facts.glibc == glibc or (facts.glibc and glibc and Version(facts.glibc) > Version(glibc)):
+        return ""
+    there, here = (f"glibc {number}" if number else "not glibc" for number in (facts.glibc, glibc))
+    return f"its C library is {there}, and this machine's is {here}"
+
+
+def _not_sent(facts: Facts, pins: Sequence[str], why: str) -> PoolError:
+    return PoolError(
+        f"host {facts.host}: it lacks packages, and its own pip did not install them. {why}\n"
+        f"Install them there: {facts.executable} -m pip install {shlex.join(pins)}"
+    )
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
@@ -244,37 +264,18 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return target.getvalue()
 
 
-def tags_of(facts: Facts) -> frozenset[Tag]:
-    """Return the tags of wheels that fit a host's Python."""
-    version = tuple(int(part) for part in facts.python.split(".")[:2])
-    platforms = list(platforms_of(facts))
-    return frozenset(
-        [
-            *cpython_tags(version, platforms=platforms),
-            *compatible_tags(version, f"cp{version[0]}{version[1]}", platforms),
-        ]
-    )
+def installed_files(name: str) -> Files | None:
+    """Return a package's files from this environment; None if they may not work elsewhere.
 
-
-def platforms_of(facts: Facts) -> Iterator[str]:
-    """Yield the platform tags of wheels that fit a host, newest first (PEP 600 and before)."""
-    major, _, rest = facts.glibc.partition(".")
-    for number in range(int(rest.split(".")[0] or 0), _OLDEST_GLIBC - 1, -1) if rest else ():
-        yield f"manylinux_{major}_{number}_{facts.machine}"
-        if name := _NAMED_GLIBC.get((int(major), number)):
-            yield f"{name}_{facts.machine}"
-
-
-def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
-    """Return a package's files from this environment; None if they would not work on the host."""
+    They work on other hosts if they come from a wheel for any Linux (PEP 600). A wheel that was
+    built on this machine may need libraries that only this machine has.
+    """
     if installed(name) is None:
         return None
     known = importlib.metadata.distribution(name)
-    lines = (known.read_text("WHEEL") or "").splitlines()
-    built_for = {
-        tag for line in lines if line.startswith("Tag:") for tag in parse_tag(line[4:].strip())
-    }
-    if not tags & built_for or '"editable": true' in (known.read_text("direct_url.json") or ""):
+    wheel = known.read_text("WHEEL") or ""
+    is_editable = '"editable": true' in (known.read_text("direct_url.json") or "")
+    if "Tag: " not in wheel or "-linux_" in wheel or is_editable:
         return None
     paths = [  # leave out programs and caches, which lie elsewhere
         path
@@ -288,26 +289,19 @@ def installed_files(name: str, tags: frozenset[Tag]) -> Files | None:
 
 
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """Download wheels for a host with this machine's pip; return their files.
+    """Download wheels with this machine's pip, for a host on which they work; return their files.
 
     The wheels are kept in this user's cache for the next host.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.
     """
-    mark = hashlib.sha256(repr((sorted(pins), sorted(map(str, tags_of(facts))))).encode())
+    kind = sys.version_info[:2], platform.machine(), probe.glibc()
+    mark = hashlib.sha256(repr((sorted(pins), kind)).encode())
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
-    options = ["--implementation", "cp", "--python-version", minor(facts.python)]
-    options += [word for name in platforms_of(facts) for word in ("--platform", name)]
-    error = probe.install(str(kept), pins, options, DOWNLOAD_LIMIT_S)
-    if error:
+    if error := probe.install(str(kept), pins, limit_s=DOWNLOAD_LIMIT_S):
         tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
-        what = f"Python {minor(facts.python)} on {facts.system} {facts.machine}"
-        head = (
-            f"host {facts.host}: packages that it lacks could not be fetched here for {what}. "
-            f"Install them there: pip install {' '.join(pins)}"
-        )
-        raise PoolError("\n".join([head, *(f"    {line}" for line in tail)]))
+        raise _not_sent(facts, pins, "\n    ".join(["This machine's pip failed, too:", *tail]))
     paths = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
     return {
         inside.as_posix(): path.read_bytes()

@@ -1,25 +1,19 @@
-"""Packages for a host: those of this environment that fit there, others by pip."""
+"""Packages for a host: those of this environment, others by pip, none for another kind of host."""
 
 import io
 import zipfile
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts
+from taas_magic.setup import install
 from taas_magic.setup.facts import Wanted, of_this_machine
-from taas_magic.setup.install import (
-    bundle_for,
-    downloaded,
-    installed_files,
-    our_bundle,
-    platforms_of,
-    tags_of,
-)
+from taas_magic.setup.install import bundle_for, downloaded, installed_files, our_bundle
 
-ARM = Facts("arm", "3.11.9", "cpython", system="Linux", machine="aarch64", glibc="2.28")
+HERE = of_this_machine("near")
 
 
 def make_wheel(folder: Path, name: str, tag: str, files: dict[str, str]) -> Path:
@@ -54,43 +48,63 @@ def names_in(bundle: bytes) -> set[str]:
     return set(zipfile.ZipFile(io.BytesIO(bundle)).namelist())
 
 
-def test_platforms_are_those_that_a_c_library_can_load() -> None:
-    names = list(platforms_of(ARM))
-    assert names[0] == "manylinux_2_28_aarch64" and "manylinux2014_aarch64" in names
-    assert "manylinux_2_29_aarch64" not in names
-    assert list(platforms_of(Facts("musl", "3.11.9", machine="x86_64"))) == []
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ({"machine": "riscv64"}, "its processor is riscv64, and this machine's is "),
+        ({"glibc": "2.9"}, "its C library is glibc 2.9, and this machine's is glibc 2."),
+        ({"glibc": ""}, "its C library is not glibc, and this machine's is glibc 2."),
+    ],
+)
+def test_a_host_of_another_kind_is_told_what_to_install(kind: dict[str, str], why: str) -> None:
+    packages = [Wanted("psutil", "1.0", SpecifierSet()), Wanted("zict", "", SpecifierSet(">=3"))]
+    host = structs.replace(HERE, host="far", executable="/opt/bin/python", **kind)
+    with pytest.raises(PoolError) as caught:
+        bundle_for(packages, host)
+    assert str(caught.value).startswith("host far: it lacks packages") and why in str(caught.value)
+    assert "Install them there: /opt/bin/python -m pip install psutil==1.0 'zict>=3'" in str(
+        caught.value
+    )
+
+
+def test_a_newer_c_library_loads_the_packages_of_this_machine() -> None:
+    newer = structs.replace(HERE, glibc="2.999")
+    names = names_in(bundle_for([Wanted("sortedcontainers", "2.4.0", SpecifierSet())], newer))
+    assert "sortedcontainers/__init__.py" in names
 
 
 def test_files_of_this_environment_go_where_they_fit() -> None:
-    here = tags_of(of_this_machine("here"))
-    files = installed_files("psutil", here)
+    files = installed_files("psutil")
     assert files and any(path.startswith("psutil/_psutil_linux") for path in files)
     assert any(path.endswith(".dist-info/METADATA") for path in files)
     assert not any(path.endswith(".pyc") or ".." in path for path in files)
-    assert installed_files("psutil", tags_of(ARM)) is None
-    assert installed_files("sortedcontainers", tags_of(ARM))
-    assert installed_files("no-such", here) is None
+    assert installed_files("taas-magic") is None  # editable
+    assert installed_files("no-such") is None
 
 
-def test_wheels_for_another_machine_are_fetched_once(index: Path) -> None:
-    tag = "cp311-cp311-manylinux_2_17_aarch64"
-    wheel = make_wheel(index, "psutil", tag, {"psutil/__init__.py": "arm = True"})
+def test_a_package_that_was_built_here_is_fetched_once(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"sortedcontainers": installed_files("sortedcontainers")}
+    monkeypatch.setattr(install, "installed_files", own.get)
+    wheel = make_wheel(index, "psutil", "py3-none-any", {"psutil/__init__.py": "fetched = True"})
     packages = [
         Wanted("psutil", "1.0", SpecifierSet()),
         Wanted("sortedcontainers", "2.4.0", SpecifierSet()),
     ]
     assert {"psutil/__init__.py", "sortedcontainers/__init__.py"} <= names_in(
-        bundle_for(packages, ARM)
+        bundle_for(packages, HERE)
     )
     wheel.unlink()
-    assert "psutil/__init__.py" in names_in(bundle_for(packages, ARM))
+    assert "psutil/__init__.py" in names_in(bundle_for(packages, HERE))
 
 
 def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -> None:
-    make_wheel(index, "psutil", "cp311-cp311-win_amd64", {"psutil/__init__.py": ""})
-    with pytest.raises(PoolError, match=r"^host arm: .*aarch64.*pip install psutil==1\.0") as error:
-        bundle_for([Wanted("psutil", "1.0", SpecifierSet())], ARM)
+    make_wheel(index, "no_such", "cp311-cp311-win_amd64", {"no_such/__init__.py": ""})
+    with pytest.raises(PoolError, match=r"^host near: ") as error:
+        bundle_for([Wanted("no-such", "1.0", SpecifierSet())], HERE)
     assert "No matching distribution" in str(error.value)
+    assert f"{HERE.executable} -m pip install no-such==1.0" in str(error.value)
 
 
 def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
@@ -100,7 +114,7 @@ def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
         "demo-1.0.data/scripts/demo": "3",
     }
     make_wheel(index, "demo", "py3-none-any", files)
-    found = downloaded(["demo==1.0"], ARM)
+    found = downloaded(["demo==1.0"], HERE)
     assert found["demo/__init__.py"] == b"1" and found["demo/fast.so"] == b"2"
     assert b"3" not in found.values()
 
