@@ -273,6 +273,11 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
 
     archive: Archive
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the payload has settings of the notebook's process."""
+        return bool(next(load_each(self.archive.stream(), self.archive.buffers, {})))
+
     def load_into(self, namespace: dict[str, Any]) -> None:
         """Apply the notebook's process state and load the captured values into `namespace`.
 

@@ -205,6 +205,10 @@ class EpochIterator(Iterator[Any]):
     def __del__(self) -> None:
         self.close()
 
+    def reset_times(self) -> None:
+        """Forget the time of this pass so far; its next batch starts a new measurement."""
+        self._began = self._stopped = 0.0
+
     def counted(self) -> RankCounts:
         """Return a copy of the loader's counts that includes the time of this pass so far.
 

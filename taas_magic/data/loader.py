@@ -155,6 +155,7 @@ class Feed:
             fetchers or only one rank.
         loaders: The remote loaders that exist in this rank.
         profiler: Profiler that is told of each wait for a batch; None if the run has none.
+        folder: Folder with the pickled loaders, for servers that `own` starts.
     """
 
     rank: int
@@ -172,6 +173,7 @@ class Feed:
     agreement: "Agreement | None" = None
     loaders: "list[RemoteLoader]" = field(default_factory=list)
     profiler: BatchProfiler | None = None
+    folder: str = ""
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader in this rank (batches, waiting time, …), by its name."""
@@ -271,6 +273,13 @@ class RemoteLoader(DataLoader[Any]):
     def counted(self) -> RankCounts:
         """Return the counts of this loader; this method may be called from any thread."""
         return self.counts if self._current is None else self._current.counted()
+
+    def reset_counts(self) -> None:
+        """Count batches and times anew, also those of an iterator that is not at its end."""
+        spent, resumed = self.counts.spent, self.counts.resumed
+        self.counts = RankCounts(workers=self.counts.workers, spent=spent, resumed=resumed)
+        if self._current is not None:
+            self._current.reset_times()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator.
@@ -432,6 +441,7 @@ class RemoteLoader(DataLoader[Any]):
             FetcherShare(0, 1, count, feed.world_size, feed.rank, feed.units),
             count * _OWN_BUFFER_BYTES,
             self.shape.context or "fork",
+            folder=feed.folder,
         )
         unix = feed.own.start(served, feed.lease.start_s)
         address = Address(0, "", 0, unix, machine())

@@ -721,14 +721,11 @@ class OwnServers:
 
     Args:
         key: The run's key, which every connection must prove.
-        payload: Returns the pickled loader for a loader's name; called in a server's process.
-        prepare: Called in a server's process before the loader is unpickled.
+        load: Prepares a server's process, and returns the pickled loader; called in that process.
     """
 
-    def __init__(
-        self, key: bytes, payload: Callable[[str], bytes], prepare: Callable[[], object]
-    ) -> None:
-        self._key, self._payload, self._prepare = key, payload, prepare
+    def __init__(self, key: bytes, load: Callable[[ServedLoader], bytes]) -> None:
+        self._key, self._load = key, load
         self._pid = os.getpid()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._life, life = socket.socketpair()
@@ -817,8 +814,7 @@ class OwnServers:
             answer: Socket to the rank, to send the name of the server's Unix socket.
             life: Socket that the rank closes to end all servers.
         """
-        self._prepare()
-        payload = self._payload(served.name)
+        payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
         answer.send(server.addresses[2].encode())
         answer.close()

@@ -97,6 +97,7 @@ class ServedLoader:
             batches of later epochs.
         fill_bytes: Minimum size of those batches. If both minimums are 0, workers prepare as much
             of the first epoch as fits into memory.
+        folder: Folder with the pickled loader if a rank runs the server; else "".
     """
 
     payload: bytes = field(repr=False)
@@ -109,6 +110,7 @@ class ServedLoader:
     sums: bool = False
     fill_batches: int = 0
     fill_bytes: int = 0
+    folder: str = ""
 
 
 class WorkerHandle:

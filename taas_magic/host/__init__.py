@@ -7,6 +7,7 @@ spec.py        settings of a share of a run; messages between pool and agents
 host_run.py    a share of a run on this host: its ranks in all attempts, or its fetchers
 host_session.py  the ranks of a session on this host, and the cells that they run
 fetcher.py     the process of a fetcher
+feeding.py     connects a rank's registered loaders to fetchers, or to servers of the rank itself
 watch.py       decides whether ranks have ended, failed or hang
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
 output.py      output of the ranks

@@ -102,7 +102,7 @@ class Fetcher:
             spec.who,
             FetcherShare(spec.plan.index, served.fetchers, count, units=served.units),
             served.settings.buffer_bytes * count // self._of_all,
-            loader.context or "fork",
+            context=loader.context or "fork",
             sums=bool(spec.listen) and served.tls is None,
             fill_batches=-(-spec.fill_batches * count // parts),
             fill_bytes=-(-spec.fill_bytes * count // parts),

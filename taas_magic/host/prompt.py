@@ -60,8 +60,13 @@ class Prompt:
         self._is_running = self._was_cut = False
         self._number = 0
 
-    def serve(self) -> None:
-        """Run the cells that the agent sends until it sends the order to end."""
+    def serve(self, report: Callable[[], None]) -> None:
+        """Run the cells that the agent sends until it sends the order to end.
+
+        Args:
+            report: Function that is called after each cell. It sends the counts of batches and the
+                metrics that the agent does not have yet.
+        """
         signal.signal(signal.SIGINT, _ignore)
         while (order := self._next()).number:
             has_succeeded = self._run_one(order)
@@ -70,6 +75,7 @@ class Prompt:
                     sys.stdout.flush()
                 os._exit(0 if has_succeeded else 1)
             self._is_running = False
+            report()
             if has_succeeded:
                 self._link.send(RankFinished())
             self._link.send(RankReturned(was_cut=self._was_cut))

@@ -47,24 +47,21 @@ from taas_magic.capture.home import Scope
 from taas_magic.capture.modules import ModuleSource, claim_taas, install
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import Cell, CellSource
-from taas_magic.data import service
-from taas_magic.data.accelerated import teach_accelerate
-from taas_magic.data.loader import Feed, use_feed
-from taas_magic.data.server import OwnServers
-from taas_magic.data.service import Service
+from taas_magic.data.loader import Feed
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, rendezvous, results, tracebacks
+from taas_magic.host.feeding import SessionFeeds, connected, session_feeds
 from taas_magic.host.link import CUT, OTHERS_END_S, Link, rank_file
 from taas_magic.host.meeting import CellMeeting
 from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.prompt import Prompt, users_names
-from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.host.spec import HostSpec, ProcessSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
-from taas_magic.leases import RANK_BEAT_S, FetchLease
+from taas_magic.leases import RANK_BEAT_S
 from taas_magic.messages import (
     CellNames,
     CellOrder,
@@ -159,18 +156,21 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     except Exception as error:  # without the store rule, no code of the user may run
         tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
-    with _feed(spec.share, rank) as fed:
+    is_session = spec.share.is_session
+    with session_feeds(spec, rank) if is_session else connected(spec.share, rank) as fed:
         # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
         # each nesting level; the first one applies to the rank.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _use_gloo_without_cuda(link)
-        prompt = _prompt(spec, link, rank, environ) if spec.share.is_session else None
-        with _heartbeat(link, fed, prompt.cut if prompt is not None else None):
+        prompt = None
+        if isinstance(fed, SessionFeeds):
+            prompt = _prompt(spec, link, rank, environ, fed)
+        with _heartbeat(link, fed, prompt.cut if prompt is not None else None) as report:
             if prompt is None:
                 with _profiled(spec.share, link, rank, fed):
                     succeeded = _run(RankShell.instance(), spec, link, rank)
             else:
-                prompt.serve()
+                prompt.serve(report)
                 succeeded = True
             if not link.is_own:  # a child that the cell forked has reached the cell's end
                 flush()
@@ -239,31 +239,9 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 
 
 @contextmanager
-def _feed(share: HostSpec, rank: int) -> Iterator[Feed | None]:
-    """Connect registered loaders that are unpickled inside the block to the run's fetchers.
-
-    Without fetchers, the rank runs its own data servers, whose first process is forked here. So
-    enter the block before the rank starts a thread or runs code of the user.
-
-    Yields:
-        The rank's access to the run's data service; None if the cell uses no registered loader.
-    """
-    served = service.read(share.folder.path)
-    if served is None:
-        yield None
-        return
-    here = _feed_of(served, share, rank)
-    use_feed(here)
-    when_imported("accelerate.accelerator", teach_accelerate)
-    try:
-        yield here
-    finally:
-        if here.own is not None:
-            here.own.close()
-
-
-@contextmanager
-def _profiled(share: HostSpec, link: Link, rank: int, fed: Feed | None) -> Iterator[None]:
+def _profiled(
+    share: HostSpec, link: Link, rank: int, fed: Feed | SessionFeeds | None
+) -> Iterator[None]:
     """Profile the steps of the block if `--profile` asks for it; write the profile at its end."""
     if not share.plan.profile:
         yield
@@ -276,51 +254,13 @@ def _profiled(share: HostSpec, link: Link, rank: int, fed: Feed | None) -> Itera
 
     profiler = StepProfiler(share.plan.profile, file, note)
     use_profiler(profiler)
-    if fed is not None:
+    if isinstance(fed, Feed):
         fed.profiler = profiler
     try:
         yield
     finally:
         if link.is_own:
             profiler.close()
-
-
-def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
-    folder = service.folder_of(share.folder.path)
-
-    def payload_of(name: str) -> bytes:
-        return service.payload_file(share.folder.path, name).read_bytes()
-
-    own = agreement = None
-    if not served.fetchers:
-        own = OwnServers(served.key, payload_of, lambda: _become_a_fetcher(share))
-        if share.plan.world_size > 1:
-            agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
-    return Feed(
-        rank=rank,
-        world_size=share.plan.world_size,
-        payload=payload_of,
-        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
-        key=served.key,
-        tls=served.tls.client if served.tls else None,
-        units=served.units,
-        seed=served.seed,
-        ledger=service.BatchLedger(folder / "ledger", share.attempt, rank),
-        window_bytes=served.settings.rank_buffer_bytes // 2,
-        lease=FetchLease(served.settings.fetch_s),
-        own=own,
-        agreement=agreement,
-    )
-
-
-def _become_a_fetcher(share: HostSpec) -> None:
-    """Turn this fork of a rank into a fetcher, without torchrun's variables.
-
-    A dataset that divides the data by rank would divide it twice if it saw these variables.
-    """
-    for name in TORCHRUN_NAMES:
-        os.environ.pop(name, None)
-    payload.read(share.folder.payload).set_state()
 
 
 def _use_gloo_without_cuda(link: Link) -> None:
@@ -345,13 +285,18 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 @contextmanager
 def _heartbeat(
-    link: Link, fed: Feed | None, cut: Callable[[int], None] | None = None
-) -> Iterator[None]:
+    link: Link,
+    fed: Feed | SessionFeeds | None,
+    cut: Callable[[int], None] | None = None,
+) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.
 
     A heartbeat has the main thread's stack, the counts of received batches, and the metrics logged
     since the last one. Counts and metrics are sent once more at the block's end. If the agent asks
     for stacks, the thread sends those of all threads.
+
+    Yields:
+        Function that sends the counts and metrics at once.
 
     Args:
         link: The rank's connection to its agent.
@@ -366,11 +311,15 @@ def _heartbeat(
     if os.environ.get(METRICS_OFF) != "0":
         when_imported("torch.utils.tensorboard.writer", record_tensorboard)
 
-    def report() -> None:
+    def send() -> None:
         if fed is not None and (counts := fed.counts()):
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
         if points := metrics.pop_scalars():
             link.send(Metrics(points=points))
+
+    def report() -> None:
+        with reporting:  # so that the newest counts come last
+            send()
 
     def beat() -> None:
         while not ended.is_set():
@@ -388,16 +337,15 @@ def _heartbeat(
                 link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
             with reporting:
                 if not ended.is_set():
-                    report()
+                    send()
 
     thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
     thread.start()
     try:
-        yield
+        yield report
     finally:
         ended.set()
-        with reporting:  # after the thread's last report, so that the final counts come last
-            report()
+        report()
         use_buffer(None)
 
 
@@ -557,8 +505,10 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
 class _SessionCells:
     """The runner of a session's cells on this rank. All cells share one namespace."""
 
-    def __init__(self, spec: ProcessSpec, link: Link, environ: Mapping[str, str]) -> None:
-        self._spec, self._link, self._environ = spec, link, environ
+    def __init__(
+        self, spec: ProcessSpec, link: Link, environ: Mapping[str, str], feeds: SessionFeeds
+    ) -> None:
+        self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
         self._shell = RankShell.instance()
         self._namespace = self._shell.bind(link, shows=False, colors=spec.share.origin.colors)
         self._modules: dict[str, ModuleSource] = {}
@@ -576,6 +526,7 @@ class _SessionCells:
         redirect.begin_run()
         try:
             loaded = payload.read(folder.payload)
+            self._feeds.begin_cell(order.number, folder, loaded.has_state)
             self._modules |= loaded.modules
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
@@ -638,9 +589,11 @@ class _SessionCells:
         )
 
 
-def _prompt(spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str]) -> Prompt:
+def _prompt(
+    spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str], feeds: SessionFeeds
+) -> Prompt:
     """Return the prompt of a rank that belongs to a session."""
-    cells = _SessionCells(spec, link, environ)
+    cells = _SessionCells(spec, link, environ, feeds)
 
     def has_pending() -> bool:
         return any(begun > ended for begun, ended in _progress()[0])

@@ -98,9 +98,6 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         raise _cell_syntax_error(error, cell) from None
     if problem := out_problem(flags, captured, shell, names):
         raise UsageError(problem)
-    if session is not None and captured.loaders:
-        listed = ", ".join(captured.loaders)
-        raise UsageError(f"registered loaders cannot be used in a session yet: {listed}")
     if captured.choice is not None:
         plan = structs.replace(plan, notes=(*plan.notes, *captured.choice.notes))
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)

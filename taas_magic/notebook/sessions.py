@@ -39,9 +39,8 @@ FIXED = {
 """Fields of `Flags` that a session's first cell sets for all its cells, with the flags' names."""
 
 NOT_IN_SESSIONS = {
-    "max_restarts": "--max-restarts",
-    "detach": "--detach",
-    "profile": "--profile",
+    **{"max_restarts": "--max-restarts", "detach": "--detach", "profile": "--profile"},
+    **{"cpus": "--cpus", "data_pool": "--data-pool", "units": "--units", "prefill": "--prefill"},
 }
 """Fields of `Flags` that cells of a session must not set, with the flags' names."""
 

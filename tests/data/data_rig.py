@@ -214,7 +214,7 @@ class Service:
         made = Registered(name, lambda: self.loaders[name]).packed().shape
         changed: ShapeChanges = {**shape} if shape else {}
         changed["settings"] = made.settings | changed.get("settings", {})
-        own = OwnServers(self.key, self.payloads.__getitem__, int) if local else None
+        own = OwnServers(self.key, lambda served: self.payloads[served.name]) if local else None
         if own is not None:
             self.own.append(own)
         feed = Feed(

@@ -106,7 +106,7 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
     pickler.add({"loaders": [loader, loader], "other": other})
     used = pickler.replaced
     assert list(used) == ["train"]
-    own = OwnServers(b"", lambda name: used[name].payload, int)
+    own = OwnServers(b"", lambda served: used[served.name].payload)
     use_feed(Feed(1, 2, lambda name: used[name].payload, own=own))
     try:
         data = pickler.pickled()
@@ -134,7 +134,7 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
 def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
     travelling = Registered("plain", lambda: batches).packed()
-    own = OwnServers(b"", lambda name: travelling.payload, int)
+    own = OwnServers(b"", lambda served: travelling.payload)
     remote = RemoteLoader(travelling.shape, Feed(0, 1, lambda name: travelling.payload, own=own))
     try:
         assert list(remote) == batches

@@ -156,6 +156,53 @@ def test_what_does_not_go_together_is_said_before_anything_runs(session: Fronten
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
 
 
+LOADER = """import taas, torch
+from torch.utils.data import DataLoader
+loader = DataLoader(torch.arange(32), batch_size=2, shuffle=True, num_workers=1)
+taas.register(loader);
+"""
+
+
+def test_an_epoch_of_a_registered_loader_goes_on_in_the_next_cell(session: Frontend) -> None:
+    session.run(LOADER)
+    take = "%%taas --session exp --out got@all\n"
+    session.run(take + "batches = iter(loader)\ngot = [next(batches).tolist() for _ in range(3)]")
+    begun = value(session, "got")
+    request = session.run(take + "got = [batch.tolist() for batch in batches]")
+    rest = value(session, "got")
+    assert "loader: batches 10 " in notes(session, request)
+    per_rank = [[*first, *later] for first, later in zip(begun, rest, strict=True)]
+    assert [len(batches) for batches in per_rank] == [8, 8]
+    seen = [number for batches in per_rank for batch in batches for number in batch]
+    assert sorted(seen) == list(range(32))
+    session.run(take + "got = [batch.tolist() for batch in loader]")
+    second = value(session, "got")
+    assert sorted(n for batches in second for batch in batches for n in batch) == list(range(32))
+    assert second != per_rank
+
+
+def test_a_loader_that_is_registered_again_is_sent_again(session: Frontend) -> None:
+    session.run(LOADER)
+    total = "%%taas --session exp --out total\ntotal = sum(int(batch.sum()) for batch in loader)"
+    session.run(total)
+    first = value(session, "total")
+    session.run(LOADER.replace("torch.arange(32)", "torch.full([32], 7)"))
+    request = session.run(total)
+    assert "sent again, as the notebook has changed it: `loader`" in notes(session, request)
+    assert value(session, "total") == 16 * 7 != first
+
+
+def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Frontend) -> None:
+    session.run(LOADER)
+    fails = "for number, batch in enumerate(loader):\n    assert number < 2"
+    assert "AssertionError" in error(session, f"%%taas --session exp\n{fails}")
+    session.run("%%taas --session exp --out many@all\nmany = len(list(loader))")
+    assert value(session, "many") == [8, 8]
+    assert "--cpus does not go with --session" in error(
+        session, "%%taas --session exp --cpus 1\nlist(loader)"
+    )
+
+
 def test_only_rank_0_writes_in_every_cell(session: Frontend) -> None:
     for number in (1, 2):
         request = session.run(

@@ -1,0 +1,203 @@
+"""Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
+
+A session's rank always runs the servers itself, because its loaders stay from cell to cell. A
+server may start in a later cell than the one that brought the loader, so the rank keeps the files
+of each cell that brought loaders.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from taas_magic.capture import payload
+from taas_magic.data import service
+from taas_magic.data.accelerated import teach_accelerate
+from taas_magic.data.loader import Feed, RemoteLoader, use_feed
+from taas_magic.data.server import OwnServers
+from taas_magic.data.service import Service
+from taas_magic.data.worker import ServedLoader
+from taas_magic.host import rendezvous
+from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.journal.folder import RunFolder
+from taas_magic.late_imports import when_imported
+from taas_magic.leases import FetchLease
+from taas_magic.messages import RankCounts
+
+
+@contextmanager
+def connected(share: HostSpec, rank: int) -> Iterator[Feed | None]:
+    """Connect registered loaders that are unpickled inside the block to the run's fetchers.
+
+    Without fetchers, the rank runs its own data servers, whose first process is forked here. So
+    enter the block before the rank starts a thread or runs code of the user.
+
+    Yields:
+        The rank's access to the run's data service; None if the cell uses no registered loader.
+    """
+    served = service.read(share.folder.path)
+    if served is None:
+        yield None
+        return
+    here = _feed_of(served, share, rank)
+    use_feed(here)
+    when_imported("accelerate.accelerator", teach_accelerate)
+    try:
+        yield here
+    finally:
+        if here.own is not None:
+            here.own.close()
+
+
+def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
+    folder = service.folder_of(share.folder.path)
+    own = agreement = None
+    if not served.fetchers:
+        own = OwnServers(served.key, _load)
+        if share.plan.world_size > 1:
+            agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
+    return Feed(
+        rank=rank,
+        world_size=share.plan.world_size,
+        payload=_payloads_in(share.folder.path),
+        folder=str(share.folder.path),
+        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
+        key=served.key,
+        tls=served.tls.client if served.tls else None,
+        units=served.units,
+        seed=served.seed,
+        ledger=service.BatchLedger(folder / "ledger", share.attempt, rank),
+        window_bytes=served.settings.rank_buffer_bytes // 2,
+        lease=FetchLease(served.settings.fetch_s),
+        own=own,
+        agreement=agreement,
+    )
+
+
+def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
+    """Return a function that returns the pickled loader of a name."""
+    return lambda name: service.payload_file(run_dir, name).read_bytes()
+
+
+def _load(served: ServedLoader) -> bytes:
+    """Make this process, a fork of a rank, a fetcher of the run's cell; return the pickled loader.
+
+    A fetcher has no torchrun variables: a dataset that divides the data by rank would divide it
+    twice if it saw them.
+    """
+    for name in TORCHRUN_NAMES:
+        os.environ.pop(name, None)
+    payload.read(RunFolder(Path(served.folder)).payload).set_state()
+    return service.payload_file(Path(served.folder), served.name).read_bytes()
+
+
+class SessionFeeds:
+    """The registered loaders of a session's rank. Each cell that brings loaders has its own feed.
+
+    Create it before the rank starts a thread or runs code of the user, because it forks the first
+    process of the rank's data servers.
+
+    Args:
+        spec: Settings of the session's ranks on this host.
+        rank: Number of the rank.
+    """
+
+    def __init__(self, spec: ProcessSpec, rank: int) -> None:
+        self._share, self._rank = spec.share, rank
+        self._environ = dict(os.environ)  # with the session's rendezvous, which a cell may change
+        self._kept = spec.folder / f"loaders-{rank}"
+        self._key = secrets.token_bytes(32)
+        self._own = OwnServers(self._key, _load_in_session)
+        self._loaders: list[RemoteLoader] = []
+        when_imported("accelerate.accelerator", teach_accelerate)
+
+    def begin_cell(self, number: int, folder: RunFolder, has_state: bool) -> None:
+        """Connect the loaders that a cell brings, and count the batches of all loaders anew.
+
+        Call it before the cell's payload is unpickled.
+
+        Args:
+            number: Number of the cell in the session.
+            folder: The cell's run folder.
+            has_state: Whether its payload has settings of the notebook's process.
+        """
+        for loader in self._loaders:
+            loader.reset_counts()
+        served = service.read(folder.path)
+        if served is None and not has_state:
+            return
+        kept = self._keep(number, folder, served)
+        if served is None:
+            return
+        share, agreement = self._share, None
+        if share.plan.world_size > 1:
+            run = f"{share.plan.run_id}/{number}"
+            agreement = rendezvous.LoaderAgreement(self._environ, run)
+        use_feed(
+            Feed(
+                rank=self._rank,
+                world_size=share.plan.world_size,
+                payload=_payloads_in(kept),
+                folder=str(kept),
+                key=self._key,
+                seed=served.seed,
+                window_bytes=served.settings.rank_buffer_bytes // 2,
+                lease=FetchLease(served.settings.fetch_s),
+                own=self._own,
+                agreement=agreement,
+                loaders=self._loaders,
+            )
+        )
+
+    def counts(self) -> dict[str, RankCounts]:
+        """Return the counts of each loader that the current cell has used, by the loader's name."""
+        found = {loader.name: loader.counted() for loader in self._loaders}
+        return {name: counts for name, counts in found.items() if counts.span_s}
+
+    def close(self) -> None:
+        """End the servers of this rank."""
+        self._own.close()
+
+    def _keep(self, number: int, folder: RunFolder, served: Service | None) -> Path:
+        """Keep a cell's payload and loaders after the cell; return the folder that has them."""
+        kept = self._kept / str(number)
+        service.folder_of(kept).mkdir(mode=0o700, parents=True)
+        _link(folder.payload, RunFolder(kept).payload)
+        for loader in served.loaders if served is not None else ():
+            file, copy = (service.payload_file(at, loader.name) for at in (folder.path, kept))
+            _link(file, copy)
+        return kept
+
+
+def _link(file: Path, copy: Path) -> None:
+    """Make a second name for a file; on another file system, copy it."""
+    try:
+        copy.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, copy)
+
+
+def _load_in_session(served: ServedLoader) -> bytes:
+    """Do what `_load` does, for a loader of a session.
+
+    The process gets the notebook's settings from all cells up to the one that brought the loader,
+    because a cell's payload has only those settings that have changed.
+    """
+    last = Path(served.folder)
+    kept = sorted((int(path.name), path) for path in last.parent.iterdir())
+    for number, folder in kept:
+        if number < int(last.name):
+            payload.read(RunFolder(folder).payload).set_state()
+    return _load(served)
+
+
+@contextmanager
+def session_feeds(spec: ProcessSpec, rank: int) -> Iterator[SessionFeeds]:
+    """Yield the loaders of a session's rank; end the rank's servers after the block."""
+    feeds = SessionFeeds(spec, rank)
+    try:
+        yield feeds
+    finally:
+        feeds.close()
