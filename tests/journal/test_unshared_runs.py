@@ -102,6 +102,31 @@ attempt
     assert outcome.run is not None and outcome.run.result == 1
 
 
+LOADER = """
+import taas, torch
+loader = torch.utils.data.DataLoader(torch.arange(16), batch_size=2)
+taas.register(loader)
+"""
+
+
+def test_a_session_keeps_variables_and_a_loader_where_nothing_is_shared(far: Notebook) -> None:
+    far.define(LOADER)
+    source = "batches = iter(loader)\nhere = os.uname().nodename\ngot = [next(batches).tolist()]\n"
+    flags = "--pool far --session away --out got@all,here@all"
+    first = far.run(MEET + source, flags)
+    assert first.error is None and first.run is not None
+    source = "dist.all_reduce(total)\ngot += [batch.tolist() for batch in batches]\n"
+    second = far.run(source + "torch.save(total, 'total.pt') if rank == 0 else None", flags)
+    assert second.error is None and second.run is not None
+    assert second.run.out["here"] == first.run.out["here"]
+    assert second.run.out["got"] == [
+        [[0, 1], [4, 5], [8, 9], [12, 13]],
+        [[2, 3], [6, 7], [10, 11], [14, 15]],
+    ]
+    assert (far.project / "total.pt").exists()
+    far.shell.run_line_magic("taas", "end away")
+
+
 CUBE = """
 import numpy as np, torch, taas, xarray as xr, xbatcher
 from xbatcher.loaders.torch import MapDataset
