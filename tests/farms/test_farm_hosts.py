@@ -58,8 +58,10 @@ def meet(x, limit_s=0.2):
     time.sleep(limit_s)
     return socket.gethostname()
 
-def total(array):
-    time.sleep(0.2)
+def total(array, go):
+    print("begun", flush=True)
+    while not os.path.exists(go):
+        time.sleep(0.1)
     array[0] = 1
     return float(array.sum()), socket.gethostname()
 
@@ -207,7 +209,14 @@ def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> Non
     before = {number: received(hosts, number) for number in (1, 2)}
     user.define(f"data = numpy.random.default_rng(0).random({ARRAY_BYTES // 8})")
     user.define("data[0] = 1")
-    user.define("sums = [job.result() for job in farm.map(total, [data] * 10)]")
+    user.define("jobs = farm.map(total, [data] * 10, go='/tmp/go')")
+    jobs = user.shell.user_ns["jobs"]
+    until(lambda: {job.host for job in jobs if begun(job)} == set(hosts.names))
+    for number in (1, 2):
+        hosts.exec(number, "touch", "/tmp/go")
+    user.define("sums = [job.result() for job in jobs]")
+    for number in (1, 2):
+        hosts.exec(number, "rm", "/tmp/go")
     sums, data = user.shell.user_ns["sums"], user.shell.user_ns["data"]
     assert {it for it, _ in sums} == {float(data.sum())}
     assert {host for _, host in sums} == set(hosts.names)

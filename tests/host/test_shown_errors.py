@@ -61,18 +61,26 @@ def test_a_captured_cell_that_fails_is_no_success(notebook: Notebook) -> None:
     assert isinstance(outcome.error, RankFailed) and "invalid literal" in outcome.shown
 
 
-def test_all_that_is_shown_is_in_the_log_and_the_first_is_the_cause(notebook: Notebook) -> None:
+def test_all_that_is_shown_is_in_the_log_and_the_first_is_the_cause(
+    notebook: Notebook, tmp_path: Path
+) -> None:
     """With restarts, the ranks start again; a script that ends by `sys.exit(0)` has not failed."""
     _write_scripts(notebook)
-    source = """
-import os
+    source = (
+        f"shown = {str(tmp_path / 'shown')!r}"
+        + """
+import os, time
 %run fine.py
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "1":
         %run raises.py
         %time {}["worse"]
+        open(shown, "w").close()
+    while not os.path.exists(shown):
+        time.sleep(0.01)
     int("bad too") if os.environ["RANK"] == "0" else None
 """
+    )
     outcome = notebook.run(source, "--max-restarts 1")
     assert outcome.error is None and outcome.run is not None
     [restart] = outcome.of_kind("restart")
