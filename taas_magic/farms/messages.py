@@ -143,11 +143,14 @@ class NodeProcessState(Struct, frozen=True):
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.
         jobs: The settings that are the same for all jobs of the node.
+        folder: Folder in which the node creates its own folder. The host removes it, also if the
+            node is killed.
     """
 
     terms: NodeSettings
     scheduler: str
     jobs: JobProcessState
+    folder: str
 
 
 class JobCall(Struct, frozen=True):

@@ -47,8 +47,8 @@ from taas_magic.farms.messages import (
 )
 from taas_magic.host import forkserver
 from taas_magic.host.activity import wait_for_start
+from taas_magic.host.agent import use_temporary_folder
 from taas_magic.host.spec import REACH, TORCHRUN_NAMES
-from taas_magic.host.supervisor import host_folder
 from taas_magic.host.system import (
     CALM_DASK,
     LOOPBACK,
@@ -86,13 +86,14 @@ def run_node(terms: NodeSettings) -> None:
     Raises:
         RuntimeError: The node's process ended by itself, or its start showed no activity.
     """
+    from taas_magic.host import rank  # imports torch, which the node's own process does later
+
     scheduler, here = os.environ.pop(REACH), os.getcwd()
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
     environ["OMP_NUM_THREADS"] = str(terms.cpus)
     store = structs.replace(terms.store, path=here)
-    setting = NodeProcessState(
-        terms, scheduler, JobProcessState(dict(environ), here, sys.path, terms.cpus, store)
-    )
+    jobs = JobProcessState(dict(environ), here, sys.path, terms.cpus, store)
+    setting = NodeProcessState(terms, scheduler, jobs, str(rank.attempt_folder))
     # the PYTHONPATH by which this host's agent found this package and its dependencies
     first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
@@ -135,10 +136,13 @@ def main() -> int:
     os.set_inheritable(starting, False)
     setting = messages.unpack(sys.stdin.buffer.readline(), NodeProcessState)
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    with host_folder() as folder:
-        tempfile.tempdir = str(folder)
+    folder = Path(tempfile.mkdtemp(prefix="node-", dir=setting.folder))
+    try:
+        use_temporary_folder(str(folder))
         forkserver.begin([])
         asyncio.run(_serve(setting, folder, starting))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -29,7 +29,7 @@ def main() -> int:
     supervisor, preload, folder = sys.argv[1:]
     die_with_parent(int(supervisor))
     _change_to_root_folder()
-    _make_temporary_folders(folder)
+    use_temporary_folder(folder)
     forkserver.begin([name for name in preload.split(",") if name])
     gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
     import asyncio
@@ -49,8 +49,8 @@ def main() -> int:
     return 0
 
 
-def _make_temporary_folders(folder: str) -> None:
-    """Use the host's folder for temporary files. If its path is too long, use /tmp for sockets.
+def use_temporary_folder(folder: str) -> None:
+    """Use a folder for temporary files. If its path is too long, use /tmp for sockets.
 
     A Unix socket's path may have at most 107 characters. Python 3.14 and later use /tmp in this
     case by themselves.

@@ -103,6 +103,10 @@ HIDDEN_DISPLAYS = (
 )
 
 _kept: list[Any] = []
+
+attempt_folder = Path()
+"""In a rank: the attempt's folder on this host, which the agent or the supervisor removes."""
+
 _ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
 _NO_DEBUGGER = (
     "a rank has no keyboard; print what you want to see, or run the cell without %%taas to debug "
@@ -207,6 +211,8 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
         torch._logging._init_logs()  # type: ignore[attr-defined]
+    global attempt_folder
+    attempt_folder = spec.folder
     tempfile.tempdir = None  # determined anew, because TMPDIR may differ
     os.chdir(spec.share.origin.cwd)
     sys.path[:] = spec.share.origin.sys_path

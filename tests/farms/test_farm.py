@@ -770,8 +770,10 @@ def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
 ) -> None:
     """Two jobs at a time, each of which waits for the other, see one of the kernel's GPUs each."""
     (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2")
+    (tmp_path / "temporary").mkdir()
     request = kernel_of_its_own.run(f"""import os, time
 os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
+os.environ["TMPDIR"] = "{tmp_path}/temporary"  # for what nodes and jobs make
 import taas
 def gpus_beside(mine, other):
     open(mine, "w").close()
@@ -789,3 +791,5 @@ while not farm.status().counts()["running"]:
     assert "gpus ['4', '5']" in kernel_of_its_own.text(request)
     kernel_of_its_own.process.kill()
     eventually(lambda: not carriers(no_leftovers))
+    left = {path.name.partition("_")[0] for path in (tmp_path / "temporary").iterdir()}
+    assert left <= {"dask-scratch-space", "torchinductor"}  # caches of libraries
