@@ -268,15 +268,35 @@ class Payload(Contents, frozen=True, kw_only=True):
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The project's modules and the notebook's process state, without the notebook's variables.
+
+    Attributes:
+        modules: Modules of the project, by name.
+        state: The notebook's process state; empty if a session's ranks have it already.
+    """
+
+    modules: Mapping[str, ModuleSource]
+    state: process_state.State
+
+    def apply(self) -> None:
+        """Apply the settings to this process, which runs registered loaders but no cell."""
+        install(self.modules)
+        process_state.apply_filters(self.state)
+        process_state.apply(process_state.without_device(self.state))
+
+
 class LoadedPayload(Contents, frozen=True, kw_only=True):
     """A payload that a rank has read; the user's values are not unpickled yet."""
 
     archive: Archive
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the payload has settings of the notebook's process."""
-        return bool(next(load_each(self.archive.stream(), self.archive.buffers, {})))
+    def load_settings(self) -> Settings:
+        """Install the project's modules, and return them with the notebook's process state."""
+        install(self.modules)
+        state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
+        return Settings(self.modules, state)
 
     def load_into(self, namespace: dict[str, Any]) -> None:
         """Apply the notebook's process state and load the captured values into `namespace`.
@@ -312,13 +332,6 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
         return Watch(values, out, self.stores, self.updates)
-
-    def set_state(self) -> None:
-        """Apply only the notebook's process state, for processes that run loaders but no cell."""
-        install(self.modules)
-        state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
-        process_state.apply_filters(state)
-        process_state.apply(process_state.without_device(state))
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:

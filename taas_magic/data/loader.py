@@ -12,6 +12,7 @@ import pickle
 import socket
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
@@ -153,8 +154,8 @@ class Feed:
         own: Starts this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
-        loaders: The remote loaders that exist in this rank.
-        profiler: Profiler that is told of each wait for a batch; None if the run has none.
+        arrived: References to the remote loaders that have arrived in this rank.
+        profiler: Profiler that records each wait for a batch; None if the run has none.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
 
@@ -171,9 +172,15 @@ class Feed:
     lease: FetchLease = FetchLease()  # noqa: RUF009
     own: OwnServers | None = None
     agreement: "Agreement | None" = None
-    loaders: "list[RemoteLoader]" = field(default_factory=list)
+    arrived: "list[weakref.ref[RemoteLoader]]" = field(default_factory=list)
     profiler: BatchProfiler | None = None
     folder: str = ""
+
+    @property
+    def loaders(self) -> "list[RemoteLoader]":
+        """The remote loaders that exist in this rank."""
+        found = (reference() for reference in list(self.arrived))
+        return [loader for loader in found if loader is not None]
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader in this rank (batches, waiting time, …), by its name."""
@@ -198,6 +205,7 @@ class RemoteLoader(DataLoader[Any]):
         self._states: dict[int, tuple[int, Any]] = {}
         self._current: EpochIterator | None = None
         self._route: Route | None = None
+        self._end_server: Any = None
         self.counts = RankCounts(workers=shape.num_workers)
         self._shown: tuple[Any, ...] | None = None
         self._original: Any = None
@@ -421,7 +429,9 @@ class RemoteLoader(DataLoader[Any]):
         """Close the copies of the connections in a fork of the rank; the rank keeps its own."""
         if self._route is not None:
             self._route.close_copies()
-        self._route = None
+        if self._end_server is not None:
+            self._end_server()
+        self._route = self._end_server = None
 
     def _new_route(self) -> Route:
         """Return the route to the fetchers, or to a server of this rank, which is then started."""
@@ -443,7 +453,10 @@ class RemoteLoader(DataLoader[Any]):
             self.shape.context or "fork",
             folder=feed.folder,
         )
-        unix = feed.own.start(served, feed.lease.start_s)
+        unix, life = feed.own.start(served, feed.lease.start_s)
+        # the server ends with this loader, of which a session may get another version
+        self._end_server = weakref.finalize(self, life.close)
+        self._end_server.atexit = False
         address = Address(0, "", 0, unix, machine())
         found = LoaderAddresses(fetchers=1, workers=count, addresses={0: address})
         return Route(name, lambda loader: found, feed.key, lease=feed.lease)
@@ -492,7 +505,7 @@ def arrive(shape: LoaderShape) -> DataLoader[Any]:
     if _feed is None:
         return _LoaderOfRanks(shape.name)
     loader = RemoteLoader(shape, _feed)
-    _feed.loaders.append(loader)
+    _feed.arrived.append(weakref.ref(loader))
     return loader
 
 

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -745,16 +745,21 @@ class OwnServers:
         control.close()
         life.close()
 
-    def start(self, served: ServedLoader, timeout_s: float) -> str:
-        """Start a server and return the name of its Unix socket.
+    def start(self, served: ServedLoader, timeout_s: float) -> tuple[str, socket.socket]:
+        """Start a server.
 
         Forks of this process may also call this method.
+
+        Returns:
+            The name of the server's Unix socket, and a socket that the caller closes to end this
+            server.
 
         Raises:
             RunLost: The server does not listen within `timeout_s`.
         """
         answer, theirs = socket.socketpair()
-        with answer:
+        with ExitStack() as closing:
+            closing.enter_context(answer)
             try:
                 with theirs:
                     socket.send_fds(self._control, [pickle.dumps(served)], [theirs.fileno()])
@@ -767,9 +772,11 @@ class OwnServers:
                 name, why = b"", f"did not start within {timeout_s:g} s"
             except ConnectionError as error:
                 name, why = b"", f"cannot be started ({error})"
-        if not name:
-            raise RunLost(f'loader "{served.name}": {served.where} {why}; see the rank\'s log')
-        return name.decode()
+            if not name:
+                raise RunLost(f'loader "{served.name}": {served.where} {why}; see the rank\'s log')
+            answer.settimeout(None)
+            closing.pop_all()  # the caller closes the socket
+        return name.decode(), answer
 
     def close(self) -> None:
         """End all servers and their workers; do nothing in a fork of the creating process."""
@@ -791,8 +798,14 @@ class OwnServers:
         """
         begin_process()
         context: Any = multiprocessing.get_context("fork")
-        servers = []
-        while life not in wait([control, life]):
+        servers: list[Any] = []
+        while True:
+            ready = wait([control, life, *(server.sentinel for server in servers)])
+            servers = [server for server in servers if server.is_alive()]  # reaps the others
+            if life in ready:
+                break
+            if control not in ready:
+                continue
             loader, descriptors, _, _ = socket.recv_fds(control, _LOADER_BYTES, 1)
             if not loader:
                 break
@@ -807,19 +820,20 @@ class OwnServers:
             server.join()
 
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
-        """Run a server's process for one loader until the rank closes `life` or ends.
+        """Run a server's process for one loader until the rank closes a socket or ends.
 
         Args:
             served: The settings for the loader.
-            answer: Socket to the rank, to send the name of the server's Unix socket.
+            answer: Socket to the rank, to send the name of the server's Unix socket. The rank
+                closes it to end this server.
             life: Socket that the rank closes to end all servers.
         """
         payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
         answer.send(server.addresses[2].encode())
-        answer.close()
         over: list[bool] = []
-        server.watch(life, lambda: over.append(True))
+        for closed in (answer, life):
+            server.watch(closed, lambda: over.append(True))
         try:
             while not over:
                 server.step(ALIVE_S)

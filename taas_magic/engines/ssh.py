@@ -141,18 +141,18 @@ class SshEngine(HostsEngine):
         finally:
             await self.in_thread(close_tunnel, connection, port)
 
-    async def acquire_host(self, besides: Collection[str], stop: threading.Event) -> str | None:
+    async def acquire_host(self, excluded: Collection[str], stop: threading.Event) -> str | None:
         """Take a free host. If none is free, wait for hosts that are being returned.
 
         Args:
-            besides: Hosts that must not be chosen.
+            excluded: Hosts that must not be chosen.
             stop: Set to end the wait.
 
         Returns:
             The host as taas.toml names it; None if all are in use or `stop` is set.
         """
         while not stop.is_set():
-            host = next((host for host in self._free if host not in besides), None)
+            host = next((host for host in self._free if host not in excluded), None)
             if host is not None:
                 self._free.remove(host)
             if host is not None or not (self._leaving or self.ending):

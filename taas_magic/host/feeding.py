@@ -1,18 +1,24 @@
 """Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
 
 A session's rank always runs the servers itself, because its loaders stay from cell to cell. A
-server may start in a later cell than the one that brought the loader, so the rank keeps the files
-of each cell that brought loaders.
+server may start in a later cell than the one that brought the loader, so the ranks keep the pickled
+loaders of each cell, and the notebook's settings.
 """
 
+import gc
 import os
+import pickle
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import cloudpickle
+
 from taas_magic.capture import payload
+from taas_magic.capture.payload import Settings
 from taas_magic.data import service
 from taas_magic.data.accelerated import teach_accelerate
 from taas_magic.data.loader import Feed, RemoteLoader, use_feed
@@ -25,6 +31,9 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import FetchLease
 from taas_magic.messages import RankCounts
+from taas_magic.shared_files import take_lock
+
+_SETTINGS = "settings"
 
 
 @contextmanager
@@ -82,14 +91,26 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load(served: ServedLoader) -> bytes:
-    """Make this process, a fork of a rank, a fetcher of the run's cell; return the pickled loader.
+    """Turn this process, a fork of a rank, into a fetcher; return the pickled loader."""
+    loaded = payload.read(RunFolder(Path(served.folder)).payload)
+    return _load_with([loaded.load_settings()], served)
+
+
+def _load_in_session(served: ServedLoader) -> bytes:
+    """Do what `_load` does, for a loader of a session."""
+    return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
+
+
+def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
+    """Apply settings to this process, and return the pickled loader.
 
     A fetcher has no torchrun variables: a dataset that divides the data by rank would divide it
     twice if it saw them.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
-    payload.read(RunFolder(Path(served.folder)).payload).set_state()
+    for each in settings:
+        each.apply()
     return service.payload_file(Path(served.folder), served.name).read_bytes()
 
 
@@ -107,67 +128,82 @@ class SessionFeeds:
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
         self._share, self._rank = spec.share, rank
         self._environ = dict(os.environ)  # with the session's rendezvous, which a cell may change
-        self._kept = spec.folder / f"loaders-{rank}"
+        self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
         self._own = OwnServers(self._key, _load_in_session)
-        self._loaders: list[RemoteLoader] = []
+        self._settings: list[Settings] = []
+        self._feed: Feed | None = None
         when_imported("accelerate.accelerator", teach_accelerate)
 
-    def begin_cell(self, number: int, folder: RunFolder, has_state: bool) -> None:
+    def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
         """Connect the loaders that a cell brings, and count the batches of all loaders anew.
 
         Call it before the cell's payload is unpickled.
 
         Args:
             number: Number of the cell in the session.
-            folder: The cell's run folder.
-            has_state: Whether its payload has settings of the notebook's process.
+            run_dir: The cell's run folder.
+            settings: The settings in the cell's payload, which are only those that have changed.
         """
-        for loader in self._loaders:
+        names = [loader.name for loader in self._loaders()]
+        if len(set(names)) < len(names):
+            gc.collect()  # so that the server of a loader that was sent again ends
+        for loader in self._loaders():
             loader.reset_counts()
-        served = service.read(folder.path)
-        if served is None and not has_state:
-            return
-        kept = self._keep(number, folder, served)
+        self._settings.append(settings)
+        served = service.read(run_dir)
         if served is None:
             return
+        names = [loader.name for loader in served.loaders]
+        kept = self._keep(number, run_dir, names)
         share, agreement = self._share, None
         if share.plan.world_size > 1:
             run = f"{share.plan.run_id}/{number}"
             agreement = rendezvous.LoaderAgreement(self._environ, run)
-        use_feed(
-            Feed(
-                rank=self._rank,
-                world_size=share.plan.world_size,
-                payload=_payloads_in(kept),
-                folder=str(kept),
-                key=self._key,
-                seed=served.seed,
-                window_bytes=served.settings.rank_buffer_bytes // 2,
-                lease=FetchLease(served.settings.fetch_s),
-                own=self._own,
-                agreement=agreement,
-                loaders=self._loaders,
-            )
+        self._feed = Feed(
+            rank=self._rank,
+            world_size=share.plan.world_size,
+            payload=_payloads_in(kept),
+            folder=str(kept),
+            key=self._key,
+            seed=served.seed,
+            window_bytes=served.settings.rank_buffer_bytes // 2,
+            lease=FetchLease(served.settings.fetch_s),
+            own=self._own,
+            agreement=agreement,
+            arrived=[weakref.ref(loader) for loader in self._loaders()],
         )
+        use_feed(self._feed)
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader that the current cell has used, by the loader's name."""
-        found = {loader.name: loader.counted() for loader in self._loaders}
+        found = {loader.name: loader.counted() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
     def close(self) -> None:
         """End the servers of this rank."""
         self._own.close()
 
-    def _keep(self, number: int, folder: RunFolder, served: Service | None) -> Path:
-        """Keep a cell's payload and loaders after the cell; return the folder that has them."""
-        kept = self._kept / str(number)
-        service.folder_of(kept).mkdir(mode=0o700, parents=True)
-        _link(folder.payload, RunFolder(kept).payload)
-        for loader in served.loaders if served is not None else ():
-            file, copy = (service.payload_file(at, loader.name) for at in (folder.path, kept))
-            _link(file, copy)
+    def _loaders(self) -> list[RemoteLoader]:
+        return self._feed.loaders if self._feed is not None else []
+
+    def _keep(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
+        """Keep a cell's loaders, and all settings so far; return the folder that has them.
+
+        The ranks of a host share the folder, and the first rank fills it.
+        """
+        kept = self._folder / str(number)
+        service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = take_lock(kept / "lock", wait=True)
+        assert lock is not None
+        try:
+            if not (kept / _SETTINGS).exists():
+                for name in names:
+                    file, copy = (service.payload_file(at, name) for at in (run_dir, kept))
+                    _link(file, copy)
+                (kept / _SETTINGS).write_bytes(cloudpickle.dumps(self._settings))
+        finally:
+            os.close(lock)
         return kept
 
 
@@ -177,20 +213,6 @@ def _link(file: Path, copy: Path) -> None:
         copy.hardlink_to(file)
     except OSError:
         shutil.copyfile(file, copy)
-
-
-def _load_in_session(served: ServedLoader) -> bytes:
-    """Do what `_load` does, for a loader of a session.
-
-    The process gets the notebook's settings from all cells up to the one that brought the loader,
-    because a cell's payload has only those settings that have changed.
-    """
-    last = Path(served.folder)
-    kept = sorted((int(path.name), path) for path in last.parent.iterdir())
-    for number, folder in kept:
-        if number < int(last.name):
-            payload.read(RunFolder(folder).payload).set_state()
-    return _load(served)
 
 
 @contextmanager

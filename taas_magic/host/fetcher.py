@@ -172,7 +172,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             # Only the workers write, and children do not report: the agent checks the files.
             note=lambda path: None,
         )
-    payload.read(share.folder.payload).set_state()
+    payload.read(share.folder.payload).load_settings().apply()
 
 
 def _has_room(control: Connection) -> bool:

@@ -33,6 +33,9 @@ class StepProfiler:
         self._profile: Any = None
         self._begun = 0
         self._has_ended = self._is_marked = False
+        self._why_empty = (
+            "no registered loader gave a batch, and the cell has not called taas.step()"
+        )
 
     def step(self) -> None:
         """Begin the next step because the program called `taas.step()`.
@@ -60,14 +63,11 @@ class StepProfiler:
                 yield
 
     def close(self) -> None:
-        """End the profile, and write the steps recorded so far, if there are any."""
-        if self._profile is not None and not self._has_ended and os.getpid() == self._pid:
+        """End the profile, and write the steps recorded so far; tell the user if there are none."""
+        if self._profile is not None and not self._has_ended:
             self._end()
-        if not self._begun:
-            self._note(
-                "--profile has recorded nothing: no registered loader gave a batch, and the cell "
-                "has not called taas.step()"
-            )
+        if not self._file.exists():
+            self._note(f"--profile has recorded nothing: {self._why_empty}")
 
     def _begin_step(self) -> None:
         here = threading.get_ident()
@@ -89,8 +89,9 @@ class StepProfiler:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             # a second profiler would crash the process
             self._has_ended = True
-            self._note("--profile has recorded nothing: the program runs a profiler of its own")
+            self._why_empty = "the program runs a profiler of its own"
             return
+        self._why_empty = "the cell has only one step, in which the profiler warms up"
         self._profile = profile(
             schedule=schedule(wait=0, warmup=WARM_UP_STEPS, active=self._steps, repeat=1),
             on_trace_ready=self._write,

@@ -532,10 +532,11 @@ class _SessionCells:
         redirect.begin_run()
         try:
             loaded = payload.read(folder.payload)
-            self._feeds.begin_cell(order.number, folder, loaded.has_state)
+            settings = loaded.load_settings()
             self._modules |= loaded.modules
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
+            self._feeds.begin_cell(order.number, folder.path, settings)
             loaded.load_into(self._namespace)
         except Exception as error:
             tracebacks.send(link, tracebacks.failure_of(error))

@@ -4,5 +4,5 @@ folder.py    the run folder, which holds the journal and the run's other files; 
 reader.py    reads a journal from any process
 analysis.py  what limited the loaders of a run: sums, advice, plots
 metrics.py   the numbers that ranks log by `taas.log`: curves, tables, plots
-timeline.py  how long each rank loaded, computed, communicated and waited in each step
+timeline.py  the times of each rank in the steps that `--profile` recorded; the merged trace
 """

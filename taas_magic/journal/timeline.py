@@ -1,16 +1,15 @@
-"""Where the time of each step went: the traces of a run's ranks, compared and merged.
+"""The timeline of a run: how long each rank computed and waited in each profiled step.
 
 Each rank of a run with `--profile N` writes a trace of torch.profiler (`host/profile.py`). This
-module computes how each rank spent each step:
+module compares the traces and divides the time of each step into four parts:
 
-- load: waiting for a batch;
-- communicate: in a collective, while no other work ran. The shortest duration of a collective
-  among the ranks counts as communication, because the last rank that joins it waits for nobody;
-- wait: the rest of the collective, in which the rank waited for the other ranks;
-- compute: the rest of the step.
+- load: The rank waits for a batch.
+- communicate: The rank exchanges data in a collective, and no other work runs. This part is as long
+  as the collective takes on the rank that joins it last, because that rank waits for no other.
+- wait: The rank waits in a collective for the other ranks.
+- compute: The rest of the step, including work that runs beside a collective.
 
-Work that overlaps a collective counts as compute. The functions are pure, except `read`, `merged`
-and `Timeline`.
+Only `read` accesses files.
 """
 
 import gzip
@@ -51,7 +50,7 @@ class Span(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """How a rank spent one step, in seconds."""
+    """Times of one rank in one step, in seconds."""
 
     rank: int
     step: int
@@ -68,7 +67,7 @@ class StepTimes(NamedTuple):
 
 @dataclass
 class Trace:
-    """What this module needs of one rank's trace.
+    """One rank's trace, reduced to the spans that the timeline needs.
 
     Attributes:
         host: Name of the rank's host.
@@ -105,7 +104,7 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
 
 
 def trace_of(loaded: Mapping[str, Any]) -> Trace:
-    """Return what this module needs of a trace in Chrome's format.
+    """Reduce a trace in Chrome's format to a `Trace`.
 
     Args:
         loaded: The trace, as torch.profiler writes it.
@@ -165,7 +164,7 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
 
 
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
-    """Return how each rank spent each step, ordered by step and rank.
+    """Return the times of each rank in each step, ordered by step and rank.
 
     Args:
         traces: The traces by rank.
@@ -267,7 +266,9 @@ def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, flo
 
 
 class Timeline:
-    """How each rank of a run spent its profiled steps; a picture in a notebook, a table in text.
+    """Times of the ranks in the profiled steps of a run.
+
+    A notebook shows a picture, and `print` a table.
 
     Attributes:
         steps: Times of each rank in each step, ordered by step and rank.

@@ -169,21 +169,14 @@ def find_target(
         raise UsageError(f"ProxyJump leads in a circle: {' through '.join((*through, host))}")
     name, user, written_port = match["bracketed"] or match["name"], match["user"], match["port"]
     if shutil.which("ssh"):
-        words = ["ssh", "-T", "-G"]
-        words += ["-F", os.path.expanduser(config_file)] if config_file else []
-        words += ["-l", user] if user else []
-        words += ["-p", written_port] if written_port else []
-        words += ["-J", jumps] if jumps else []
-        settings = _ask_ssh(host, [*words, "--", name], stop)
-    else:
-        settings = {
-            "hostname": [name],
-            "user": [user or user_name()],
-            "port": [written_port or str(SSH_PORT)],
-            "identityfile": _USUAL_KEYS,
-            "userknownhostsfile": [_USER_KNOWN],
-            "globalknownhostsfile": [_SYSTEM_KNOWN],
+        options = {
+            "-F": os.path.expanduser(config_file or ""),
+            **{"-l": user, "-p": written_port, "-J": jumps},
         }
+        given = [word for option in options.items() if option[1] for word in option]
+        settings = _ask_ssh(host, ["ssh", "-T", "-G", *given, "--", name], stop)
+    else:
+        settings = _settings_without_ssh(name, user, written_port)
     hostname, port = settings["hostname"][0], int(settings["port"][0])
     alias = next(iter(settings.get("hostkeyalias", ())), None)
     tokens = _tokens(settings, name, alias)
@@ -210,6 +203,18 @@ def find_target(
         jump=find_target(last_jump, config_file, stop, jumps, through) if last_jump else None,
         proxy_command=_expand_tokens(commands[0], tokens) if commands else None,
     )
+
+
+def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Settings:
+    """Return the settings of a host if no `ssh` is installed: OpenSSH's defaults."""
+    return {
+        "hostname": [name],
+        "user": [user or user_name()],
+        "port": [port or str(SSH_PORT)],
+        "identityfile": _USUAL_KEYS,
+        "userknownhostsfile": [_USER_KNOWN],
+        "globalknownhostsfile": [_SYSTEM_KNOWN],
+    }
 
 
 def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Settings:

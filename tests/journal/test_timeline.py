@@ -70,6 +70,13 @@ def test_a_cell_without_steps_says_so(notebook: Notebook) -> None:
         outcome.run.timeline()
 
 
+def test_a_cell_with_one_step_says_so(notebook: Notebook) -> None:
+    outcome = notebook.run("import taas\ntaas.step()", "--profile 3")
+    assert outcome.error is None and outcome.run is not None
+    [note] = [note for note in outcome.run.head.notes if "--profile" in note]
+    assert note.endswith("the cell has only one step, in which the profiler warms up")
+
+
 OWN_PROFILER = """
 import taas, torch
 with torch.profiler.profile() as own:

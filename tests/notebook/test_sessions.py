@@ -8,8 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.eventually import eventually
 from tests.frontend import Frontend
-from tests.harness import left_of
+from tests.harness import below, left_of
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
 
@@ -187,9 +188,12 @@ def test_a_loader_that_is_registered_again_is_sent_again(session: Frontend) -> N
     session.run(total)
     first = value(session, "total")
     session.run(LOADER.replace("torch.arange(32)", "torch.full([32], 7)"))
+    processes = [len(below(rank.pid)) for rank in ranks_of(session)]
     request = session.run(total)
     assert "sent again, as the notebook has changed it: `loader`" in notes(session, request)
     assert value(session, "total") == 16 * 7 != first
+    ranks = ranks_of(session)
+    eventually(lambda: [len(below(rank.pid)) for rank in ranks] == processes)
 
 
 def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Frontend) -> None:
