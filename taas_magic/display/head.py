@@ -58,6 +58,9 @@ FRAME = (
     "font-size:13px;line-height:1.5;overflow-wrap:break-word"
 )
 CODE = "font-family:monospace"
+TABLE = (  # a <pre> of JupyterLab has an opaque background
+    "white-space:pre;overflow-x:auto;margin:0px;background-color:transparent;padding:0px"
+)
 LABEL = "opacity:0.6;font-size:12px"
 WORDS_CHARS = 500
 CELL_CHARS = 200
@@ -482,7 +485,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def as_html(text: str) -> str:
     """Return HTML for lines with aligned columns; the browser does not wrap the lines."""
-    return f"<pre style='white-space:pre;overflow-x:auto;margin:0px'>{escape(text)}</pre>"
+    return f"<pre style='{TABLE}'>{escape(text)}</pre>"
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:

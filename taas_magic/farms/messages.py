@@ -224,8 +224,8 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     sends: int = 0
 
 
-NODE_STATES = ("asked for", "starting", "here", "left", "lost", "given up")
-"""The states of a node, in their order. After "here", a node gets at most one more state."""
+NODE_STATES = ("requested", "starting", "ready", "left", "lost", "given up")
+"""The states of a node, in their order. After "ready", a node gets at most one more state."""
 
 
 class NodeUpdate(Struct, tag="node"):

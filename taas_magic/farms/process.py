@@ -154,7 +154,7 @@ class _NodeRun:
     """The record of a node, which is kept after the node has ended.
 
     Attributes:
-        state: "coming", then "here" once the node accepts jobs, then "lost", or "left" if the farm
+        state: "coming", then "ready" once the node accepts jobs, then "lost", or "left" if the farm
             ended the node because it was not needed.
         pool: The pool from which the node has, or waits for, its host.
         connection: The connection to the pool's process by which the node's run was launched; None
@@ -220,7 +220,7 @@ class Fleet(SchedulerPlugin):
                 await self._give_back(spare)
             await asyncio.sleep(INTERVAL_S)
 
-    def _living(self, states: Collection[str] = ("coming", "here")) -> list[str]:
+    def _living(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
         """Return the names of the nodes that are in one of `states`."""
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
@@ -244,7 +244,7 @@ class Fleet(SchedulerPlugin):
         Args:
             count: Largest number of nodes to end.
         """
-        here, workers = self._living(["here"]), self._scheduler.workers
+        here, workers = self._living(["ready"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
         idle = [name for name in places if not workers[places[name]].processing]
         for name in [*self._living(["coming"]), *idle][:count]:
@@ -274,7 +274,7 @@ class Fleet(SchedulerPlugin):
             node.pool, node.wait = pool, Wait(pool)
             wait, hosts = node.wait, min(self._count(pool), pool.config.max_hosts)
         try:
-            self._report_node_state(name, "asked for")
+            self._report_node_state(name, "requested")
             connection = pool.open(hosts, wait=wait)
             with self._lock:  # one after another, so that each gets the least loaded host
                 if node.wait is None:
@@ -388,7 +388,7 @@ class Fleet(SchedulerPlugin):
             if node.pool is not None:
                 self._failures[node.pool.name] += 1
         if node.state != "lost":
-            self._threads.submit(self._end, name, WHY_S if node.state == "here" else 0.0)
+            self._threads.submit(self._end, name, WHY_S if node.state == "ready" else 0.0)
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -396,10 +396,10 @@ class Fleet(SchedulerPlugin):
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         if node.state == "coming":
-            node.state, self._failed = "here", 0
+            node.state, self._failed = "ready", 0
             if node.pool is not None:
                 self._failures[node.pool.name] = 0
-            self._report_node_state(name, "here")
+            self._report_node_state(name, "ready")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Record that a node has ended; called by Dask before other nodes get its jobs.
@@ -407,7 +407,7 @@ class Fleet(SchedulerPlugin):
         The reason becomes known later, with the last event of the node's run.
         """
         name = self._names.pop(worker)
-        if self._nodes[name].state == "here":
+        if self._nodes[name].state == "ready":
             self._lost(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,11 @@
 """The state of a farm, the reducer that updates it, and its table as text and HTML."""
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from taas_magic.display.head import FRAME, as_html, columns
@@ -116,7 +118,7 @@ class FarmState:
     @property
     def here(self) -> list[NodeUpdate]:
         """The nodes that accept jobs."""
-        return [node for node in list(self.nodes.values()) if node.state == "here"]
+        return [node for node in list(self.nodes.values()) if node.state == "ready"]
 
     def eta_s(self) -> float | None:
         """Estimate the seconds until all jobs have ended, from the mean time of finished jobs.
@@ -153,22 +155,33 @@ def head(state: FarmState) -> str:
     counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
     eta_s = state.eta_s()
     eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
-    nodes = f"{len(state.here)} nodes of {state.slots} slots ({state.least} to {state.most})"
-    over = "closed" if state.is_closed else nodes
+    over = "closed" if state.is_closed else _nodes_text(state)
     return f"{state.name} on {state.pools}: {over} · {counts or 'no jobs'}{eta}"
+
+
+def _nodes_text(state: FarmState) -> str:
+    """Return text with the number of nodes, its bounds, and the number of jobs on each node."""
+    nodes = f"{len(state.here)} node{'s' * (len(state.here) != 1)}"
+    bounds = f" ({state.least} to {state.most})" if state.least != state.most else ""
+    jobs = f"{state.slots} job{'s' * (state.slots != 1)}"
+    return f"{nodes}{bounds}, each for {jobs} at a time"
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: nodes, then jobs, first those that run or have failed.
 
     Returns:
-        Name, state, host and last line of each node and job.
+        Name, state, host and last line of each node and job. Jobs that start next come first
+        among those that wait.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]
     found = [(n.node, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
-    order = {"running": 0, "failed": 1, "cancelled": 2, "done": 3, "queued": 4}
-    jobs = sorted(reversed(list(state.jobs.values())), key=lambda job: order[job.state])
+    by_state: defaultdict[str, list[JobState]] = defaultdict(list)
+    for job in list(state.jobs.values()):
+        by_state[job.state].append(job)
+    newest_first = [by_state[it][::-1] for it in ("running", "failed", "cancelled", "done")]
+    jobs = [*itertools.chain(*newest_first), *by_state["queued"]]
     found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
     return [(name, kind, host, line[:LINE_CHARS]) for name, kind, host, line in found]
 
@@ -177,5 +190,6 @@ def bundle(state: FarmState) -> dict[str, str]:
     """Return the table for a notebook's output, with all text from hosts escaped in the HTML."""
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
-    text = "\n".join([head(state), *(f"  {line}" for line in table)])
-    return {"text/plain": text, "text/html": f"<div style='{FRAME}'>{as_html(text)}</div>"}
+    title, text = head(state), "\n".join(table)
+    html = f"<div style='{FRAME}'>{escape(title)}{as_html(text)}</div>"
+    return {"text/plain": "\n".join([title, *(f"  {it}" for it in table)]), "text/html": html}

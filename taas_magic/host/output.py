@@ -47,6 +47,11 @@ MAX_BARS = 32
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
 _BAR = re.compile(rb"^(?!.*100%\|).*\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$", re.DOTALL)
+# A row that tqdm drew, and text that another print added to it. The row of a bar ends without a
+# newline. One pair of brackets may be nested, as in `lr=[0.1]`.
+_TEXT_AFTER_BAR = re.compile(
+    rb"^.*?\[(?:\d+:)?\d\d:\d\d[<,](?:[^\[\]]|\[[^\[\]]*\])*\]\s*(?P<text>\S.*)$", re.DOTALL
+)
 TAIL_LINES = 20
 
 ERROR_WORDS = (
@@ -100,13 +105,21 @@ class _Row:
     @property
     def is_bar(self) -> bool:
         """Whether the row is an unfinished progress bar."""
-        return self.is_redrawn and len(self.head) < 4096 and _BAR.search(self.head) is not None
+        return self._may_have_bar and _BAR.search(self.head) is not None
+
+    @property
+    def _may_have_bar(self) -> bool:
+        return self.is_redrawn and len(self.head) < 4096
 
     def text(self, limit_bytes: int) -> str:
-        """Return the row's text, with a mark at its end if it was cut."""
+        """Return the row's text, with a mark at its end if it was cut.
+
+        If the row is a progress bar and text that was printed behind it, only the text.
+        """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
-        return self.head.decode("utf-8", "replace")
+        found = _TEXT_AFTER_BAR.match(self.head) if self._may_have_bar else None
+        return (found["text"] if found else self.head).decode("utf-8", "replace")
 
 
 class LineAssembler:
@@ -117,6 +130,8 @@ class LineAssembler:
     - Only newlines end lines.
     - A carriage return overwrites the line before it, as in a terminal; tqdm relies on this. A
       carriage return before a newline is part of the line's end.
+    - A print while a bar of tqdm is unfinished adds its text to the bar's row. The line is the text
+      alone.
     - Nested bars move the cursor up. An unfinished bar is not emitted as a line as long as only
       bars are below it.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.

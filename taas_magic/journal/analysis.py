@@ -225,6 +225,8 @@ _MOST_CPU = 0.6
 _FULL = 0.8
 _MOST_TIMES = 8
 _WORTH = 1.15
+_CORES_IN_USE = "all cores of this host are in use"
+_WORKER_PER_CORE = "this host already has a worker for each core"
 
 
 @dataclass(frozen=True)
@@ -313,10 +315,10 @@ def _because(load: Load) -> str:
             f"workers; num_workers={load.workers:.0f} in the DataLoader would use them all"
         )
     if load.cpu < _MOST_CPU and load.cores < _FULL:
-        return f"its storage waits; {_more(load, math.inf)}"
+        return f"its storage is slow; {_more(load, math.inf)}"
     # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
-    more = _more(load, free) if free >= _WORTH else _on_other_hosts(load)
+    more = _more(load, free) if free >= _WORTH else _on_other_hosts(load, _CORES_IN_USE)
     return f"preparing it takes CPU time; {more}"
 
 
@@ -347,7 +349,7 @@ def _delivery(load: Load) -> str:
         )
     brings = f"the network brings {load.mb_per_s:,.0f} MB/s while its workers have time left; "
     if load.room < load.fetchers + 1:
-        return brings + _on_other_hosts(load)
+        return brings + _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _scaled(load, math.inf, 1.0)
     return brings + (
         f"--cpus {fetchers} instead of {load.fetchers} would make it up to {_times(faster)} as "
@@ -357,17 +359,17 @@ def _delivery(load: Load) -> str:
 
 def _more(load: Load, most: float) -> str:
     if load.room < load.fetchers + 1:
-        return _on_other_hosts(load)
+        return _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _scaled(load, most, load.busy)
     return (
         f"--cpus {fetchers} instead of {load.fetchers} would make it about {_times(faster)} as fast"
     )
 
 
-def _on_other_hosts(load: Load) -> str:
+def _on_other_hosts(load: Load, why: str) -> str:
     return (
-        "all cores of this host are in use: fetchers on hosts of their own (--data-pool) would "
-        f"make it up to {_times(load.possible)} as fast"
+        f"{why}; fetchers on hosts of their own (--data-pool) would make it up to "
+        f"{_times(load.possible)} as fast"
     )
 
 

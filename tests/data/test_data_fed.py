@@ -73,7 +73,7 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     # without --prefill it is the first batch, on a busy machine, that ranks wait for
     outcome = notebook.run(CELL, "--cpus 1 --prefill 2")
     assert outcome.error is None and outcome.run is not None
-    assert "for 'loader': its storage waits; --cpus " in outcome.run.advice
+    assert "for 'loader': its storage is slow; --cpus " in outcome.run.advice
     assert isinstance(outcome.run.plot(), Figure)
     old = runs.find(outcome.run.run_id)
     assert old.advice == outcome.run.advice

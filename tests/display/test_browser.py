@@ -1,5 +1,10 @@
 """A run as a person sees it: JupyterLab in a real browser."""
 
+import base64
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +14,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 pytest.importorskip("websocket", reason="websocket-client is missing")
-from tests.rig.browser.chromium import Page, find, open_page
+from tests.frontend import environment
+from tests.rig.browser.chromium import WAIT_S, Page, find, open_page
 from tests.rig.browser.lab import (
     Lab,
     command,
@@ -31,11 +37,20 @@ pytestmark = [
 
 SHOWN = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell"
 OUTPUT = f"document.querySelectorAll('{SHOWN}')[{{}}].querySelector('.jp-OutputArea').innerText"
+STEP = re.compile(r"step (\d+)")
 FLOOD = "%%taas --gpus 2\nfor i in range(50_000):\n    print(i, 'x' * 90)"
 WAITS = (
     "%%taas --gpus 1\nfrom pathlib import Path\nimport time\n"
     "while not Path('end').exists():\n    time.sleep(0.05)"
 )
+STEPS = (
+    "%%taas --gpus 1 --detach --name back\nfrom pathlib import Path\nimport time\nimport taas\n"
+    "for step in range(6):\n    while not Path(f'step-{step}').exists():\n"
+    "        time.sleep(0.05)\n    taas.log(step=step, loss=1 / (step + 1))\n"
+    "    print('step', step)"
+)
+"""A run that waits at each step for a file."""
+
 CELLS = (
     "from pathlib import Path\ngo = Path('go')",
     "%%taas --gpus 2 --out total --name seen\n"
@@ -68,9 +83,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel}
     )
     nbformat.write(notebook, folder / "seen.ipynb")
-    for name, cell in {"flood": FLOOD, "waits": WAITS}.items():
-        cells = [new_code_cell(cell), new_code_cell("print('an', 'answer')")]
-        other = new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    answer = "print('an', 'answer')"
+    others = {"flood": (FLOOD, answer), "waits": (WAITS,), "back": (STEPS, "%taas attach back")}
+    for name, cells in others.items():
+        other = new_notebook(
+            cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}
+        )
         nbformat.write(other, folder / f"{name}.ipynb")
     return folder
 
@@ -117,6 +135,76 @@ def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
         assert "RUNNING" in page.evaluate(output(0)), "this page is brought up to date"
         (project / "end").touch()
         page.wait_for(f"/SUCCEEDED/.test({output(0)})")
+
+
+def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_terminal(
+    page: Page, lab: Lab, project: Path, tmp_path: Path
+) -> None:
+    notebook, printed = project / "back.ipynb", tmp_path / "terminal.txt"
+    open_notebook(page, lab, "back.ipynb")
+    command(page, "notebook:run-cell")
+    page.wait_for(f"/DETACHED back/.test({output(0)})")
+    take_steps(project, 2)
+    command(page, "docmanager:save-all")
+    wait_until(lambda: "DETACHED" in notebook.read_text(), "it is not saved")
+
+    open_notebook(page, lab, "back.ipynb")
+    run_second_cell(page)
+    sees_steps(page, 2)
+    terminal = attach_in_a_terminal(project, printed)
+    try:
+        wait_until(lambda: "step 1" in printed.read_text(), "the terminal shows no log")
+        take_steps(project, 4)
+        sees_steps(page, 4)
+        wait_until(lambda: "step 3" in printed.read_text(), "the terminal shows no news")
+
+        page.go("about:blank")
+        open_notebook(page, lab, "back.ipynb")
+        command(page, "notebook:interrupt-kernel")
+        wait_until(lambda: lab.is_ready("back.ipynb"), "the attached view does not end")
+        take_steps(project, 5)
+        run_second_cell(page)
+        sees_steps(page, 5)
+        take_steps(project, 6)
+        page.wait_for(f"/SUCCEEDED back/.test({output(1)})")
+        sees_steps(page, 6)
+        assert terminal.wait(WAIT_S) == 0
+        assert STEP.findall(printed.read_text()) == STEP.findall(page.evaluate(output(1)))
+    finally:
+        terminal.kill()
+        terminal.wait(WAIT_S)
+
+
+def take_steps(project: Path, number: int) -> None:
+    """Let the run of `STEPS` go on until it has taken this number of steps."""
+    for step in range(number):
+        (project / f"step-{step}").touch()
+
+
+def run_second_cell(page: Page) -> None:
+    """Run the second cell of a notebook that was loaded just now."""
+    command(page, "notebook:move-cursor-down")
+    command(page, "notebook:run-cell")
+
+
+def sees_steps(page: Page, number: int) -> None:
+    """Wait until the second cell shows the log and the curve of a number of steps."""
+    cell = f"document.querySelectorAll('{SHOWN}')[1]"
+    page.wait_for(f"!!{cell}.querySelector('.jp-OutputArea')")
+    page.wait_for(f"/loss.*{number} values/.test({output(1)})")
+    page.wait_for(f"/step {number - 1}/.test({output(1)})")
+    source = page.evaluate(f"{cell}.querySelector('.jp-OutputArea img[alt=loss]').src")
+    svg = base64.b64decode(source.partition(",")[2]).decode()
+    assert len(re.findall(r"[\d.]+,[\d.]+", svg)) == number, "points of the curve"
+    assert STEP.findall(page.evaluate(output(1))) == [str(step) for step in range(number)]
+
+
+def attach_in_a_terminal(project: Path, printed: Path) -> "subprocess.Popen[bytes]":
+    """Attach to the run `back` as in a terminal; return the process, which writes to a file."""
+    environ = {**os.environ, **environment(project.parent / "jupyter")}
+    command = [sys.executable, "-m", "taas_magic", "attach", "back"]
+    with printed.open("wb") as out:
+        return subprocess.Popen(command, cwd=project, env=environ, stdout=out, stderr=out)
 
 
 def test_a_run_shows_its_head_its_log_and_its_result(

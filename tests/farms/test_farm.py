@@ -364,13 +364,13 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
         until(lambda: programs("node") - known)
         node = node_besides(known)
         node.suspend()
-        until(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"here", "lost"})
+        until(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"ready", "lost"})
         ended = [it for it in nodes_of(hanging) if "did nothing" in it.why]
         if not ended:  # it was here before it was stopped: the next one
             known.add(node)
             came = hanging.status().here
             node.kill()
-            until(lambda came=came: all(it.state != "here" for it in came))  # type: ignore[misc]
+            until(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
     assert "the farm's node did nothing for" in ended[0].why
     until(lambda: nodes_of(hanging)[-1] is not ended[0])
     _, alive = psutil.wait_procs([node], timeout=WAIT_S)
@@ -702,7 +702,7 @@ def farm_state() -> FarmState:
     state = FarmState("farm-1", "many", 0, 2)
     state.add(JobState("train-1"))
     state.add(JobState("train-2"))
-    state.apply(NodeUpdate("node-0", "here", host="h<1>"))
+    state.apply(NodeUpdate("node-0", "ready", host="h<1>"))
     state.apply(JobUpdate("train-1", "node-0", state="running"))
     state.apply(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
     return state
@@ -710,7 +710,7 @@ def farm_state() -> FarmState:
 
 def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     shown = bundle(farm_state())
-    assert "1 nodes of 1 slots (0 to 2) · 1 queued, 1 running" in shown["text/plain"]
+    assert "1 node (0 to 2), each for 1 job at a time · 1 queued, 1 running" in shown["text/plain"]
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
     (closed := farm_state()).close()
@@ -745,9 +745,9 @@ def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
 def test_what_is_told_late_does_not_turn_a_node_back() -> None:
     state = farm_state()
     state.apply(NodeUpdate("node-0", "starting", host="h2"))
-    assert [(node.state, node.host) for node in state.here] == [("here", "h2")]
+    assert [(node.state, node.host) for node in state.here] == [("ready", "h2")]
     state.apply(NodeUpdate("node-0", "lost", "killed"))
-    state.apply(NodeUpdate("node-0", "here"))
+    state.apply(NodeUpdate("node-0", "ready"))
     assert not state.here
 
 

@@ -110,9 +110,18 @@ def test_three_nested_bars() -> None:
     assert shown == [OUTER.format(3), INNER.format(1), INNER.format(4)]
 
 
-def test_text_printed_after_a_bar_is_a_line_at_once() -> None:
-    data = f"\r{OUTER.format(1)}loss 0.5\n".encode()
-    assert LineAssembler(1000).feed(data) == [f"{OUTER.format(1)}loss 0.5"]
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_printed_behind_a_bar_is_a_line_without_the_bar(size: int) -> None:
+    bars = [
+        "  0%|          | 0/4 [00:00<?, ?it/s]",
+        "5it [00:01,  4.99it/s]",
+        "Epoch 0:  50%|#### | 5/10 [1:00:01<00:01, 4.2it/s, lr=[0.1], loss=0.5]",
+        "100%|##########| 399/400 [00:50<00:00,  7.9it/s]   ",
+    ]
+    data = "".join(f"\r{bar}[loss] {number}\n" for number, bar in enumerate(bars))
+    assert assemble(data.encode(), [size], 1000) == [f"[loss] {n}" for n in range(len(bars))]
+    data = f"\r{bars[2]}\nend\n"
+    assert assemble(data.encode(), [size], 1000) == [bars[2], "end"]
 
 
 BAR_THEN_TEXT = b"\r 50%|# | 1/2 [00:01<00:01, 1.0it/s]\nabc\x1b[Adef\n\n"

@@ -15,7 +15,7 @@ ALONE = Load("train", 0.62, ranks=2, fetchers=0, workers=0)
 CASES = {
     "little": (replace(STORAGE, waited=0.1), ""),
     "nothing known of the workers": (replace(STORAGE, workers=0), ""),
-    "storage": (STORAGE, "its storage waits; --cpus 3 instead of 1 would make it about 2.6x as"),
+    "storage": (STORAGE, "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as"),
     "storage, many": (
         replace(STORAGE, fetchers=4, workers=4, working=4, waited=0.4),
         "--cpus 7 instead of 4 would make it about 1.7x as fast",
@@ -38,11 +38,11 @@ CASES = {
     "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
     "storage, cores for one more": (
         replace(STORAGE, room=2),
-        "its storage waits; --cpus 2 instead of 1 would make it about 2.0x as fast",
+        "its storage is slow; --cpus 2 instead of 1 would make it about 2.0x as fast",
     ),
     "storage, no core for one more": (
         replace(STORAGE, room=1),
-        "all cores of this host are in use: fetchers on hosts of their own (--data-pool)",
+        "this host already has a worker for each core; fetchers on hosts of their own",
     ),
     "one stream": (
         replace(STORAGE, workers=4, working=1.05),
@@ -129,7 +129,7 @@ def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -
 
 
 def test_the_sums_of_a_run_decide() -> None:
-    assert "its storage waits" in advice(run_of(waited_s=6.0, cpu_s=0.5))
+    assert "its storage is slow" in advice(run_of(waited_s=6.0, cpu_s=0.5))
     assert "takes CPU time" in advice(run_of(waited_s=6.0, cpu_s=9.5))
     assert "first batch" in advice(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))
     assert advice(run_of(waited_s=0.5, cpu_s=0.5)) == ""

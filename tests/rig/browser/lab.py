@@ -29,6 +29,12 @@ SETTINGS = {
 }
 """Files of JupyterLab's configuration."""
 
+PANEL = "[...window.jupyterapp.shell.widgets('main')].find(it => it.isVisible)"
+"""JavaScript for the notebook that a page shows."""
+
+CONNECTION = f"{PANEL}?.sessionContext?.session?.kernel?.connectionStatus"
+"""JavaScript for the state of the connection between the page and its notebook's kernel."""
+
 
 @dataclass
 class Lab:
@@ -113,11 +119,15 @@ def open_notebook(page: Page, lab: Lab, name: str) -> None:
     show_notebook(page, lab, name)
     # The page itself says "idle" before it is connected.
     wait_until(lambda: lab.is_ready(name), "the notebook gets no kernel")
+    # After a reload the server may still count the connection of the page before.
+    page.wait_for(f"{CONNECTION} === 'connected'")
 
 
-def command(page: Page, name: str) -> None:
+def command(page: Page, name: str, **values: str) -> None:
     """Carry out a command of JupyterLab, as its menus do; do not wait for its end."""
-    page.evaluate(f"void window.jupyterapp.commands.execute({json.dumps(name)})")
+    page.evaluate(
+        f"void window.jupyterapp.commands.execute({json.dumps(name)}, {json.dumps(values)})"
+    )
 
 
 @contextmanager

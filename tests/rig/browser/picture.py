@@ -1,66 +1,304 @@
-"""Makes docs/running-cell.png: the quickstart's cell in JupyterLab, as a person sees it.
+"""Takes the pictures of docs/: notebooks in JupyterLab, in a real browser.
 
-Run from the checkout: `python -m tests.rig.browser.picture docs/running-cell.png`.
+Run from the checkout: `python -m tests.rig.browser.picture FOLDER [NAME ...]`. Each function below
+takes one picture, named after it. Without names, all are taken. The heads in the pictures show the
+run folders of the user who runs the script.
 """
 
 import io
-import shutil
+import json
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
+from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
-from taas_magic.journal.folder import state_dir
-from tests.frontend import ROOT
 from tests.rig.browser.chromium import Page, find, open_page
-from tests.rig.browser.lab import command, open_lab, open_notebook, wait_until
+from tests.rig.browser.lab import PANEL, Lab, command, open_lab, open_notebook, wait_until
 
-NAME = "quickstart.ipynb"
-COLOURS = 128
-CELL = "[...document.querySelectorAll('.jp-CodeCell')].find(c => /%%taas/.test(c.innerText))"
-OUTPUT = f"{CELL}.querySelector('.jp-OutputArea').innerText"
-# From the top of the training cell to the bottom of the cell that uses its result.
-CLIP = f"""(() => {{
-    const cell = {CELL};
-    const cells = [...document.querySelectorAll('.jp-Notebook .jp-Cell')];
-    const last = cells.slice(cells.indexOf(cell)).find(c => /^accuracy/m.test(c.innerText));
-    cell.scrollIntoView();
-    const top = cell.getBoundingClientRect(), bottom = last.getBoundingClientRect();
-    return {{x: top.x, y: top.y, width: top.width, height: bottom.bottom - top.y}};
-}})()"""
+NAME = "picture.ipynb"
+COLOURS = 64
+WIDTH, HEIGHT, SCALE = 840, 2000, 1.5
+CELLS = "[...document.querySelectorAll('.jp-Notebook .jp-Cell')]"
+KERNEL = {"name": "taas", "display_name": "Python (TaaS)", "language": "python"}
+TAAS_TOML = """
+[pools.many]
+engine = "local"
+max_hosts = 3
+cores = 2
+"""
+WARM_UP = "%%taas --gpus 2\npass"
+DIGITS = """
+import taas
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+digits = load_digits()
+pixels = torch.tensor(digits.data / 16, dtype=torch.float32)
+labels = torch.tensor(digits.target)
+train_set = TensorDataset(pixels[:1400], labels[:1400])
 
 
-def take(page: Page) -> bytes:
-    """Run the notebook that the page shows; return the picture when the run has ended."""
-    page.resize(960, 1500, scale=1.5)
-    command(page, "application:toggle-left-area")
-    command(page, "notebook:run-all-cells")
-    page.wait_for(f"/SUCCEEDED/.test({OUTPUT}) && /finds/.test({OUTPUT})")
-    page.wait_for("!!document.querySelector('.jp-OutputArea img')")
-    page.evaluate("document.activeElement.blur()")
-    return page.picture(page.evaluate(CLIP))
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+"""
+TRAINING = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+from tqdm import trange
+
+dist.init_process_group()
+ddp = DistributedDataParallel(make_model())
+optimizer = torch.optim.Adam(ddp.parameters(), lr=5e-4)
+sampler = DistributedSampler(train_set)
+for epoch in trange(EPOCHS, desc="epochs"):
+    sampler.set_epoch(epoch)
+    for x, y in DataLoader(train_set, batch_size=32, sampler=sampler):
+        logits = ddp(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        accuracy = (logits.argmax(1) == y).float().mean()
+        taas.log(loss=loss, accuracy=accuracy)
+    if epoch % 5 == 0:
+        print(f"epoch {epoch}: last loss {loss.item():.3f}")
+""".replace("EPOCHS", "400")
+
+READ = """
+def read(index):
+    if index >= len(train_set):
+        raise IndexError(f"no picture {index} in a set of {len(train_set)}")
+    return train_set[index]
+"""
+FAILS = """
+%%taas --gpus 2
+import torch.distributed as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+total = torch.zeros(64)
+for index in range(701 * rank, 701 * (rank + 1)):
+    total += read(index)[0]
+dist.all_reduce(total)
+"""
+STYLE = "<style>.jp-cell-toolbar, .jp-Collapser {visibility: hidden}</style>"
 
 
-def main(target: Path) -> None:
+@dataclass
+class Session:
+    """A page of a browser, and the JupyterLab that it shows.
+
+    Attributes:
+        page: The page.
+        lab: The server.
+        folder: The folder with the server's notebooks.
+    """
+
+    page: Page
+    lab: Lab
+    folder: Path
+
+    def open(self, *cells: str, width: int = WIDTH) -> None:
+        """Write a notebook, and open it in a page that is `width` CSS pixels wide."""
+        notebook = new_notebook(
+            cells=[new_code_cell(cell.strip()) for cell in cells], metadata={"kernelspec": KERNEL}
+        )
+        nbformat.write(notebook, self.folder / NAME)
+        self.page.resize(width, HEIGHT, SCALE)
+        self.show()
+
+    def show(self) -> None:
+        """Load the page of the notebook, also if it is loaded already."""
+        open_notebook(self.page, self.lab, NAME)
+        self.page.evaluate("window.jupyterapp.shell.collapseLeft()")
+
+    def run(self, *numbers: int) -> None:
+        """Run cells; do not wait for their end."""
+        for number in numbers:
+            self.page.wait_for(f"{PANEL}.content.widgets.length > {number}")
+            self.page.evaluate(f"void ({PANEL}.content.activeCellIndex = {number})")
+            command(self.page, "notebook:run-cell")
+
+    def wait_for_end(self, number: int) -> None:
+        """Wait until a cell has ended."""
+        prompt = f"{CELLS}.at({number}).querySelector('.jp-InputPrompt').innerText"
+        self.page.wait_for(f"/\\d/.test({prompt})")
+
+    def wait_for(self, number: int, pattern: str) -> None:
+        """Wait until the output of a cell matches a regular expression of JavaScript."""
+        output = f"{CELLS}.at({number})?.querySelector('.jp-OutputArea')?.innerText"
+        self.page.wait_for(f"/{pattern}/.test({output})")
+
+    def picture(self, first: int, last: int) -> bytes:
+        """Return a PNG from the top of a cell to the bottom of another one."""
+        self.page.evaluate(
+            f"document.head.insertAdjacentHTML('beforeend', {json.dumps(STYLE)}),"
+            f"document.activeElement.blur(), {CELLS}.at({first}).scrollIntoView()"
+        )
+        clip = f"""(() => {{
+            const top = {CELLS}.at({first}).getBoundingClientRect();
+            const bottom = {CELLS}.at({last}).getBoundingClientRect();
+            return {{x: top.x, y: top.y, width: top.width, height: bottom.bottom - top.y}};
+        }})()"""
+        return self.page.picture(self.page.evaluate(clip))
+
+
+def running_cell(session: Session) -> bytes:
+    """Show a cell that trains on two ranks: a progress bar, two live curves, its log."""
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}")
+    session.run(0, 1, 2)
+    session.wait_for(2, "epoch 10:")
+    return session.picture(2, 2)
+
+
+def narrow(session: Session) -> bytes:
+    """Show the same cell in a page that is 480 pixels wide."""
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}", width=480)
+    session.run(0, 1, 2)
+    session.wait_for(2, "epoch 10:")
+    return session.picture(2, 2)
+
+
+def dark(session: Session) -> bytes:
+    """Show the same cell in JupyterLab's dark theme, and a failure."""
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}", READ, FAILS)
+    session.run(0, 1, 2)
+    command(session.page, "apputils:change-theme", theme="JupyterLab Dark")
+    session.wait_for(2, "epoch 10:")
+    command(session.page, "notebook:interrupt-kernel")
+    session.wait_for_end(2)
+    session.run(3, 4)
+    session.wait_for_end(4)
+    return session.picture(2, 4)
+
+
+def failure(session: Session) -> bytes:
+    """Show the failure of one rank: the cell's exception."""
+    session.open(DIGITS, WARM_UP, READ, FAILS)
+    session.run(0, 1, 2, 3)
+    session.wait_for_end(3)
+    return session.picture(2, 3)
+
+
+def data_advice(session: Session) -> bytes:
+    """Show the end of a run that waited for its data: the head says what to change."""
+    dataset = """
+import time
+
+class SlowPictures(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1400
+
+    def __getitem__(self, index):
+        time.sleep(0.001)                  # slow storage
+        return train_set[index]
+
+train = taas.register(DataLoader(SlowPictures(), batch_size=32, num_workers=1))
+"""
+    cell = """
+%%taas --gpus 2 --cpus 1
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x, y in train:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+    session.open(DIGITS, WARM_UP, dataset, cell)
+    session.run(0, 1, 2, 3)
+    session.wait_for_end(3)
+    return session.picture(2, 3)
+
+
+def farm_table(session: Session) -> bytes:
+    """Show the table of a farm while its jobs run."""
+    function = """
+def train(shard, epochs=60):
+    model, (x, y) = make_model(), train_set[shard::8]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
+        time.sleep(0.05)
+    return loss.item()
+"""
+    cell = """
+farm = taas.farm(pool="many", cpus=1, nodes=2)
+jobs = farm.map(train, range(12))
+"""
+    session.open(f"{DIGITS}import time\n", function, cell)
+    session.run(0, 1, 2)
+    session.wait_for(2, "[3-9] done")
+    return session.picture(1, 2)
+
+
+def attach(session: Session) -> bytes:
+    """Show a detached run that is attached after the page was loaded again."""
+    cell = f"%%taas --gpus 2 --name digits --detach{TRAINING}"
+    session.open(DIGITS, WARM_UP, cell, "%taas attach digits")
+    session.run(0, 1, 2)
+    session.wait_for(2, "DETACHED")
+    command(session.page, "docmanager:save-all")
+    file = session.folder / NAME
+    wait_until(lambda: "DETACHED" in file.read_text(), "the notebook is not saved")
+    session.show()
+    session.run(3)
+    session.wait_for(3, "RUNNING[^]*epoch 10:")
+    return session.picture(2, 3)
+
+
+PICTURES: tuple[Callable[[Session], bytes], ...] = (
+    running_cell,
+    failure,
+    data_advice,
+    farm_table,
+    attach,
+)
+"""The pictures of docs/."""
+
+CHECKS: tuple[Callable[[Session], bytes], ...] = (narrow, dark)
+"""Pictures to look at, not in docs/."""
+
+
+def main(target: Path, names: list[str]) -> None:
+    """Take the pictures with these names, or all pictures.
+
+    Args:
+        target: The folder for the pictures.
+        names: The names of the functions that take them.
+    """
     browser = find()
     assert browser is not None, "no chromium is installed"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copytree(ROOT / "notebooks", folder / "notebooks")
-        with (
-            # The run folder that the picture names is the one that a person would see.
-            open_lab(folder / "jupyter", folder / "notebooks", TAAS_STATE_DIR="") as lab,
-            open_page(browser, folder / "profile") as page,
-        ):
-            pools = state_dir() / "pools"
-            before = set(pools.glob("*/pool.json"))
-            open_notebook(page, lab, NAME)
-            command(page, "notebook:clear-all-cell-outputs")
-            wait_until(lambda: set(pools.glob("*/pool.json")) - before, "no pool is warmed up")
-            picture = take(page)
-    Image.open(io.BytesIO(picture)).quantize(COLOURS).save(target, optimize=True)
+    target.mkdir(exist_ok=True)
+    for take in [it for it in PICTURES + CHECKS if it.__name__ in names] or PICTURES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            notebooks = folder / "notebooks"
+            notebooks.mkdir()
+            (notebooks / "taas.toml").write_text(TAAS_TOML)
+            with (
+                # The run folders in the pictures are those that a user would see.
+                open_lab(folder / "jupyter", notebooks, TAAS_STATE_DIR="") as lab,
+                open_page(browser, folder / "profile") as page,
+            ):
+                picture = Image.open(io.BytesIO(take(Session(page, lab, notebooks))))
+        path = target / f"{take.__name__.replace('_', '-')}.png"
+        picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        print(path, f"{path.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
