@@ -431,6 +431,24 @@ class Metrics(RankEvent, tag="metrics", kw_only=True):
     points: list[MetricPoint]
 
 
+class InputRequested(RankEvent, tag="input", kw_only=True):
+    """A rank asks the user for a line of input, and waits for it.
+
+    Attributes:
+        number: Number of the request, unique in the rank's process.
+        prompt: Text that the program shows before the input, such as "(Pdb) ".
+        is_hidden: Whether the line must not be shown while it is typed, as for a password.
+    """
+
+    number: int
+    prompt: str = ""
+    is_hidden: bool = False
+
+
+class InputAnswered(RankEvent, tag="answered", kw_only=True):
+    """The pool's process reports that a rank has received its line of input, or a refusal."""
+
+
 class CellNames(RankEvent, tag="names", kw_only=True):
     """Names of variables that a session's cell assigned and deleted on a rank.
 
@@ -886,6 +904,34 @@ class Halt(Request[None]):
     how: str
 
 
+class AnswerInput(Request[None]):
+    """A kernel answers a rank's `InputRequested`.
+
+    A kernel sends it to the pool's process, which sends it to the agent of the rank. The agent
+    writes it to a pipe of the rank.
+
+    Attributes:
+        rank: The rank that asked.
+        number: `InputRequested.number`.
+        line: The line that the user typed, without a line end; None if nobody can type one.
+    """
+
+    run_id: str
+    rank: int
+    number: int
+    line: str | None = None
+
+
+class PauseClocks(Request[None]):
+    """The pool's process stops or continues `--timeout` and `--hang` of a run on its hosts.
+
+    They stand still while a rank waits for the user's input.
+    """
+
+    run_id: str
+    is_paused: bool
+
+
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
@@ -1147,7 +1193,7 @@ def event_of(packed: bytes) -> Event:
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
-    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames)
+    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested)
 ).decode
 """Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
 

@@ -92,10 +92,18 @@ class Frontend:
         self.outputs: defaultdict[str, list[Message]] = defaultdict(list)
         self.replies: dict[str, dict[str, Any]] = {}
 
-    def send(self, code: str, subshell_id: str | None = None) -> str:
-        """Ask for a cell to be run; return the request's id at once."""
+    def send(self, code: str, subshell_id: str | None = None, *, allows_input: bool = False) -> str:
+        """Ask for a cell to be run; return the request's id at once.
+
+        Args:
+            subshell_id: The thread of the kernel that runs the cell; None for the main thread.
+            allows_input: Whether this frontend has an input box, as JupyterLab has.
+        """
         content = {"code": code, "silent": False, "store_history": True, "stop_on_error": True}
         message = self.client.session.msg("execute_request", content)
+        if allows_input:
+            message["content"]["allow_stdin"] = True
+            message["metadata"]["cellId"] = "a-cell"
         if subshell_id is not None:
             message["header"]["subshell_id"] = subshell_id
         self.client.shell_channel.send(message)
@@ -108,6 +116,23 @@ class Frontend:
         self.client.control_channel.send(message)
         found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
         return found
+
+    def asked(self, request: str, wait_s: float = WAIT_S) -> Message:
+        """Wait until the input box opens; return its prompt, and whether it hides what is typed."""
+        found: list[Message] = []
+
+        def has_asked() -> bool:
+            self._take(self.client.get_stdin_msg, 0.01, found.append)
+            assert request not in self.replies, self.text(request)
+            return bool(found)
+
+        self.wait(has_asked, wait_s)
+        content: Message = found[0]["content"]
+        return content
+
+    def type_line(self, line: str) -> None:
+        """Type a line into the open input box."""
+        self.client.input(line)
 
     def wait(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         """Take messages until a condition holds."""

@@ -27,6 +27,8 @@ from taas_magic.messages import (
     Event,
     Failure,
     Hang,
+    InputAnswered,
+    InputRequested,
     Lines,
     Metrics,
     Note,
@@ -106,6 +108,7 @@ class RunState:
         hangs: For each host that reported a hang, the time of the report and the stacks of its
             ranks.
         settled: The hosts whose ranks have ended or failed.
+        asking: Numbers of the ranks that wait for a line of input of the user.
         last_attempt: The last attempt, once the run has ended; only its results count.
         left: Title to show instead of the state if the notebook has stopped following the run, so
             that this head will not show the run's end; "" otherwise.
@@ -138,6 +141,7 @@ class RunState:
     curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+    asking: set[int] = field(default_factory=set)
     last_attempt: int = 0
     left: str = ""
     tails: dict[int, list[str]] = field(default_factory=dict)
@@ -179,6 +183,10 @@ class RunState:
                 self.hangs[event.host] = now, event.ranks
             case Settled() if event.attempt == self.restarts:
                 self.settled.add(event.host)
+            case InputRequested():
+                self.asking.add(event.rank)
+            case InputAnswered():
+                self.asking.discard(event.rank)
             case Metrics():
                 add_points(self.curves, event)
             case StoreReceipt():
@@ -247,7 +255,7 @@ class RunState:
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
-        for known in (self.up, self.hangs, self.settled, self.failures):
+        for known in (self.up, self.hangs, self.settled, self.failures, self.asking):
             known.clear()
 
     def _set_gpus(self, gpus: int, now: float) -> None:
@@ -295,6 +303,10 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         title, *table = hang_lines(state.hang, now)
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
         yield "\n".join([title, *table]), rows
+    if state.asking and not state.has_ended:
+        ranks = rank_ranges(sorted(state.asking))
+        waits = f"rank{'s' * (len(state.asking) > 1)} {ranks}: waiting for your input"
+        yield waits, _row(waits, f"color:{COLOURS['INTERRUPTED']}")
     if state.advice:
         yield _labelled("advice", state.advice)
     for note in shown_notes(state):

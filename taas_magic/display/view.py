@@ -356,6 +356,13 @@ class View:
             self._head_at, self._head_is_stale = now, False
             self._screen.show(self._state, now)
 
+    def flush(self) -> None:
+        """Write all output and the head now, without waiting until they are due."""
+        self._log.flush()
+        self._write(now := self._clock())
+        self._head_at, self._head_is_stale = now, False
+        self._screen.show(self._state, now)
+
     @property
     def can_update(self) -> bool:
         """Whether displays of the screen can still be updated after the view was closed."""

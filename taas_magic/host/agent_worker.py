@@ -49,6 +49,7 @@ from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
     Answer,
+    AnswerInput,
     EndRun,
     Event,
     Facts,
@@ -58,6 +59,7 @@ from taas_magic.messages import (
     Halt,
     HostHello,
     Note,
+    PauseClocks,
     PlaceFetcher,
     Request,
     RunStacks,
@@ -209,6 +211,8 @@ class AgentWorker(ClosedWorker):
             Halt: self.forward_command,
             EndRun: self.forward_command,
             PlaceFetcher: self.forward_command,
+            AnswerInput: self.forward_command,
+            PauseClocks: self.forward_command,
             GetStacks: self.stacks,
         }
         self._answers = handlers(answers)

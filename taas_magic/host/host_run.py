@@ -53,8 +53,9 @@ from taas_magic.host.system import (
     leftovers,
     named,
 )
-from taas_magic.host.watch import Ranks, Verdict, decide, failure_of, guilty, host_failure
+from taas_magic.host.watch import Deadline, Ranks, Verdict, decide, failure_of, guilty, host_failure
 from taas_magic.messages import (
+    AnswerInput,
     EndRun,
     Event,
     Failure,
@@ -64,6 +65,7 @@ from taas_magic.messages import (
     Halt,
     HostEnded,
     Note,
+    PauseClocks,
     PlaceFetcher,
     RankBeat,
     RankEvent,
@@ -93,12 +95,14 @@ FAILED_GRACE_S = 1.0
 
 RANK = "taas_magic.host.rank.rank_main"
 
-PoolCommand = Halt | EndRun | PlaceFetcher
+PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
 """A command of the pool to a share.
 
 - `Halt`: end early, because the run was stopped.
 - `EndRun`: end, because the run is over on all hosts.
 - `PlaceFetcher`: write the address of a fetcher to the run folder, where ranks read it.
+- `AnswerInput`: write the line that the user typed to the pipe of the rank that asked for it.
+- `PauseClocks`: stop or continue the clocks of `--timeout` and `--hang`.
 """
 
 
@@ -410,7 +414,7 @@ class HostRun(HostShare):
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
         began = time.monotonic() - spec.ran_s
-        self._deadline = began + timeout_s if timeout_s is not None else None
+        self._deadline = Deadline(began + timeout_s if timeout_s is not None else None)
         self._attempt: Attempt | None = None
         self._pumps: list[Pump] = []
         self._next: _Again | None = None
@@ -472,6 +476,16 @@ class HostRun(HostShare):
             case PlaceFetcher():
                 self._entries[told.number] = told.entry
                 self._place_fetchers()
+            case AnswerInput() if self._attempt is not None and told.rank in self.spec.ranks:
+                link.answer_input(self._attempt.folder, told)
+            case PauseClocks():
+                self._pause(told.is_paused)
+
+    def _pause(self, is_paused: bool) -> None:
+        """Stop or continue the clocks of `--timeout` and `--hang`."""
+        self._deadline.pause(is_paused, time.monotonic())
+        if self._attempt is not None:
+            self._attempt.monitor.is_paused = is_paused
 
     def _run_processes(self) -> None:
         """Run one attempt, and the next when the controller commands it, until the run is over."""
@@ -510,7 +524,7 @@ class HostRun(HostShare):
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
             if attempt.ended is None and self._checks_ranks():
-                attempt.check(self._deadline, self.stopped_at)
+                attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
         """Return whether this run should check the ranks now.
@@ -524,6 +538,7 @@ class HostRun(HostShare):
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = again.rendezvous
+        self._pause(False)  # the rank that asked the user is gone
         try:
             self.spec = self._files.again(again.spec)
         finally:

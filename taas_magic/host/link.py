@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from taas_magic import messages
-from taas_magic.messages import CellOrder, Event, RankMessage, StoreMessage
+from taas_magic.messages import AnswerInput, CellOrder, Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
 """Seconds that an ending rank waits for the other ranks.
@@ -37,14 +37,16 @@ SIGUSR1 and SIGUSR2 are left to the user's program.
 """
 
 _PIPE_BYTES = 1 << 20
+_READ_BYTES = 65536
 
 
-RankFile = Literal["log", "messages", "ask", "cells", "stack", "stacks", "error.json"]
+RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks", "error.json"]
 """Name of a file that a rank shares with its agent.
 
 - `log`, `messages`: the pipes of the rank's output and messages.
 - `ask`: the pipe of the agent's requests to the rank.
 - `cells`: the pipe that brings cells to a rank of a session.
+- `input`: the pipe that brings the lines that the user types.
 - `stack`: the file to which faulthandler writes the Python stack when a signal kills the rank.
 - `stacks`: the file to which the rank and its forks write their stacks when the agent asks.
 - `error.json`: the file to which torch's `record` writes the rank's exception.
@@ -82,10 +84,39 @@ def send_request(folder: Path, rank: int, what: bytes = STAND) -> None:
 
 def order(folder: Path, rank: int, cell: CellOrder) -> None:
     """Send the next cell to a rank of a session."""
+    _write_line(rank_file(folder, rank, "cells"), cell)
+
+
+def answer_input(folder: Path, answer: AnswerInput) -> None:
+    """Send a rank the line of input that it waits for."""
+    _write_line(rank_file(folder, answer.rank, "input"), answer)
+
+
+def _write_line(path: Path, message: CellOrder | AnswerInput) -> None:
     # Open for reading, too: opening for writing only fails until the rank has opened its end.
-    pipe = os.open(rank_file(folder, rank, "cells"), os.O_RDWR | os.O_NONBLOCK)
-    with open(pipe, "wb", buffering=0) as cells:
-        cells.write(messages.encode(cell) + b"\n")
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with open(pipe, "wb", buffering=0) as lines:
+        lines.write(messages.encode(message) + b"\n")
+
+
+class LineReader:
+    """A rank's end of a pipe from which it reads one line after the other.
+
+    Args:
+        path: Path of the named pipe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Open for writing, too: then the pipe does not end when the agent closes its own end.
+        self._pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._rest = b""
+
+    def read_line(self) -> bytes:
+        """Wait for the next line, and return it without its line end."""
+        while b"\n" not in self._rest:
+            self._rest += os.read(self._pipe, _READ_BYTES)
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
 
 
 def make_pipe(path: Path) -> int:

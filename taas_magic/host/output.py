@@ -29,6 +29,7 @@ from taas_magic.host.spec import Emit
 from taas_magic.journal.folder import NO_ROOM, DiskRoom, RunFolder
 from taas_magic.messages import (
     Event,
+    InputRequested,
     Lines,
     LinesDropped,
     Note,
@@ -554,8 +555,8 @@ class Pump:
         for rank in ranks:
             log_fd = link.make_pipe(link.rank_file(pipes, rank, "log"))
             message_fd = link.make_pipe(link.rank_file(pipes, rank, "messages"))
-            for asks in ("ask", "cells"):
-                os.mkfifo(link.rank_file(pipes, rank, asks), 0o600)
+            for pipe in ("ask", "cells", "input"):
+                os.mkfifo(link.rank_file(pipes, rank, pipe), 0o600)
             self._logs[rank] = stream = _LogStream(rank, log_fd, folder.log(rank))
             self._selector.register(log_fd, selectors.EVENT_READ, stream)
             said = _MessageStream(rank, message_fd)
@@ -679,6 +680,8 @@ class Pump:
             for message in stream.feed(data):
                 if isinstance(message, RankRaised):
                     self._log_traceback(stream.rank, message)
+                elif isinstance(message, InputRequested):
+                    self._send_output(stream.rank)
                 self._sink.on_message(stream.rank, message)
         return data
 
@@ -699,6 +702,13 @@ class Pump:
                 file.write("\n".join(lines).encode(errors="backslashreplace"))
         except OSError as error:
             self._warn_of_end(stream, reason_of(error))
+
+    def _send_output(self, rank: int) -> None:
+        """Send all output of a rank so far, also an unfinished line: it may be a question."""
+        stream = self._logs[rank]
+        self._read_all([stream])
+        stream.pending += stream.assembler.flush()
+        self._flush_stream(stream)
 
     def _end(self, stream: _LogStream | _MessageStream) -> None:
         self._selector.unregister(stream.fd)

@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 
 from taas_magic.host import tracebacks
-from taas_magic.host.link import Link, rank_file
+from taas_magic.host.link import LineReader, Link, rank_file
 from taas_magic.messages import CellOrder, RankFinished, RankReturned, RankUp
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_READ_BYTES = 65536
 _SHELLS_OWN = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|In|Out|_ih|_oh|_dh|__taas\w*")
 
 _order_of: Callable[[bytes], CellOrder] = msgspec.json.Decoder(CellOrder).decode
@@ -53,9 +52,7 @@ class Prompt:
         has_pending: Callable[[], bool],
     ) -> None:
         self._link, self._run, self._has_pending = link, run, has_pending
-        # Open for writing, too: then the pipe does not end when the agent closes its own end.
-        self._pipe = os.open(rank_file(folder, rank, "cells"), os.O_RDWR | os.O_CLOEXEC)
-        self._rest = b""
+        self._orders = LineReader(rank_file(folder, rank, "cells"))
         self._main = threading.get_ident()
         self._is_running = self._was_cut = False
         self._number = 0
@@ -68,7 +65,7 @@ class Prompt:
                 metrics that the agent does not have yet.
         """
         signal.signal(signal.SIGINT, _ignore)
-        while (order := self._next()).number:
+        while (order := _order_of(self._orders.read_line())).number:
             has_succeeded = self._run_one(order)
             if not self._link.is_own:  # a child that the cell forked has reached the cell's end
                 with suppress(OSError, ValueError):
@@ -119,12 +116,6 @@ class Prompt:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, _ignore)
-
-    def _next(self) -> CellOrder:
-        while b"\n" not in self._rest:
-            self._rest += os.read(self._pipe, _READ_BYTES)
-        line, _, self._rest = self._rest.partition(b"\n")
-        return _order_of(line)
 
     def _is_in_distributed(self) -> bool:
         """Return whether the main thread is in a function of torch.distributed."""

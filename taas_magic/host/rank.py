@@ -13,7 +13,6 @@ import faulthandler
 import functools
 import gc
 import importlib
-import io
 import json
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +48,9 @@ from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import Cell, CellSource
 from taas_magic.data.loader import Feed
 from taas_magic.errors import TaasError
-from taas_magic.host import cell_main, rendezvous, results, tracebacks
+from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
 from taas_magic.host.feeding import SessionFeeds, connected, session_feeds
+from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import CUT, OTHERS_END_S, Link, rank_file
 from taas_magic.host.meeting import CellMeeting
 from taas_magic.host.metrics import OFF as METRICS_OFF
@@ -106,12 +106,6 @@ _kept: list[Any] = []
 
 attempt_folder = Path()
 """In a rank: the attempt's folder on this host, which the agent or the supervisor removes."""
-
-_ADVICE = "a rank has no keyboard: set a variable in an earlier cell and use it here"
-_NO_DEBUGGER = (
-    "a rank has no keyboard; print what you want to see, or run the cell without %%taas to debug "
-    "it in the notebook"
-)
 
 
 def prepare() -> None:
@@ -420,7 +414,8 @@ def _pending() -> list[str]:
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     """Run the cell and send its results or failure; return whether it succeeded."""
     shows = spec.share.plan.shows_displays(rank)
-    namespace = shell.bind(link, shows, colors=spec.share.origin.colors)
+    own_keyboard = Keyboard(link, spec.folder, rank)
+    namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.origin.colors)
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
@@ -503,8 +498,9 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
         return shell.failure
     if isinstance(raised, SystemExit) and not raised.code:
         return None
-    if isinstance(raised, bdb.BdbQuit):  # a debugger could not read input
-        raised.args = (_NO_DEBUGGER,)
+    if isinstance(raised, bdb.BdbQuit):
+        is_refused = shell.keyboard is not None and shell.keyboard.was_refused
+        raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.QUIT,)
     return tracebacks.failure_of(raised)  # not shown: BdbQuit, or the user's handler hid it
 
 
@@ -516,7 +512,9 @@ class _SessionCells:
     ) -> None:
         self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
         self._shell = RankShell.instance()
-        self._namespace = self._shell.bind(link, shows=False, colors=spec.share.origin.colors)
+        own_keyboard = Keyboard(link, spec.folder, int(environ["RANK"]))
+        colors = spec.share.origin.colors
+        self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()
         self._meeting = CellMeeting()
@@ -657,24 +655,6 @@ def flush() -> None:
             stream.flush()
 
 
-class _NoKeyboard(io.TextIOBase):
-    """A standard input that raises an explanatory error on every read."""
-
-    def readline(self, *args: Any) -> NoReturn:  # what `input()` calls
-        raise EOFError(f"input(): {_ADVICE}")
-
-    def read(self, *args: Any) -> NoReturn:
-        raise EOFError(f"sys.stdin: {_ADVICE}")
-
-    def fileno(self) -> int:
-        """Return the descriptor that children inherit, which is open on /dev/null."""
-        return 0
-
-
-def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(f"breakpoint(): {_NO_DEBUGGER}")
-
-
 def _use_text_bars() -> None:
     """Make tqdm.notebook draw text bars for the head of the run, because ranks have no widgets."""
     module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
@@ -800,6 +780,7 @@ class RankShell(InteractiveShell):
 
     Attributes:
         link: The rank's connection to its agent; None in the forkserver.
+        keyboard: Source of the lines that the user types; None in the forkserver.
         last_value: Value of the cell's last expression.
         failure: First exception that a plain cell would have shown; None if there is none.
         depth: Nesting depth of running code: 1 in the cell, 2 in its `%%capture`.
@@ -807,6 +788,7 @@ class RankShell(InteractiveShell):
     """
 
     link: Link | None = None
+    keyboard: Keyboard | None = None
     shows = False
     last_value: Any = None
     failure: RankRaised | None = None
@@ -818,7 +800,7 @@ class RankShell(InteractiveShell):
     displayhook_class = AnyTrait(_LinkDisplayHook)
     compiler_class = AnyTrait(_CellCompiler)
 
-    def bind(self, link: Link, shows: bool, colors: str) -> dict[str, Any]:
+    def bind(self, link: Link, own_keyboard: Keyboard, shows: bool, colors: str) -> dict[str, Any]:
         """Set this rank's link, and create a clean `__main__`.
 
         The `__spec__` of `__main__` is that of a program started by `python -m`, so that spawned
@@ -826,6 +808,7 @@ class RankShell(InteractiveShell):
 
         Args:
             link: The rank's connection to its agent.
+            own_keyboard: Source of the lines that the user types on this rank.
             shows: Whether displays of this rank are sent to the notebook.
             colors: IPython's colour scheme, for tracebacks.
 
@@ -845,14 +828,14 @@ class RankShell(InteractiveShell):
         del main.__dict__["open"]
         main.__dict__["_dh"] = [os.getcwd()]  # hydra reads the notebook's folder here
         self._at_start = dict(main.__dict__)
-        self.link, self.shows = link, shows
+        self.link, self.keyboard, self.shows = link, own_keyboard, shows
+        own_keyboard.install()
         self.colors = colors
         if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8: its own `colors` leaves it out
             self.InteractiveTB.set_colors(colors)
         # If ps1 is set, Lightning assumes an interactive session and refuses DDP
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)
-        sys.stdin, sys.breakpointhook = _NoKeyboard(), _refuse_breakpoint
         when_imported("tqdm.notebook", _use_text_bars)
         when_imported("hydra._internal.utils", _find_the_notebooks_folder)
         return main.__dict__

@@ -65,6 +65,7 @@ _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _C10D = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
 _DATALOADER = "torch/utils/data/dataloader.py"
 _OURS = "/taas_magic/"
+_KEYBOARD = f"{_OURS}host/keyboard.py"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _WAITING = {
     "queue.py": "a queue",
@@ -170,6 +171,8 @@ def waits_for(sample: StackSample) -> str:
         return "a DataLoader's worker" + _busy_child(sample)
     if f"{_OURS}data/" in who:
         return "batches of a registered loader"
+    if any(frame.file.endswith(_KEYBOARD) for frame in sample.main):
+        return "your input"
     if waiting in _WAITING:
         return _WAITING[waiting]
     if sample.pending:
@@ -224,6 +227,10 @@ class StackMonitor:
     Args:
         pump: Reader of the ranks' output, which knows when each rank last wrote.
         folder: Folder of the files that the ranks share with the agent.
+
+    Attributes:
+        is_paused: Whether `check` does nothing, because a rank waits for the user's input. The time
+            does not count as time without progress.
     """
 
     def __init__(self, spec: HostSpec, ranks: Ranks, pump: Pump, folder: Path, emit: Emit) -> None:
@@ -235,7 +242,7 @@ class StackMonitor:
         self._sampled_at = time.monotonic()
         self._looks_s = sorted({min(hang_s, COLLECTIVE_S), hang_s})
         self._looked_s = 0.0
-        self._is_said = False
+        self._is_said = self.is_paused = False
         self._collecting = threading.Lock()
 
     def check(self, now: float) -> None:
@@ -247,9 +254,10 @@ class StackMonitor:
             now: The agent's monotonic clock, in seconds.
         """
         pause_s, passed_s = min(SAMPLE_S, self._hang_s / 4), now - self._sampled_at
-        if not self._hang_s or passed_s < pause_s or self._collecting.locked():
+        is_due = passed_s >= pause_s and not self._collecting.locked()
+        if not self._hang_s or self.is_paused or not is_due:
             return
-        # While this host was stalled, no rank could make progress.
+        # While this host was stalled or its clocks were paused, no rank could make progress.
         stood_s = max(0.0, passed_s - 2 * pause_s)
         for state in self._ranks.states():
             state.forward_at = min(now, state.forward_at + stood_s)

@@ -137,6 +137,32 @@ class RankState:
         return self.ended or self.has_returned
 
 
+class Deadline:
+    """The time at which `--timeout` ends a run. It moves while the run is paused.
+
+    Args:
+        at: The time, in seconds of the monotonic clock; None without `--timeout`.
+    """
+
+    def __init__(self, at: float | None) -> None:
+        self._at = at
+        self._paused_at: float | None = None
+
+    @property
+    def at(self) -> float | None:
+        """The time at which the run ends; None without `--timeout`, and during a pause."""
+        return self._at if self._paused_at is None else None
+
+    def pause(self, is_paused: bool, now: float) -> None:
+        """Begin or end a pause at the time `now`. Does nothing if that has happened before."""
+        if is_paused and self._paused_at is None:
+            self._paused_at = now
+        elif not is_paused and self._paused_at is not None:
+            if self._at is not None:
+                self._at += now - self._paused_at
+            self._paused_at = None
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The decision that the run is over on this host.

@@ -6,6 +6,7 @@ launch.py     runs a cell on ranks from start to end; with `--dry-run`, describe
 functions.py  runs a function (`taas.run`) or a script on ranks
 options.py    checks options of a call against the parameters of the user's function
 run.py        follows a run, handles the user's interrupts, and starts its fetchers
+keyboard.py   lines that the user types for the ranks of a run
 runs.py       finds runs and reads their folders (`taas.runs()`)
 attach.py     shows a run's view again
 heads.py      updates the heads of runs whose views were closed

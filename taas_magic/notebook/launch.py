@@ -142,6 +142,8 @@ def _run_in_session(
             _carry_out(driver, spec, pool, config, session=session)
     finally:
         session.end_cell(captured)
+        if (failed := driver.run.failed_rank) is not None:
+            session.failed_rank = failed
         if line := session.death(may_have_died=driver.has_lost_rank):
             pools.print_line(line)
 
@@ -324,6 +326,31 @@ def call_on_ranks(
         folder.discard()
     values: list[Any] = found[_ASKED]
     return values
+
+
+def debug(session: Session, rank: int | None, shell: "InteractiveShell", config: Config) -> None:
+    """Open IPython's debugger on a rank of a session, at the exception that it raised last.
+
+    Blocks until the user leaves the debugger.
+
+    Args:
+        rank: Number of the rank; None for the rank that failed first in the last failed cell.
+
+    Raises:
+        UsageError: No cell of the session has failed, or the session has no such rank.
+        PoolError: The session has ended.
+        RunError: The debugger failed.
+        KeyboardInterrupt: The user interrupted the debugger.
+    """
+    chosen = session.failed_rank if rank is None else rank
+    if chosen is None:
+        raise UsageError(
+            f'no cell of session "{session.name}" has failed, so there is nothing to debug; '
+            "`breakpoint()` in a cell stops there"
+        )
+    flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), hang_s=0.0)
+    title = f"%taas debug {session.name} --rank {chosen}"
+    execute(flags, Cell("%debug", f"<{title}>", "%debug", title=title), shell, config)
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:

@@ -523,6 +523,18 @@ def _end(words: Sequence[str], settings: Config) -> str:
     return f"Session {session.name} has ended; its ranks are gone."
 
 
+_DEBUG_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank 3)")])
+
+
+def _debug(words: Sequence[str], settings: Config) -> str:
+    from taas_magic.notebook import launch, sessions
+
+    given, words = _DEBUG_FLAGS.parse_known_args(words)
+    session = sessions.named(_optional_word("debug", words))
+    launch.debug(session, given.rank, _shell(), settings)
+    return ""
+
+
 def _restart(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import launch, sessions
 
@@ -597,6 +609,11 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
     "sessions": ("sessions", "the sessions of this kernel: ranks, hosts, memory", _sessions),
     "vars": ("vars [SESSION]", "a session's variables, and whether its ranks agree", _vars),
+    "debug": (
+        "debug [SESSION] [--rank R]",
+        "open the debugger at the exception that a session's rank raised",
+        _debug,
+    ),
     "end": ("end [SESSION]", "end a session: its ranks and their variables", _end),
     "restart": ("restart [SESSION]", "give a session new ranks on the same hosts", _restart),
     "down": ("down [POOL]", "end a pool: its runs, its hosts, its process", _down),
@@ -633,6 +650,8 @@ _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
 _LOGS_VALUES = ("--rank", "--tail", "--grep")
+"""Flags whose value is not completed."""
+
 _OF_A_RUN = ("attach", "detach", "stop", "stacks", "ranks", "report")
 
 
@@ -681,6 +700,8 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return word, []
     if before[0] in ("warm", "down"):
         return _beginning(word, known.pools())
+    if before[0] == "debug":
+        return _beginning(word, [*known.sessions(), "--rank"])
     if before[0] in ("vars", "end", "restart"):
         return _beginning(word, known.sessions())
     if before[0] == "pools":

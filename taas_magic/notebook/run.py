@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from IPython.core.getipython import get_ipython
 from msgspec import structs
 
 from taas_magic.display.head import RunState
@@ -31,19 +32,23 @@ from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AnswerInput,
     Detach,
     Detached,
     Event,
     FetcherEnded,
     FetcherReport,
     FetcherStarted,
+    Halt,
+    InputRequested,
     LoaderAddresses,
     Note,
     Prefilling,
     Relay,
+    Request,
     RunEnded,
 )
-from taas_magic.notebook import heads
+from taas_magic.notebook import heads, keyboard
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
@@ -443,8 +448,9 @@ class RunDriver:
         """Function called with each event, in the thread that runs the cell."""
         self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._inputs = keyboard.InputQueue()
         self._ended: RunEnded | None = None
-        self._is_left = self._is_silent = False
+        self._is_left = self._is_silent = self._has_end = False
 
     def discard(self) -> None:
         """Remove the folder of a run that was never started."""
@@ -452,6 +458,7 @@ class RunDriver:
 
     def put(self, event: Event) -> None:
         """Queue an event. Any thread may call this."""
+        self._has_end = self._has_end or isinstance(event, RunEnded)
         self._events.put(event)
 
     def wait_for_prefill(
@@ -556,7 +563,8 @@ class RunDriver:
         obeyed, leave_at = 0, float("inf")
         checked_at = time.monotonic()
         while self._ended is None and not self.is_detached:
-            self._show(view, self._wait(view, leave_at))
+            self._show(view, self._wait(view, min(leave_at, self._inputs.next_due())))
+            self._answer_next_input(connection, view, interrupts)
             if detaches and len(self.head.up) == self.head.plan.world_size:
                 detaches = False
                 self._detach(connection)
@@ -608,6 +616,31 @@ class RunDriver:
         """Return the text of the notebook's cell, with its `%%taas` line or taas comments."""
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
+    def _answer_next_input(
+        self, connection: PoolConnection, view: View | NoView, interrupts: Interrupts
+    ) -> None:
+        """Let the user type the line that a rank waits for, if any, and send it to the rank.
+
+        The request is refused if nobody can type, or if the run was interrupted.
+        """
+        request = self._inputs.pop_next(time.monotonic())
+        if request is None:
+            return
+        line = None
+        if isinstance(view, View) and keyboard.can_type(get_ipython()) and not interrupts.count:
+            view.flush()
+            prompt = keyboard.prompt_of(request, self.plan.world_size)
+            try:
+                line = keyboard.read_line(
+                    prompt, request.is_hidden, lambda: self._has_end or connection.is_over
+                )
+            except KeyboardInterrupt:
+                interrupts.count += not (self._has_end or connection.is_over)
+                return  # the interrupt ends the rank's wait, too
+        self._inputs.record_answer(request.rank, time.monotonic())
+        answer = AnswerInput(self.run_id, request.rank, request.number, line)
+        self._send(connection, answer, "taas-answer")
+
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for an event at most until the monotonic time `until`; return all queued events."""
         due = min(until, view.next_due())
@@ -621,6 +654,8 @@ class RunDriver:
     def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
         for seen in events:
             self.listener(seen)
+            if isinstance(seen, InputRequested):
+                self._inputs.add(seen)
             if isinstance(seen, RunEnded):
                 self._ended = seen
             else:
@@ -646,16 +681,20 @@ class RunDriver:
 
     def _halt(self, connection: PoolConnection, how: str) -> None:
         """Ask the pool to interrupt (`interrupt`) or kill (`kill`) the run, without waiting."""
+        self._send(connection, Halt(self.run_id, how), "taas-halt")
 
-        def halt() -> None:
+    def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
+        """Send a request to the pool's process in a thread with this name, without waiting."""
+
+        def send() -> None:
             try:
-                connection.halt(self.run_id, how)
+                connection.call(request)
             except ConnectionEnded:
                 return  # the run has ended with the pool's process; `_check` reports that
             except PoolError as error:
                 self.put(Note(text=str(error)))
 
-        threading.Thread(target=halt, name="taas-halt", daemon=True).start()
+        threading.Thread(target=send, name=thread, daemon=True).start()
 
     def _check(self, connection: PoolConnection, view: View | NoView) -> None:
         """Mark the run as lost if the pool's process has ended or is silent for too long."""

@@ -55,12 +55,14 @@ class Session:
     Attributes:
         flags: Flags of the session's first cell.
         names: Record of the variables that the session's ranks have.
+        failed_rank: The rank that failed first in the last cell that failed; None if none did.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
     """
 
     def __init__(self, flags: Flags) -> None:
         self.name, self.flags, self.names = flags.session, flags, RankNames()
         self.plan: Plan | None = None
+        self.failed_rank: int | None = None
         self._connection: PoolConnection | None = None
         self._cells = 0
         self._loaded: set[int] = set()

@@ -31,6 +31,7 @@ from taas_magic.host.spec import (
 )
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
+    AnswerInput,
     Detach,
     Detached,
     EndPool,
@@ -265,6 +266,7 @@ class Controller(SchedulerPlugin):
                 Detach: self.detach,
                 TakeFetchers: self.take_fetchers,
                 Halt: self.halt,
+                AnswerInput: self.answer_input,
                 GetStatus: self.status,
                 GetStacks: self.stacks,
                 GetFacts: self.facts,
@@ -358,6 +360,7 @@ class Controller(SchedulerPlugin):
             return f"its fetchers cannot be taken over: {error}"
         run.publish(Detached())  # the last event of the run that its kernel receives
         run.owner = ""
+        await run.refuse_input()
         return ""
 
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
@@ -490,6 +493,11 @@ class Controller(SchedulerPlugin):
         self._kernels.give_up(asked.run_id)
         if run := self._runs.get(asked.run_id):
             await run.halt(asked.how)
+
+    async def answer_input(self, asked: AnswerInput) -> None:
+        """Pass the user's line to the rank that asked for it."""
+        if isinstance(run := self._runs.get(asked.run_id), PoolRun):
+            await run.answer_input(asked)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
         """Return the stacks of a run's ranks or fetchers."""

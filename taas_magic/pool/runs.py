@@ -32,6 +32,7 @@ from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AnswerInput,
     Detached,
     EndRun,
     Event,
@@ -44,8 +45,11 @@ from taas_magic.messages import (
     Halt,
     Hang,
     HostEnded,
+    InputAnswered,
+    InputRequested,
     LoaderPlaces,
     Note,
+    PauseClocks,
     PlaceFetcher,
     RankEvent,
     RankFailure,
@@ -88,7 +92,7 @@ STACKS_S = 15.0
 AGAIN_S = 5.0
 """Seconds between attempts to get hosts that were not available."""
 
-POOLS_OWN = (StateChanged, Detached, Restart, RunEnded)
+POOLS_OWN = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
 """Events that only the pool's process creates. They are refused from hosts."""
 
 TICK_S = 0.1
@@ -586,6 +590,8 @@ class PoolRun(Share):
         self._used_at = time.monotonic()
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
+        self._asking: dict[int, int] = {}
+        """Number of the unanswered `InputRequested` of each rank that waits for the user."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._ran_since: float | None = None
@@ -681,6 +687,26 @@ class PoolRun(Share):
             else:
                 self.publish(said)
 
+    async def answer_input(self, answer: AnswerInput) -> None:
+        """Pass the user's line to the rank that asked for it, on its host."""
+        if self._asking.get(answer.rank) != answer.number:
+            return  # the rank was interrupted meanwhile, or has ended
+        del self._asking[answer.rank]
+        self.publish(InputAnswered(rank=answer.rank))
+        if not self._asking:
+            await self._send_to_all(PauseClocks(self.run_id, is_paused=False))
+        await self._send_to_all(answer)
+
+    async def refuse_input(self) -> None:
+        """Tell the ranks that wait for the user that nobody can type."""
+        for rank, number in list(self._asking.items()):
+            await self.answer_input(AnswerInput(self.run_id, rank, number))
+
+    async def _on_input_requested(self) -> None:
+        await self._send_to_all(PauseClocks(self.run_id, is_paused=True))
+        if not self.owner:  # a detached run
+            await self.refuse_input()
+
     def _numbers(self, part: HostPart) -> range:
         mine = self.plan.hosts[part.host_rank]
         return range(mine.first_rank, mine.first_rank + mine.ranks)
@@ -703,6 +729,9 @@ class PoolRun(Share):
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
             self._record_part_ended(part)
+        elif isinstance(event, InputRequested):
+            self._asking[event.rank] = event.number
+            self._tasks.start(self._on_input_requested())
 
     def _lost(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.member.name, PoolError(why))
@@ -770,6 +799,7 @@ class PoolRun(Share):
 
         The first host is started first, because it creates the rendezvous of the ranks.
         """
+        self._asking.clear()
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}

@@ -447,7 +447,7 @@ def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
     assert waits_for(sample).startswith("os.fork, in which Python before 3.11.10 can hang")
 
 
-def test_a_host_that_stood_still_blames_no_rank(
+def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, said, pump = Ranks([0]), threading.Event(), mock.Mock(Pump)
@@ -458,8 +458,13 @@ def test_a_host_that_stood_still_blames_no_rank(
         pump.last_output_at.return_value = 0.0
         monkeypatch.setattr(StackMonitor, "_report_hang", lambda monitor, still_s: said.set())
         monitor = StackMonitor(spec, ranks, pump, tmp_path, print)
+        monitor.is_paused = True  # a rank waits for the user
+        for second in range(3, 303, 3):
+            monitor.check(time.monotonic() + second)
+        monitor.is_paused = False
         woke = time.monotonic() + 300
         monitor.check(woke)
+        assert not said.is_set()
         assert woke - still_since(ranks.states(), woke) < 10
         for second in range(3, 63, 3):
             monitor.check(woke + second)

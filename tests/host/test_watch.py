@@ -11,6 +11,7 @@ from taas_magic.host.watch import (
     INTERRUPT_GRACE_S,
     LEFT_GRACE_S,
     SETTLE_S,
+    Deadline,
     RankState,
     Verdict,
     decide,
@@ -68,6 +69,21 @@ def test_leaving_and_stopping_have_a_grace(field: str, grace_s: float, cause: st
 def test_the_deadline_ends_a_run() -> None:
     assert decide(ranks(), now=9.9, deadline=10.0) is None
     assert decide(ranks(), now=10.0, deadline=10.0) == Verdict("FAILED", "timeout")
+
+
+def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
+    deadline = Deadline(10.0)
+    deadline.pause(False, now=1.0)
+    assert deadline.at == 10.0
+    deadline.pause(True, now=2.0)
+    deadline.pause(True, now=5.0)  # another rank asks, too
+    assert deadline.at is None
+    deadline.pause(False, now=32.0)
+    assert deadline.at == 40.0
+    endless = Deadline(None)
+    endless.pause(True, now=0.0)
+    endless.pause(False, now=9.0)
+    assert endless.at is None
 
 
 def test_an_interrupt_waits_for_the_ranks_then_no_longer() -> None:

@@ -192,8 +192,8 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
         ("%taas statsu", 'did you mean "status"'),
         (
             "%taas nothing",
-            "attach, detach, stacks, ranks, stop, pools, warm, sessions, vars, end, restart, down, "
-            "report",
+            "attach, detach, stacks, ranks, stop, pools, warm, sessions, vars, debug, end, "
+            "restart, down, report",
         ),
         ("%taas pools x", 'does not take "x". It is used as: %taas pools'),
         ("%taas logs --rank x", '--rank needs a rank\'s number (--rank 3); got "x"'),

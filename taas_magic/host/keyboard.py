@@ -1,0 +1,119 @@
+"""A rank's keyboard: lines that the user types in the notebook while a cell runs.
+
+`input()`, `breakpoint()`, `pdb` and `getpass` in a cell ask the user. The rank sends a request to
+its agent. The kernel that runs the cell shows an input box, and sends the line back
+(`notebook/keyboard.py`). If nobody can type, the rank gets a refusal, and raises EOFError.
+
+The same functions work for IPython's debugger and for `torch.distributed.breakpoint`, because all
+of them call `input()`.
+"""
+
+import builtins
+import getpass
+import io
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from taas_magic.host.link import LineReader, Link, rank_file
+from taas_magic.messages import AnswerInput, InputRequested
+
+NOBODY = (
+    "nobody can type here, as in a detached run or a notebook that runs without a person: set a "
+    "variable in an earlier cell and use it here"
+)
+NO_DEBUGGER = (
+    "the debugger cannot be used here, because nobody can type, as in a detached run or a notebook "
+    "that runs without a person; print what you want to see"
+)
+QUIT = "you ended the debugger, which ends the cell; `continue` would have let it go on"
+_OF_A_CHILD = "a process that a rank has started has no keyboard; only the rank itself has one"
+_ONE_LINE = "only single lines can be typed here: use input() or sys.stdin.readline()"
+
+_answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).decode
+
+
+class Keyboard:
+    """The source of the lines that a rank's program reads from its standard input.
+
+    Args:
+        link: The rank's connection to its agent.
+        folder: Folder with the rank's pipes.
+        rank: Number of the rank.
+
+    Attributes:
+        was_refused: Whether the last request was refused, because nobody can type.
+    """
+
+    def __init__(self, link: Link, folder: Path, rank: int) -> None:
+        self._link, self._rank = link, rank
+        self._answers = LineReader(rank_file(folder, rank, "input"))
+        self._numbers = itertools.count()
+        self._asking = threading.Lock()
+        self.was_refused = False
+
+    def install(self) -> None:
+        """Let `input`, `getpass.getpass` and `sys.stdin` of this process read from the user."""
+        builtins.input = self._input
+        getpass.getpass = self._getpass
+        sys.stdin = _Lines(self)
+
+    def read_line(self, prompt: str, is_hidden: bool = False) -> str:
+        """Ask the user for a line, and wait for it. Any thread may call this.
+
+        Args:
+            prompt: Text to show before the input.
+            is_hidden: Whether the line must not be shown while it is typed.
+
+        Raises:
+            EOFError: Nobody can type, or this process is a child of the rank.
+            KeyboardInterrupt: The user interrupted the cell.
+        """
+        if not self._link.is_own:
+            raise EOFError(_OF_A_CHILD)
+        with self._asking:
+            number = next(self._numbers)
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None and not stream.closed:
+                    stream.flush()
+            self._link.send(InputRequested(number=number, prompt=prompt, is_hidden=is_hidden))
+            answer = _answer_of(self._answers.read_line())
+            while answer.number != number:  # an interrupted request may be answered late
+                answer = _answer_of(self._answers.read_line())
+        self.was_refused = answer.line is None
+        if answer.line is None:
+            raise EOFError(NOBODY)
+        return answer.line
+
+    def _input(self, prompt: object = "", /) -> str:
+        """Read a line, as Python's `input` does."""
+        return self.read_line(str(prompt))
+
+    def _getpass(self, prompt: str = "Password: ", stream: Any = None, **others: Any) -> str:
+        """Read a line that is not shown, as `getpass.getpass` does."""
+        return self.read_line(prompt, is_hidden=True)
+
+
+class _Lines(io.TextIOBase):
+    """A standard input whose lines the user types."""
+
+    def __init__(self, keyboard: Keyboard) -> None:
+        self._keyboard = keyboard
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        return self._keyboard.read_line("") + "\n"
+
+    def read(self, *args: Any) -> NoReturn:
+        raise EOFError(f"sys.stdin.read(): {_ONE_LINE}")
+
+    def fileno(self) -> int:
+        """Return the descriptor that children inherit, which is open on /dev/null."""
+        return 0

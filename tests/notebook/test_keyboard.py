@@ -1,0 +1,239 @@
+"""Ranks that read from the notebook's input box: input, debuggers, and nobody there to type."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from taas_magic.messages import InputRequested
+from taas_magic.notebook.keyboard import KEEP_S, InputQueue, prompt_of
+from tests.frontend import Frontend
+
+pytestmark = [pytest.mark.timeout(300)]
+on_kernel = pytest.mark.usefixtures("no_leftovers")
+
+QUESTIONS = """%%taas --gpus 2
+import getpass, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print("before", flush=True)
+name = input("name? ")
+secret = getpass.getpass("secret? ")
+print("line? ", end="")
+line = sys.stdin.readline()
+dist.barrier()
+print([name, secret, line])
+"""
+
+
+def answer(frontend: Frontend, request: str, line: str) -> str:
+    """Type a line into the next input box; return the box's prompt."""
+    prompt = frontend.asked(request)["prompt"]
+    frontend.type_line(line)
+    return str(prompt)
+
+
+def plain(frontend: Frontend, request: str) -> str:
+    """Return the error that a cell shows, without colours."""
+    [shown] = frontend.contents(request, "error")
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
+
+
+def test_one_rank_at_a_time_has_the_keyboard() -> None:
+    waiting = InputQueue()
+    assert waiting.pop_next(0.0) is None
+    for rank in (2, 1):
+        waiting.add(InputRequested(rank=rank, number=0))
+    first = waiting.pop_next(0.0)
+    assert first is not None and first.rank == 1
+    waiting.record_answer(1, now=5.0)
+    assert waiting.pop_next(5.0 + KEEP_S / 2) is None  # rank 1 may ask again, as a debugger does
+    waiting.add(InputRequested(rank=1, number=1))
+    again = waiting.pop_next(5.0 + KEEP_S / 2)
+    assert again is not None and (again.rank, again.number) == (1, 1)
+    waiting.record_answer(1, now=6.0)
+    assert waiting.next_due() == 6.0 + KEEP_S
+    other = waiting.pop_next(6.0 + KEEP_S)
+    assert other is not None and other.rank == 2
+    assert waiting.next_due() == float("inf")
+
+
+def test_the_prompt_names_the_rank_if_there_are_several() -> None:
+    request = InputRequested(rank=1, number=0, prompt="(Pdb) ")
+    assert prompt_of(request, 4) == "(Pdb) rank 1 of 4 > "
+    assert prompt_of(request, 1) == "(Pdb) "
+    assert prompt_of(InputRequested(rank=0, number=0), 2) == "rank 0 of 2 > "
+
+
+@on_kernel
+def test_ranks_ask_one_after_the_other(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    request = frontend.send(QUESTIONS, allows_input=True)
+    boxes = []
+    for _ in range(6):
+        boxes.append(frontend.asked(request))
+        frontend.wait(lambda: "before" in frontend.text(request))  # shown before the box opens
+        frontend.type_line(f"answer {len(boxes)}")
+    assert frontend.finish(request)["status"] == "ok"
+    prompts = [box["prompt"] for box in boxes]
+    of_rank = [[prompt for prompt in prompts if f"rank {rank} of 2" in prompt] for rank in (0, 1)]
+    assert of_rank[0] == ["name? rank 0 of 2 > ", "secret? rank 0 of 2 > ", "rank 0 of 2 > "]
+    assert of_rank[1] == ["name? rank 1 of 2 > ", "secret? rank 1 of 2 > ", "rank 1 of 2 > "]
+    hidden = {box["prompt"].partition("?")[0]: box["password"] for box in boxes}
+    assert hidden["secret"] and not hidden["name"]
+    text = frontend.text(request)
+    assert "line? " in text
+    for rank in (0, 1):
+        mine = [n for n, prompt in enumerate(prompts, 1) if f"rank {rank} of 2" in prompt]
+        said = [f"answer {mine[0]}", f"answer {mine[1]}", f"answer {mine[2]}\n"]
+        assert f"[{rank}] {said}" in text
+
+
+@on_kernel
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "breakpoint()",
+        "from IPython.core.debugger import set_trace; set_trace()",
+        "dist.breakpoint(rank=1)",
+    ],
+)
+def test_a_debugger_stops_a_rank_while_the_others_wait(
+    stop: str, frontend_of_module: Frontend
+) -> None:
+    frontend = frontend_of_module
+    cell = f"""%%taas --gpus 2
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+loss = torch.ones(1) * (dist.get_rank() + 3)
+if dist.get_rank() == 1 or "dist" in {stop!r}:
+    {stop}
+    dist.all_reduce(loss)
+else:
+    dist.all_reduce(loss)
+print("sum", loss.item())
+"""
+    request = frontend.send(cell, allows_input=True)
+    if "dist" in stop:
+        answer(frontend, request, "up")  # as its own text says
+    assert "rank 1 of 2 > " in answer(frontend, request, "p loss")
+    frontend.wait(lambda: any("waiting for your input" in it for it in heads(frontend, request)))
+    answer(frontend, request, "!loss += 10")
+    answer(frontend, request, "c")
+    assert frontend.finish(request)["status"] == "ok"
+    assert "tensor([4.])" in frontend.text(request)
+    assert "sum 17.0" in frontend.text(request)
+    assert "waiting for your input" not in heads(frontend, request)[-1]
+
+
+def heads(frontend: Frontend, request: str) -> list[str]:
+    """Return the states of a cell's head, in their order."""
+    shown = frontend.contents(request, "update_display_data")
+    return [str(each["data"]["text/plain"]) for each in shown]
+
+
+@on_kernel
+def test_quitting_the_debugger_ends_the_cell(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    request = frontend.send(
+        "%%taas --gpus 1\nbreakpoint()\nprint('not reached')", allows_input=True
+    )
+    assert answer(frontend, request, "q") == "(Pdb) "
+    assert frontend.finish(request)["status"] == "error"
+    assert "BdbQuit: you ended the debugger" in plain(frontend, request)
+
+
+@on_kernel
+def test_an_interrupt_ends_the_input_and_the_cell(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    frontend.be_patient()
+    request = frontend.send("%%taas --gpus 2\nname = input('name? ')", allows_input=True)
+    frontend.asked(request)
+    frontend.manager.interrupt_kernel()
+    assert frontend.finish(request)["status"] == "error"
+    assert "Stopped by you" in plain(frontend, request)
+    assert frontend.text(frontend.run("%%taas --gpus 1\nprint('next')")).endswith("next\n")
+
+
+@on_kernel
+def test_the_end_of_the_run_closes_the_input(frontend_of_module: Frontend, tmp_path: Path) -> None:
+    frontend = frontend_of_module
+    go = tmp_path / "go"
+    cell = f"""%%taas --gpus 2
+import os, pathlib, time
+if os.environ["RANK"] == "1":
+    input("name? ")
+while not pathlib.Path({str(go)!r}).exists():
+    time.sleep(0.02)
+raise ValueError("rank 0 fails")
+"""
+    request = frontend.send(cell, allows_input=True)
+    frontend.asked(request)
+    go.touch()
+    assert frontend.finish(request)["status"] == "error"
+    assert "ValueError: rank 0 fails" in plain(frontend, request)
+
+
+@on_kernel
+def test_without_a_person_the_error_says_so(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    cell = """%%taas --gpus 2
+import multiprocessing, sys
+for ask in (input, sys.stdin.readline, sys.stdin.read):
+    try:
+        ask()
+    except EOFError as error:
+        print(error)
+def child():
+    try:
+        input()
+    except EOFError as error:
+        print("child:", error, flush=True)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
+    text = frontend.text(frontend.run(cell))
+    assert text.count("nobody can type here") == 4  # each rank, twice
+    assert "only single lines can be typed here" in text
+    assert "child:" in text
+    request = frontend.send("%%taas --gpus 2\nbreakpoint()")
+    assert frontend.finish(request)["status"] == "error"
+    assert "the debugger cannot be used here, because nobody can type" in plain(frontend, request)
+
+
+@on_kernel
+def test_a_session_is_debugged_where_a_rank_raised(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    frontend.be_patient()
+    frontend.run("%%taas --gpus 2 --session exp\nimport os\nrank = int(os.environ['RANK'])")
+    request = frontend.send("%taas debug exp")
+    frontend.finish(request)
+    assert "nothing to debug" in plain(frontend, request)
+    cell = """%%taas --session exp
+def step(batch):
+    scale = batch * 10
+    if rank == 1:
+        raise ValueError("bad batch")
+    return scale
+kept = step(rank + 2)
+"""
+    frontend.fail(cell)
+    request = frontend.send("%taas debug", allows_input=True)
+    assert "rank 1 of 2 > " in answer(frontend, request, "p scale + 1")
+    answer(frontend, request, "up")
+    answer(frontend, request, "p rank * 100")
+    answer(frontend, request, "q")
+    assert frontend.finish(request)["status"] == "ok", plain(frontend, request)
+    text = frontend.text(request)
+    assert "31" in text and "100" in text
+    # the same with a breakpoint; leaving it ends the cell, and the session lives
+    request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
+    answer(frontend, request, "q")
+    assert frontend.finish(request)["status"] == "error"
+    request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
+    frontend.asked(request)
+    frontend.manager.interrupt_kernel()
+    assert frontend.finish(request)["status"] == "error"
+    assert "alive 1" in frontend.text(frontend.run("%%taas --session exp\nprint('alive', rank)"))
+    frontend.run("%taas end exp")
