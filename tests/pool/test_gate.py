@@ -23,6 +23,7 @@ from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.spec import HostSpec, Launch, Origin, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AnswerInput,
     Detach,
     EndPool,
     EndRun,
@@ -33,6 +34,7 @@ from taas_magic.messages import (
     Greet,
     Halt,
     HostHello,
+    PauseClocks,
     PlaceFetcher,
     RegisterKernel,
     Relay,
@@ -183,8 +185,9 @@ def test_who_may_ask_what_and_who_answers(
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, Relay, Halt, GetStatus, GetStacks}
-    by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers}
+    by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
+    of_hosts |= {AnswerInput, PauseClocks}
     kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
     ops = {kind.op() for kind in kinds}
