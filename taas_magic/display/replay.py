@@ -198,25 +198,21 @@ class _Block:
         number: Position among the blocks and events to show.
         raw: The lines, as bytes.
         errs: Whether the lines may contain an error message.
-        skipped: Number of lines at the start of the block that the view already shows among the
-            first lines of the log.
     """
 
     number: int
     raw: bytes
     errs: bool
-    skipped: int = 0
 
     def lines(self) -> list[bytes]:
         """Return the journal's lines in this block."""
         return self.raw.splitlines()
 
     def erring(self) -> list[bytes]:
-        """Return the lines that may contain an error, without the first `skipped` lines."""
+        """Return the lines that may contain an error."""
         if not self.errs:
             return []
-        lines = self.lines()[self.skipped :]
-        return [line for line in lines if any(word in line for word in _ERROR_WORDS)]
+        return [line for line in self.lines() if any(word in line for word in _ERROR_WORDS)]
 
 
 class _Shown:
@@ -248,9 +244,7 @@ class _Shown:
         self._numbers += 1
         block = _Block(self._numbers, raw, errs)
         if (room := END_LINES - len(self._first)) > 0:
-            first = block.lines()[:room]
-            block.skipped = len(first)
-            self._first += first
+            self._first += block.lines()[:room]
         self._tail.append(block)
         self._tail_bytes += len(raw)
         while self._tail_bytes - len(self._tail[0].raw) >= TAIL_BYTES:
@@ -295,11 +289,14 @@ class _Shown:
         first = _cut(self._first)
         last = _cut([line for block in reversed(self._tail) for line in block.lines()[::-1]], True)
         erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
-        pieces: list[Piece] = [*first, f"… the lines between are left out; {where}"]
-        if errors := _errors_of(erring, last):
+        pieces: list[Piece] = [
+            *(event for _, event in first),
+            f"… the lines between are left out; {where}",
+        ]
+        if errors := _errors_of(erring, first, last):
             pieces += ["lines among them that look like errors:", *errors]
         pieces += [event for _, event in self._kept]
-        return [*pieces, f"the last {END_LINES} lines:", *last]
+        return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 
     def _leave_out(self, block: _Block) -> None:
         """Leave out a block of lines, but keep its lines that may contain an error."""
@@ -313,9 +310,7 @@ class _Shown:
         end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
         self._tail.popleft()
         self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
-        skipped = min(block.skipped, block.raw.count(b"\n", 0, end))
-        self._tail[0].skipped = block.skipped - skipped
-        self._leave_out(_Block(block.number, block.raw[:end], block.errs, skipped))
+        self._leave_out(_Block(block.number, block.raw[:end], block.errs))
 
     def _merged(self) -> list[Piece]:
         found = list(self._kept)
@@ -325,41 +320,52 @@ class _Shown:
         return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
 
-def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[Lines]:
+def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Lines]]:
     """Return the first or last `END_LINES` printed lines.
 
     Args:
         lines: Lines of the journal; in reverse order if `from_end` is true.
         from_end: Whether to return the last lines.
+
+    Returns:
+        In their order, pairs of a line of the journal and its event, which has only the printed
+        lines to show.
     """
-    left, found = END_LINES, list[Lines]()
+    left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:
         event = _decoded(line)
         if isinstance(event, Lines):
             event.lines = event.lines[-left:] if from_end else event.lines[:left]
-            found.append(event)
+            found.append((line, event))
             left -= len(event.lines)
             if not left:
                 break
     return found[::-1] if from_end else found
 
 
-def _errors_of(lines: Sequence[bytes], last: Sequence[Lines]) -> list[Lines]:
+def _errors_of(
+    lines: Sequence[bytes],
+    first: Sequence[tuple[bytes, Lines]],
+    last: Sequence[tuple[bytes, Lines]],
+) -> list[Lines]:
     """Return the lines that look like errors, at most as many as `ERRORS` allows.
 
     Args:
         lines: Lines of the journal that may contain errors.
-        last: Lines that are shown anyway, and therefore left out here.
+        first: The first lines of the log, from `_cut`. They are shown anyway, so they are left out.
+        last: The last lines of the log, likewise.
     """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)
     )
-    shown = {(event.time, event.rank) for event in last}
+    begins = {line: len(event.lines) for line, event in first}
+    ends = {line: len(event.lines) for line, event in last}
     found = []
     for line in lines:
         event = _decoded(line)
-        if isinstance(event, Lines) and (event.time, event.rank) not in shown:
-            event.lines = budget.errors(event.lines)
+        if isinstance(event, Lines):
+            stop = len(event.lines) - ends.get(line, 0)
+            event.lines = budget.errors(event.lines[begins.get(line, 0) : stop])
             found += [event] if event.lines else []
     return found
 

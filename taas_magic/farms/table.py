@@ -13,6 +13,9 @@ from taas_magic.farms.messages import CANCELLED, NODE_STATES, JobUpdate, NodeUpd
 
 SHOWN_JOBS = 12
 LINE_CHARS = 100
+WHY_CHARS = 300
+"""Most characters of the reason why a node has ended, which names a log file."""
+
 STATES = ("queued", "running", "done", "failed", "cancelled")
 
 
@@ -176,14 +179,16 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]
-    found = [(n.node, n.state, n.host, n.why.partition("\n")[0]) for n in nodes[-SHOWN_JOBS:]]
+    found = [
+        (n.node, n.state, n.host, n.why.partition("\n")[0][:WHY_CHARS]) for n in nodes[-SHOWN_JOBS:]
+    ]
     by_state: defaultdict[str, list[JobState]] = defaultdict(list)
     for job in list(state.jobs.values()):
         by_state[job.state].append(job)
     newest_first = [by_state[it][::-1] for it in ("running", "failed", "cancelled", "done")]
     jobs = [*itertools.chain(*newest_first), *by_state["queued"]]
-    found += [(job.name, job.state, job.host, job.last_line) for job in jobs[:SHOWN_JOBS]]
-    return [(name, kind, host, line[:LINE_CHARS]) for name, kind, host, line in found]
+    found += [(it.name, it.state, it.host, it.last_line[:LINE_CHARS]) for it in jobs[:SHOWN_JOBS]]
+    return found
 
 
 def bundle(state: FarmState) -> dict[str, str]:

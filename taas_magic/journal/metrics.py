@@ -213,7 +213,7 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
         UsageError: matplotlib is missing, or not all runs have the metric.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot
     except ImportError as error:
         raise UsageError("taas.compare needs matplotlib: pip install matplotlib") from error
     own = ("step", "rank", "time")
@@ -227,8 +227,8 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
         asked = f' no metric "{metric}" in common' if metric else " no metric in common"
         raise UsageError(f"taas.compare: the runs have{asked}. Metrics of all runs: {has}")
     metric = metric or shared[0]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel=metric)
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    axes.set(xlabel="step", ylabel=metric)
     for name, table in tables.items():
         points = [
             (step, value)
@@ -237,4 +237,5 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
         ]
         axes.plot(*zip(*points, strict=True), label=name) if points else None
     axes.legend()
+    pyplot.close(figure)  # or a notebook shows it twice: as a value, and at the cell's end
     return figure

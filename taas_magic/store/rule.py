@@ -271,7 +271,8 @@ def _refuse_overlap(store: str, path: Path) -> None:
         raise StoreError(
             f"run {owner.run_id}{named} writes to the project store {owner.store} since "
             f"{owner.since} (user {owner.user}, process {owner.pid} on {owner.host}): "
-            f"wait until it has ended, interrupt it, or {_ANOTHER}"
+            f"wait until it has ended, end it (`%taas stop {owner.run_id}` on {owner.host}), "
+            f"or {_ANOTHER}"
         )
 
 

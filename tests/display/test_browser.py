@@ -21,6 +21,7 @@ from tests.rig.browser.lab import (
     command,
     open_lab,
     open_notebook,
+    run_cell,
     show_notebook,
     wait_until,
 )
@@ -50,6 +51,8 @@ STEPS = (
     "    print('step', step)"
 )
 """A run that waits at each step for a file."""
+
+COMPARE = "import taas\ntaas.compare(taas.last_run)"
 
 CELLS = (
     "from pathlib import Path\ngo = Path('go')",
@@ -84,7 +87,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     nbformat.write(notebook, folder / "seen.ipynb")
     answer = "print('an', 'answer')"
-    others = {"flood": (FLOOD, answer), "waits": (WAITS,), "back": (STEPS, "%taas attach back")}
+    others = {
+        "flood": (FLOOD, answer),
+        "waits": (WAITS,),
+        "back": (STEPS, "%taas attach back", COMPARE),
+    }
     for name, cells in others.items():
         other = new_notebook(
             cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}
@@ -149,7 +156,7 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
     wait_until(lambda: "DETACHED" in notebook.read_text(), "it is not saved")
 
     open_notebook(page, lab, "back.ipynb")
-    run_second_cell(page)
+    run_cell(page, 1)
     sees_steps(page, 2)
     terminal = attach_in_a_terminal(project, printed)
     try:
@@ -163,11 +170,13 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
         command(page, "notebook:interrupt-kernel")
         wait_until(lambda: lab.is_ready("back.ipynb"), "the attached view does not end")
         take_steps(project, 5)
-        run_second_cell(page)
+        run_cell(page, 1)
         sees_steps(page, 5)
         take_steps(project, 6)
         page.wait_for(f"/SUCCEEDED back/.test({output(1)})")
         sees_steps(page, 6)
+        run_cell(page, 2)
+        page.wait_for(f"!!document.querySelectorAll('{SHOWN}')[2].querySelector('img')")
         assert terminal.wait(WAIT_S) == 0
         assert STEP.findall(printed.read_text()) == STEP.findall(page.evaluate(output(1)))
     finally:
@@ -181,16 +190,10 @@ def take_steps(project: Path, number: int) -> None:
         (project / f"step-{step}").touch()
 
 
-def run_second_cell(page: Page) -> None:
-    """Run the second cell of a notebook that was loaded just now."""
-    command(page, "notebook:move-cursor-down")
-    command(page, "notebook:run-cell")
-
-
 def sees_steps(page: Page, number: int) -> None:
     """Wait until the second cell shows the log and the curve of a number of steps."""
     cell = f"document.querySelectorAll('{SHOWN}')[1]"
-    page.wait_for(f"!!{cell}.querySelector('.jp-OutputArea')")
+    page.wait_for(f"!!{cell}?.querySelector('.jp-OutputArea')")
     page.wait_for(f"/loss.*{number} values/.test({output(1)})")
     page.wait_for(f"/step {number - 1}/.test({output(1)})")
     source = page.evaluate(f"{cell}.querySelector('.jp-OutputArea img[alt=loss]').src")

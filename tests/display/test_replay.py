@@ -139,6 +139,25 @@ def test_an_ended_run_shows_both_ends_of_a_long_log_and_what_looks_like_an_error
     assert "full log: /runs/r1/logs" in between[0] and between[-1] == "the last 100 lines:"
 
 
+def test_errors_among_many_lines_of_one_event_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "TAIL_BYTES", 20_000)
+    lines = [f"a {i}" for i in range(300)]
+    errors = {0: "Error: shown at the start", 150: "Error: hidden", 299: "Error: shown at the end"}
+    for at, text in errors.items():
+        lines[at] = text
+    ends = [event("lines", rank=rank, time=rank, lines=lines) for rank in (0, 1)]
+    events = [ends[0], *printed(0, 1000, "b"), ends[1], event("ended", state="FAILED")]
+    shown = texts(replayed(events).pieces())
+    assert shown[:100] == [f"0:{line}" for line in lines[:100]]
+    assert shown[-100:] == [f"1:{line}" for line in lines[-100:]]
+    assert [it for it in shown[100:-100] if "Error" in it] == [
+        "0:Error: hidden",
+        "0:Error: shown at the end",
+        "1:Error: shown at the start",
+        "1:Error: hidden",
+    ]
+
+
 def test_lines_of_ranks_that_are_not_shown_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "TAIL_BYTES", 1000)
     state = new_state(world_size=2, log_ranks=frozenset({0}))

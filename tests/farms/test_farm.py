@@ -713,15 +713,19 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     assert "1 node (0 to 2), each for 1 job at a time · 1 queued, 1 running" in shown["text/plain"]
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
+    assert shown["text/html"].index("1 queued") < shown["text/html"].index("<pre")
     (closed := farm_state()).close()
     assert "node-0" not in bundle(closed)["text/plain"]
 
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
     state = farm_state()
-    state.apply(NodeUpdate("node-0", "lost", "killed"))
+    why = f"killed; its log says why ({'/long' * 30}/rank-0.log)"
+    state.apply(NodeUpdate("node-0", "lost", why))
     assert state.counts()["queued"] == 2
-    assert "killed" in bundle(state)["text/plain"]
+    shown = bundle(state)["text/plain"]
+    assert why in shown
+    assert shown.index("train-1") < shown.index("train-2"), "the job that starts next comes first"
 
 
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:

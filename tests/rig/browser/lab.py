@@ -130,6 +130,13 @@ def command(page: Page, name: str, **values: str) -> None:
     )
 
 
+def run_cell(page: Page, number: int) -> None:
+    """Run a cell of the notebook that a page shows; do not wait for its end."""
+    page.wait_for(f"{PANEL}.content.widgets.length > {number}")
+    page.evaluate(f"void ({PANEL}.content.activeCellIndex = {number})")
+    command(page, "notebook:run-cell")
+
+
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """Yield a port that the system gives to nobody meanwhile, but to who asks for this one."""

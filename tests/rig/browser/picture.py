@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
 from tests.rig.browser.chromium import Page, find, open_page
-from tests.rig.browser.lab import PANEL, Lab, command, open_lab, open_notebook, wait_until
+from tests.rig.browser.lab import Lab, command, open_lab, open_notebook, run_cell, wait_until
 
 NAME = "picture.ipynb"
 COLOURS = 64
@@ -124,9 +124,7 @@ class Session:
     def run(self, *numbers: int) -> None:
         """Run cells; do not wait for their end."""
         for number in numbers:
-            self.page.wait_for(f"{PANEL}.content.widgets.length > {number}")
-            self.page.evaluate(f"void ({PANEL}.content.activeCellIndex = {number})")
-            command(self.page, "notebook:run-cell")
+            run_cell(self.page, number)
 
     def wait_for_end(self, number: int) -> None:
         """Wait until a cell has ended."""
