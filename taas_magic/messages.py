@@ -449,6 +449,21 @@ class InputAnswered(RankEvent, tag="answered", kw_only=True):
     """The pool's process reports that a rank has received its line of input, or a refusal."""
 
 
+class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
+    """A rank of a rehearsal reports what it has used and written.
+
+    Attributes:
+        peak_bytes: Largest resident memory of the rank so far, without its child processes.
+        written: Files that a run would have written to the project store. All ranks see the same
+            files.
+        outside: Files that this rank wrote outside the project store.
+    """
+
+    peak_bytes: int
+    written: list[WrittenFile] = []
+    outside: list[WrittenFile] = []
+
+
 class CellNames(RankEvent, tag="names", kw_only=True):
     """Names of variables that a session's cell assigned and deleted on a rank.
 
@@ -1193,7 +1208,7 @@ def event_of(packed: bytes) -> Event:
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
-    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested)
+    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
 ).decode
 """Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
 

@@ -11,7 +11,7 @@ import keyword
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
@@ -163,6 +163,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         max_restarts: Number of times that all ranks may start again after one failed.
         timeout_s: Limit on the run's time, in seconds; None for no limit.
         profile: Number of steps that torch.profiler records on every rank; 0 for none.
+        rehearse: Number of batches after which each pass over a registered loader ends, in a
+            rehearsal; 0 if the run is no rehearsal.
         env: Environment variables of the ranks, added to the notebook's own.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
@@ -181,6 +183,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     timeout_s: float | None = None
     profile: int = 0
+    rehearse: int = 0
     env: Mapping[str, str] = {}
     log_ranks: frozenset[int] | None = None
     federated: bool = False
@@ -361,6 +364,8 @@ def make_plan(
         UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly
             over the hosts, and `--uneven-hosts` is not given.
     """
+    if flags.rehearse:  # ranks on the CPU, also on a host with GPUs
+        host = replace(host, gpus=0)
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
     _check_fits(flags, host, per_host, n_hosts, max_hosts)
@@ -371,7 +376,7 @@ def make_plan(
         run_id=run_id,
         world_size=flags.gpus,
         hosts=_host_plans(flags.gpus, n_hosts, host.cores),
-        notes=() if host.gpus else (no_gpu,),
+        notes=() if host.gpus or flags.rehearse else (no_gpu,),
         store=store,
     )
 

@@ -155,9 +155,12 @@ class EpochIterator(Iterator[Any]):
         self._line = -1
         self._pins = loader.pin_memory and torch.cuda.is_available()
         self._began = self._waits_since = self._stopped = 0.0
+        self._yielded = 0
         self.ended = False
 
     def __next__(self) -> Any:
+        if self._yielded == self._loader.feed.pass_batches:
+            self.close()
         if self.ended:
             raise StopIteration
         if (profiler := self._loader.feed.profiler) is None:
@@ -334,6 +337,7 @@ class EpochIterator(Iterator[Any]):
         if self._line >= 0 and loader.feed.ledger is not None:
             loader.feed.ledger.count_batch(self._line)
         self.after = after
+        self._yielded += 1
         counts.spent += row_units
         counts.batches += 1
         counts.units += 1 if received.units == UNHINTED else received.units

@@ -146,6 +146,8 @@ class Feed:
             which `own` starts the servers of this rank.
         key: The run's key, which proves that the rank belongs to the run.
         units: Value of `--units`; None for no limit.
+        pass_batches: Number of batches after which each pass over a loader ends, in a rehearsal;
+            None for no limit.
         seed: The run's seed.
         tls: Returns a TLS client context for fetchers on other hosts; None for plain TCP.
         ledger: On-disk count of the batches that this rank received; None to keep no count.
@@ -165,6 +167,7 @@ class Feed:
     directory: Directory | None = None
     key: bytes = b""
     units: int | None = None
+    pass_batches: int | None = None
     seed: int = 0
     tls: Callable[[], Any] | None = None
     ledger: BatchLedger | None = None

@@ -76,6 +76,7 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         key=served.key,
         tls=served.tls.client if served.tls else None,
         units=served.units,
+        pass_batches=share.plan.rehearse or None,
         seed=served.seed,
         ledger=service.BatchLedger(folder / "ledger", share.attempt, rank),
         window_bytes=served.settings.rank_buffer_bytes // 2,

@@ -171,6 +171,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             run_folder=share.run_dir,
             # Only the workers write, and children do not report: the agent checks the files.
             note=lambda path: None,
+            rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
     payload.read(share.folder.payload).load_settings().apply()
 

@@ -16,6 +16,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -80,6 +81,8 @@ from taas_magic.messages import (
     RankStackSample,
     RankTouched,
     RankUp,
+    Rehearsed,
+    WrittenFile,
 )
 from taas_magic.plan import name_of
 from taas_magic.store import redirect
@@ -220,7 +223,8 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     """
     share = spec.share
     rule = share.plan.store
-    if rule is None or share.reads_only:
+    rehearses = share.plan.rehearse > 0
+    if rule is None or (share.reads_only and not rehearses):
         return
     means = apply_rule(
         rule,
@@ -231,6 +235,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
         # the folders of a session's cells are next to the session's own folder
         run_folder=str(share.folder.path.parent) if share.is_session else share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
+        rehearsal=spec.folder / "rehearsal" if rehearses else None,
     )
     if rank != 0:
         link.send(RankHeld(means.value))
@@ -431,7 +436,20 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     sender = _sender(folder, os.environ, link, spec, scope)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(loaded.cell, loaded.sources)
+    if spec.share.plan.rehearse and link.is_own:
+        link.send(_rehearsed())
     return _report(shell, result, link, sender, spec.share.plan.out, watch)
+
+
+def _rehearsed() -> Rehearsed:
+    """Return what this rank has used and written in a rehearsal."""
+    view = redirect.rehearsed()
+    written, outside = (view.written(), view.outside()) if view is not None else ({}, {})
+    return Rehearsed(
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        written=[WrittenFile(path, size) for path, size in written.items()],
+        outside=[WrittenFile(path, size) for path, size in outside.items()],
+    )
 
 
 def _sender(

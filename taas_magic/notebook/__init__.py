@@ -3,6 +3,7 @@
 magic.py      the magics `%%taas` and `%taas`, and Tab completion
 flags.py      parser of the flags after `%%taas`
 launch.py     runs a cell on ranks from start to end; with `--dry-run`, describes what would run
+rehearsal.py  rehearses a cell on this machine and reports what its pool would need (`--rehearse`)
 functions.py  runs a function (`taas.run`) or a script on ranks
 options.py    checks options of a call against the parameters of the user's function
 run.py        follows a run, handles the user's interrupts, and starts its fetchers

@@ -93,6 +93,14 @@ MAX_RANKS = 1_000_000
 
 MAX_COUNT = 1 << 60
 
+REHEARSED_BATCHES = 3
+"""Batches of each registered loader in a rehearsal, if `--rehearse` has no value."""
+
+_NOT_REHEARSED = (
+    *("--session", "--ranks", "--send", "--detach", "--max-restarts", "--profile", "--dry-run"),
+)
+"""Flags that cannot be combined with `--rehearse`."""
+
 MAX_PROFILED_STEPS = 100
 """Upper bound of `--profile`. The trace of a step of a small model has about 100 kB."""
 
@@ -213,6 +221,7 @@ class Flag:
         possible: Description of allowed values, for the error message "the flag needs …".
         help: Description of the flag in the help.
         examples: Values that Tab completion offers. The help shows the first one.
+        if_alone: Value of the flag if no value follows it; None if a value must follow.
     """
 
     name: str
@@ -221,6 +230,7 @@ class Flag:
     possible: str = ""
     help: str = ""
     examples: tuple[str, ...] = ()
+    if_alone: Any = None
 
     @property
     def field(self) -> str:
@@ -234,6 +244,8 @@ class Flag:
         if self.metavar:
             action = "append" if self.name in REPEATED else "store"
             settings |= {"metavar": self.metavar, "action": action, "type": self._value}
+            if self.if_alone is not None:
+                settings |= {"nargs": "?", "const": self.if_alone}
         else:
             settings["action"] = "store_true"
         parser.add_argument(self.name, dest=self.field, **settings)
@@ -430,6 +442,16 @@ FLAGS = (
         help="End the cell when the ranks have started; the run goes on, also without the kernel.",
     ),
     Flag("--dry-run", help="Print what would run and what would travel, and start nothing."),
+    Flag(
+        "--rehearse",
+        "K",
+        whole(1),
+        "a number of batches (--rehearse 3)",
+        "Runs the cell here on two CPU ranks, with K batches of each registered loader (3), and "
+        "reports what the pool would need; writes nothing to the project store.",
+        ("3", "1", "10"),
+        if_alone=REHEARSED_BATCHES,
+    ),
 )
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
@@ -499,11 +521,23 @@ def parse(line: str, config: Config) -> Flags:
             "%%taas --gpus 2 (as a comment: #pragma taas --gpus 2)"
         )
     flags = Flags(**found)
+    if flags.rehearse:
+        _check_rehearsal(flags)
     if flags.prefill is not None:
         _check_prefill(flags.prefill, flags, config.data)
     if flags.gpus:
         check_ranks(flags)
     return flags
+
+
+def _check_rehearsal(flags: Flags) -> None:
+    """Raise UsageError if a flag makes no sense in a rehearsal."""
+    for name in _NOT_REHEARSED:
+        if getattr(flags, BY_NAME[name].field):
+            raise UsageError(
+                f"--rehearse cannot be combined with {name}: a rehearsal runs the cell once, on "
+                f"new processes of this machine, and stops. Leave out {name}"
+            )
 
 
 def check_ranks(flags: Flags) -> None:

@@ -21,7 +21,7 @@ from taas_magic.capture.payload import Cell
 from taas_magic.config import Config, load_config
 from taas_magic.errors import RunError, UsageError
 from taas_magic.host.spec import RETURNED
-from taas_magic.notebook import flags, launch
+from taas_magic.notebook import flags, launch, rehearsal
 from taas_magic.notebook.options import name_of, refuse_shared_names
 from taas_magic.plan import Flags
 
@@ -130,7 +130,8 @@ def run_script(words: Sequence[str]) -> None:
     """Run a script on ranks, as `torchrun` does. Block until the run has ended.
 
     Each rank runs the script as its `__main__` module, with the script's folder on the import path.
-    With `--dry-run`, this function prints what would run, and starts nothing.
+    With `--dry-run`, this function prints what would run, and starts nothing. With `--rehearse`, it
+    rehearses the script.
 
     Args:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
@@ -158,8 +159,9 @@ def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config
 
     A notebook shows the traceback with the exception (`RunError._render_traceback_`).
     """
+    begin = rehearsal.rehearse if asked.rehearse else launch.execute
     try:
-        return launch.execute(asked, cell, shell, settings)
+        return begin(asked, cell, shell, settings)
     except RunError as error:
         if shell is _of_script:
             sys.stderr.write("".join(f"{line}\n" for line in error.details))

@@ -87,15 +87,10 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     plan = plan_of(flags, pool, config)
     if session is not None:
         plan = session.begin_cell(plan)
-    rule = plan.store
-    assert rule is not None
-    store.prepare(rule)
+    assert plan.store is not None
+    store.prepare(plan.store)
     names = session.names if session is not None else None
-    try:
-        settings = capture_settings(shell, config)
-        captured = payload.capture(cell, shell.user_ns, known=names, send=flags.send, **settings)
-    except SyntaxError as error:
-        raise _cell_syntax_error(error, cell) from None
+    captured = capture_cell(cell, shell, config, known=names, send=flags.send)
     if problem := out_problem(flags, captured, shell, names):
         raise UsageError(problem)
     if captured.choice is not None:
@@ -103,20 +98,11 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
     differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
-    folder = _written(plan, captured, config)
-    requires = None if pool.config.engine == "local" else captured.requires
-    spec = HostSpec(plan, 0, str(folder.path), origin(shell, rule.path), requires=requires)
-    labels = {filename: source.label for filename, source in captured.sources.items()}
-    context = _context(plan, pool, config)
-    context.labels = labels | labels_of_cells(shell)
-    with folder.whole():
-        folder.write_context(context)
-    driver = RunDriver(RunState(plan, folder.path))
+    driver, spec = prepare_run(plan, captured, pool, shell, config)
     if session is not None:
         _run_in_session(driver, spec, pool, config, session, captured)
     else:
-        with folder.held():
-            _carry_out(driver, spec, pool, config, flags.detach)
+        carry_out(driver, spec, pool, config, flags.detach)
     try:
         driver.conclude(shell.user_ns)
     finally:
@@ -125,6 +111,81 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         else:
             between_cells.set_in_ranks.update(captured.stores)
     return driver.run
+
+
+def capture_cell(cell: Cell, shell: "InteractiveShell", config: Config, **options: Any) -> Payload:
+    """Find and pickle the notebook objects that a cell uses.
+
+    Args:
+        options: Further arguments of `payload.capture`.
+
+    Raises:
+        CaptureError: The cell uses an object that cannot be pickled for the ranks.
+        CellSyntaxError: The cell is not valid Python.
+    """
+    try:
+        settings = capture_settings(shell, config)
+        return payload.capture(cell, shell.user_ns, **settings, **options)
+    except SyntaxError as error:
+        raise _cell_syntax_error(error, cell) from None
+
+
+def prepare_run(
+    plan: Plan,
+    captured: Payload,
+    pool: Pool,
+    shell: "InteractiveShell",
+    config: Config,
+    *,
+    reads_only: bool = False,
+) -> tuple[RunDriver, HostSpec]:
+    """Write the folder of a new run. Start nothing.
+
+    Args:
+        reads_only: Whether the run leaves the project store to other runs.
+
+    Returns:
+        The kernel's side of the run, and the run for its pools.
+
+    Raises:
+        PoolError: The state folder is not writable.
+    """
+    folder = _written(plan, captured, config)
+    assert plan.store is not None
+    spec = HostSpec(
+        plan,
+        0,
+        str(folder.path),
+        origin(shell, plan.store.path),
+        requires=None if pool.config.engine == "local" else captured.requires,
+        reads_only=reads_only,
+    )
+    labels = {filename: source.label for filename, source in captured.sources.items()}
+    context = _context(plan, pool, config)
+    context.labels = labels | labels_of_cells(shell)
+    with folder.whole():
+        folder.write_context(context)
+    return RunDriver(RunState(plan, folder.path)), spec
+
+
+def carry_out(
+    driver: RunDriver, spec: HostSpec, pool: Pool, config: Config, detaches: bool = False
+) -> None:
+    """Run a prepared run on new ranks until it has ended, and show it.
+
+    Args:
+        driver: The kernel's side of the run.
+        spec: The run, for the pools.
+        pool: Pool that runs the ranks.
+        config: Settings of taas.toml.
+        detaches: Whether to detach the run as soon as all ranks have started.
+
+    Raises:
+        PoolError: The pool could not be started.
+        KeyboardInterrupt: The user interrupted the run before its ranks started.
+    """
+    with RunFolder(driver.path).held():
+        _carry_out(driver, spec, pool, config, detaches)
 
 
 def _run_in_session(

@@ -130,7 +130,12 @@ class TaasMagics(Magics):
             _print_line(launch.dry_run_text(asked, cell, self.shell, settings))
             return
         with _one_line("Stopped by you before the ranks started."):
-            launch.execute(asked, cell, self.shell, settings)
+            if asked.rehearse:
+                from taas_magic.notebook.rehearsal import rehearse
+
+                rehearse(asked, cell, self.shell, settings)
+            else:
+                launch.execute(asked, cell, self.shell, settings)
 
     run_cell.__doc__ = flags.HELP
 
@@ -686,9 +691,11 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return _beginning(word, known.sessions())
     if flag in ("--out", "--send"):
         return _beginning(word.rpartition(",")[2], known.variables())
+    others = [f.name for f in FLAGS if f.name not in words or f.name in REPEATED]
     if flag in BY_NAME and BY_NAME[flag].metavar:
-        return _beginning(word, BY_NAME[flag].examples)
-    return _beginning(word, [f.name for f in FLAGS if f.name not in words or f.name in REPEATED])
+        may_be_alone = BY_NAME[flag].if_alone is not None and not equals
+        return _beginning(word, [*BY_NAME[flag].examples, *(others if may_be_alone else ())])
+    return _beginning(word, others)
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:

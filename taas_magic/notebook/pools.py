@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
-from taas_magic.config import Config, size_text
+from taas_magic.config import Config, PoolConfig, size_text
 from taas_magic.display.head import as_html, columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
@@ -22,6 +23,7 @@ from taas_magic.messages import (
     GetFacts,
     GetStacks,
     Halt,
+    HostStatus,
     PoolStatus,
     Request,
     RunStacks,
@@ -30,7 +32,7 @@ from taas_magic.notebook.run import Background, Interrupts
 from taas_magic.notebook.runs import Run
 from taas_magic.pool.client import Pool, PoolConnection, Wait, ask_pool
 from taas_magic.setup import facts
-from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row
+from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row, Wanted
 
 _T = TypeVar("_T")
 
@@ -213,25 +215,54 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
             f"project store {store}: it cannot be written: {error.strerror}"
         ) from error
     with mark:
-        here = facts.this_kernel()
         up = {row.name: row.status.hosts for row in rows(config)}
-        found = facts.check(
-            asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages, mark.name
-        )
-        known = {row.pool for row in found}
-        for pool in asked:
-            if pool.name not in known and up[pool.name]:
-                # such a pool has hosts only while they are allocated: ask their agents
-                question = GetFacts(packages=list(packages), mark=mark.name)
-                agents = _joined(pool.name, config).call(question)
-                found += [facts.judged(pool, each, here, packages) for each in agents]
-            elif pool.name not in known:
-                todo = f"%taas warm {pool.name} takes one now"
-                todo = f"They are checked when a run takes them; {todo}"
-                none_up = Finding(REMARK, "no host is up", todo)
-                found.append(Row(pool.name, "", None, (none_up,)))
+        found = ask_hosts(asked, up, config, packages, mark=mark.name)
     means = {(name, host.host): host.means for name, hosts in up.items() for host in hosts}
-    return report(found, here, means)
+    return report(found, facts.this_kernel(), means)
+
+
+def ask_hosts(
+    asked: Sequence[PoolConfig],
+    up: Mapping[str, Sequence[HostStatus]],
+    config: Config,
+    packages: Mapping[str, Wanted] = MappingProxyType({}),
+    modules: Sequence[str] = (),
+    mark: str = "",
+) -> list[Row]:
+    """Ask the hosts of pools whether they are fit for runs, without allocating any host.
+
+    Args:
+        asked: The pools.
+        up: The allocated hosts of each pool, by the name of the pool.
+        config: Settings of taas.toml.
+        packages: Packages that taas-magic needs on a host.
+        modules: Top-level modules that a host must have.
+        mark: Path of a file in the project store; "" does not ask whether hosts share the store.
+
+    Returns:
+        One row for each host; for a pool without a host that can be asked, a row without a host.
+
+    Raises:
+        PoolError: A pool that is up does not answer.
+        KeyboardInterrupt: The user interrupted the check.
+    """
+    here = facts.this_kernel()
+    found = facts.check(
+        asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages, mark, modules
+    )
+    known = {row.pool for row in found}
+    for pool in asked:
+        if pool.name not in known and up[pool.name]:
+            # such a pool has hosts only while they are allocated: ask their agents
+            question = GetFacts(packages=list(packages), modules=list(modules), mark=mark)
+            agents = _joined(pool.name, config).call(question)
+            found += [facts.judged(pool, each, here, packages) for each in agents]
+        elif pool.name not in known:
+            todo = f"%taas warm {pool.name} takes one now"
+            todo = f"They are checked when a run takes them; {todo}"
+            none_up = Finding(REMARK, "no host is up", todo)
+            found.append(Row(pool.name, "", None, (none_up,)))
+    return found
 
 
 _HEAD = ("pool", "host", "python", "torch", "taas", "GPUs", "disk", "clock", "interface", "store")

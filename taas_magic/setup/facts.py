@@ -16,7 +16,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -164,15 +164,18 @@ def this_kernel() -> Kernel:
     return Kernel(platform.python_version(), importlib.metadata.version("torch"), ours)
 
 
-def of_this_machine(host: str, packages: Iterable[str] = (), mark: str = "") -> Facts:
+def of_this_machine(
+    host: str, packages: Iterable[str] = (), mark: str = "", modules: Iterable[str] = ()
+) -> Facts:
     """Return the facts of this machine and this Python.
 
     Args:
         host: Name of this machine for the user.
         packages: Distributions whose versions are reported.
         mark: Path of a file in the project store; "" leaves it out.
+        modules: Top-level modules to check; those that are missing are reported.
     """
-    facts = msgspec.convert(probe.main(tuple(packages), (), mark), Facts)
+    facts = msgspec.convert(probe.main(tuple(packages), tuple(modules), mark), Facts)
     return structs.replace(facts, host=host)
 
 
@@ -411,6 +414,7 @@ def check(
     here: Kernel,
     packages: Mapping[str, Wanted],
     mark: str = "",
+    modules: Sequence[str] = (),
 ) -> list[Row]:
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
@@ -422,6 +426,7 @@ def check(
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store; a host that sees it shares the store. "" skips
             this check.
+        modules: Top-level modules that a host must have.
 
     Returns:
         One row for each host, in the order of the pools and their hosts.
@@ -430,10 +435,10 @@ def check(
     def ask_one(pool: PoolConfig, host: str, way: AbstractContextManager[Shell] | None) -> Row:
         try:
             if way is None:
-                facts = of_this_machine(host, packages, mark)
+                facts = of_this_machine(host, packages, mark, modules)
             else:
                 with way as shell:
-                    facts = ask_host(shell, pool.python, packages, mark=mark)
+                    facts = ask_host(shell, pool.python, packages, modules, mark)
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
             return Row(pool.name, host, None, (Finding(ERROR, what),))

@@ -117,6 +117,7 @@ def apply_rule(
     run_folder: str,
     note: Callable[[str], None],
     writes: bool = False,
+    rehearsal: Path | None = None,
 ) -> StoreProtection:
     """Apply `rule` to this process. Call once, freshly forked, before any of the user's code.
 
@@ -129,21 +130,42 @@ def apply_rule(
         run_folder: Run folder, which stays writable.
         note: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this is rank 0, which may write to the store and is only watched.
+        rehearsal: Folder that receives the writes of a rehearsal, in which no rank writes to the
+            store; made here if it is missing. None if the run is no rehearsal.
 
     Returns:
         The mechanism that is in effect now.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]
-    writable = holes(rule.path, [*rule.shared, *usual, run_folder, str(scratch)], means)
+    open_to_all = [*usual, run_folder, str(scratch)]
+    if rehearsal is None:
+        open_to_all += rule.shared
+    else:
+        rehearsal.mkdir(mode=0o700, exist_ok=True)
+        open_to_all.append(str(rehearsal))
+    writable = holes(rule.path, open_to_all, means)
     view = who, rule.path, writable, note
-    if writes:
+    if writes and rehearsal is None:
         _redirect_calls(redirect.Watched(*view))
         return means
     used = protect(rule.path, writable, means)
     _move_temporary_folder(rule.path, used, scratch)
     _held.append(rule.path)
-    if rule.writes == "refuse":
+    if rehearsal is not None:
+        _why_held.append(_REHEARSES)
+        _redirect_calls(
+            redirect.Rehearsed(
+                *view,
+                scratch=str(scratch),
+                folder=str(rehearsal),
+                shared=rule.shared,
+                is_writer=writes,
+                refuses=rule.writes == "refuse",
+                ignored=[*_caches(), run_folder, str(scratch), *_NO_FILES],
+            )
+        )
+    elif rule.writes == "refuse":
         _redirect_calls(redirect.Refused(*view))
     else:
         _redirect_calls(redirect.Discarded(*view, scratch=str(scratch)))
@@ -158,6 +180,20 @@ def _redirect_calls(view: redirect.Watched) -> None:
 
 _held: list[str] = []
 """Path of the store that this process may not write; empty if it may write."""
+
+_ONLY_RANK_0 = (
+    "only rank 0 writes to the project store {}: write under `if rank == 0:`, open a folder to all "
+    "ranks with --shared-writes FOLDER, or write elsewhere; docs/store.md"
+)
+_REHEARSES = (
+    "a rehearsal writes nothing to the project store {}, and this library's write could not be "
+    "redirected; docs/rehearse.md"
+)
+_why_held: list[str] = [_ONLY_RANK_0]
+"""Explanations of a refused write; the last one applies to this process."""
+
+_NO_FILES = ("/dev", "/proc", "/sys", "/run")
+"""Folders of the system that have no users' files."""
 
 _REFUSED = re.compile(
     r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
@@ -183,10 +219,7 @@ def why_refused(error: BaseException) -> str:
         is_refused = _REFUSED.search(str(error)) is not None
     if not is_refused or "project store" in str(error):
         return ""
-    return (
-        f" (only rank 0 writes to the project store {store}: write under `if rank == 0:`, open a "
-        "folder to all ranks with --shared-writes FOLDER, or write elsewhere; docs/store.md)"
-    )
+    return f" ({_why_held[-1].format(store)})"
 
 
 _CACHE_VARIABLES = (

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from taas_magic.late_imports import when_imported
-from taas_magic.store.redirect import Discarded, Watched, led_path, writable
+from taas_magic.store.redirect import Discarded, Watched, led_path, shown_path, writable
 
 
 class _Call(NamedTuple):
@@ -136,4 +136,4 @@ def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
     if call.writes or (call.writes is None and mode not in ("r", "rb")):
         keep = call.writes is None and not str(mode).startswith(("w", "x"))
         return led_path(view, partial(writable, view, keep=keep), path)
-    return led_path(view, lambda place: None if os.path.exists(place) else view.own(place), path)
+    return shown_path(view, path)

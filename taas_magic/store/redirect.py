@@ -7,7 +7,8 @@ bypass both (subprocesses, ctypes) are stopped by `guard.py`.
 
 A view is an object that decides which path a call really uses. Rank 0 has a `Watched` view: it
 writes to the store, and each written path is noted. The other ranks have `Discarded` or `Refused`
-views (`--store-writes`).
+views (`--store-writes`). In a rehearsal, all ranks have a `Rehearsed` view, and none writes to the
+store.
 """
 
 import contextlib
@@ -114,6 +115,29 @@ class Watched:
         """
         return None
 
+    def replaced(self, place: str) -> str | None:
+        """Return the path of the version of `place` that replaces the store's in a rehearsal.
+
+        Returns:
+            The path; None if no file replaces the one in the store.
+        """
+        return None
+
+    def theirs(self, place: str) -> str:
+        """Return the path of the file that all ranks see as the store's `place`."""
+        return self.replaced(place) or place
+
+    def shown(self, place: str) -> str | None:
+        """Return the path that a call which only reads must use instead of `place`.
+
+        Returns:
+            The path; None for `place` itself.
+        """
+        return self.replaced(place) or (None if os.path.exists(place) else self.own(place))
+
+    def note_outside(self, path: Path, folder: int | None = None) -> None:
+        """Record a path outside the store that a call writes or changes. Only a rehearsal does."""
+
     def store_path(self, path: Path) -> Path:
         """Return the path in the store that the rank means by `path`.
 
@@ -202,10 +226,14 @@ class Refused(Watched):
     def target(self, place: str, **how: bool) -> NoReturn:
         """Raise PermissionError: the rank may not write, change or move anything in the store."""
         self.note(place)
-        rule = "only rank 0 writes to the project store (--store-writes refuse)"
-        raise PermissionError(errno.EACCES, f"{self._who} may not: {rule}", place)
+        raise _refusal(self._who, place)
 
     subject = source = target
+
+
+def _refusal(who: str, place: str) -> PermissionError:
+    rule = "only rank 0 writes to the project store (--store-writes refuse)"
+    return PermissionError(errno.EACCES, f"{who} may not: {rule}", place)
 
 
 class Discarded(Watched):
@@ -223,6 +251,7 @@ class Discarded(Watched):
     def __init__(self, *args: Any, scratch: str) -> None:
         super().__init__(*args)
         self._tree = os.path.join(os.path.realpath(scratch), "store")
+        self._trees = [self._tree]
         self._stand_ins = os.path.join(scratch, "stand-ins")
         os.mkdir(self._tree)
         os.mkdir(self._stand_ins)
@@ -237,9 +266,10 @@ class Discarded(Watched):
         if isinstance(path, int) or not self.used:
             return path
         name = os.path.abspath(os.fsdecode(path))
-        if not is_below(name, self._tree):
+        tree = next((tree for tree in self._trees if is_below(name, tree)), None)
+        if tree is None:
             return path
-        place = self.store + name[len(self._tree) :]
+        place = self.store + name[len(tree) :]
         return os.fsencode(place) if isinstance(path, bytes) else place
 
     def own(self, place: str) -> str | None:
@@ -263,18 +293,13 @@ class Discarded(Watched):
             FileNotFoundError: The parent folder does not exist.
         """
         if place.endswith(_SHARDS):
-            folder = os.path.relpath(os.path.dirname(place), self.store)
-            text = (
-                f"{self._who} writes a shard of a checkpoint into the project store: "
-                f"open its folder to all ranks with --shared-writes {folder}"
-            )
-            raise PermissionError(errno.EACCES, text, place)
+            self._refuse_shard(place)
         path, parent = self._counterpart(place), os.path.dirname(place)
-        if not os.path.isdir(parent) and not self.own(parent):
+        if not os.path.isdir(self.theirs(parent)) and not self.own(parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if keep and not os.path.lexists(path) and os.path.exists(place):
-            self._copy(place, path)
+        if keep and not os.path.lexists(path) and os.path.exists(self.theirs(place)):
+            self._copy(self.theirs(place), path)
         self.used = True
         self.note(place)
         return path
@@ -285,14 +310,24 @@ class Discarded(Watched):
         The call then changes or removes the empty one, and the file in the store stays as it is.
         """
         self.note(place)
-        return self.own(place) or self._make_placeholder(folder or os.path.isdir(place))
+        is_folder = folder or os.path.isdir(self.theirs(place))
+        return self.own(place) or self._make_placeholder(is_folder)
 
     def source(self, place: str) -> str:
         """Return the rank's own version of `place`, or a copy of the file in the store."""
         path = self.subject(place)
-        if os.path.isfile(place) and path != self.own(place):
-            self._copy(place, path)
+        if os.path.isfile(self.theirs(place)) and path != self.own(place):
+            self._copy(self.theirs(place), path)
         return path
+
+    def _refuse_shard(self, place: str) -> None:
+        """Raise PermissionError, because `place` is a shard that this rank may not write."""
+        folder = os.path.relpath(os.path.dirname(place), self.store)
+        text = (
+            f"{self._who} writes a shard of a checkpoint into the project store: "
+            f"open its folder to all ranks with --shared-writes {folder}"
+        )
+        raise PermissionError(errno.EACCES, text, place)
 
     def _counterpart(self, place: str) -> str:
         return os.path.join(self._tree, os.path.relpath(place, self.store))
@@ -314,12 +349,124 @@ class Discarded(Watched):
         shutil.copyfile(place, path)
 
 
+class Rehearsed(Discarded):
+    """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
+
+    Rank 0 writes to a rehearsal folder that all ranks read. A file in this folder replaces the file
+    of the same path in the store. Every rank writes there below `shared`. The other writes of the
+    other ranks go to their private scratch folders.
+
+    Args:
+        *args: See `Watched`. `open_folders` has no shared folders.
+        scratch: See `Discarded`.
+        folder: The rehearsal folder, which all ranks of the run use.
+        shared: Folders in the store that every rank may write (`--shared-writes`).
+        is_writer: Whether this is rank 0.
+        refuses: Whether a write that only this rank would see raises PermissionError
+            (`--store-writes refuse`).
+        ignored: Folders outside the store; writes to them are not recorded.
+    """
+
+    used = True
+
+    def __init__(
+        self,
+        *args: Any,
+        scratch: str,
+        folder: str,
+        shared: Sequence[str],
+        is_writer: bool,
+        refuses: bool,
+        ignored: Sequence[str],
+    ) -> None:
+        super().__init__(*args, scratch=scratch)
+        self._folder, self._shared, self._is_writer = os.path.realpath(folder), shared, is_writer
+        self._trees.append(self._folder)
+        self._ignored = (self.store, *map(os.path.realpath, ignored))
+        self._refuses, self._outside = refuses, set[str]()
+        for path in shared:
+            os.makedirs(self._replacement(path), exist_ok=True)
+
+    def target(self, place: str, *, keep: bool = False) -> str | None:
+        """See `Discarded.target`; raise PermissionError if the run would refuse the write."""
+        if self._refuses and not self._publishes(place):
+            raise _refusal(self._who, place)
+        return super().target(place, keep=keep)
+
+    def subject(self, place: str, *, folder: bool = False) -> str:
+        """See `Discarded.subject`; raise PermissionError if the run would refuse the change."""
+        if self._refuses and not self._publishes(place):
+            raise _refusal(self._who, place)
+        return super().subject(place, folder=folder)
+
+    def replaced(self, place: str) -> str | None:
+        """Return the path in the rehearsal folder that corresponds to `place`, if it exists."""
+        path = self._replacement(place)
+        return path if os.path.lexists(path) else None
+
+    def is_own(self, path: str) -> bool:
+        """Return whether `path` is in the private folder of a rank other than 0."""
+        return is_below(path, self._tree)
+
+    def note_outside(self, path: Path, folder: int | None = None) -> None:
+        """Record a path that a call writes or changes, if it is outside the store.
+
+        Forked children of the rank record nothing that `outside` returns.
+        """
+        if self.busy or isinstance(path, int):
+            return
+        with self.plain():
+            name = os.fsdecode(path)
+            start = "" if folder is None else _path_of(folder)
+            place = os.path.realpath(os.path.join(start, self.store_path(name)))
+            if not any(is_below(place, known) for known in (*self._ignored, *self._trees)):
+                self._outside.add(place)
+
+    def written(self) -> dict[str, int]:
+        """Return the files in the rehearsal folder: bytes by path, relative to the store."""
+        with self.plain():
+            found = pathlib.Path(self._folder).rglob("*")
+            return {
+                str(path.relative_to(self._folder)): path.stat().st_size
+                for path in sorted(found)
+                if path.is_file()
+            }
+
+    def outside(self) -> dict[str, int]:
+        """Return the files outside the store that this rank wrote and left: bytes by path."""
+        with self.plain():
+            return {
+                path: os.path.getsize(path)
+                for path in sorted(self._outside)
+                if os.path.isfile(path)
+            }
+
+    def _counterpart(self, place: str) -> str:
+        return self._replacement(place) if self._publishes(place) else super()._counterpart(place)
+
+    def _replacement(self, place: str) -> str:
+        return os.path.join(self._folder, os.path.relpath(place, self.store))
+
+    def _publishes(self, place: str) -> bool:
+        """Return whether all ranks see what this rank writes to `place`."""
+        return self._is_writer or any(is_below(place, folder) for folder in self._shared)
+
+    def _refuse_shard(self, place: str) -> None:
+        if not self._publishes(place):
+            super()._refuse_shard(place)
+
+
 def _path_of(folder: int) -> str:
     return os.readlink(f"/proc/self/fd/{folder}")
 
 
 _installed: list[Watched] = []
 """The view of this process; empty before `install`."""
+
+
+def rehearsed() -> Rehearsed | None:
+    """Return this process's view if it is that of a rehearsal."""
+    return next((view for view in _installed if isinstance(view, Rehearsed)), None)
 
 
 def begin_run() -> None:
@@ -478,10 +625,11 @@ def _redirect_path(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the arguments with which to call a function of `os`: the path, and its `dir_fd`.
+    """Return the path to write or change, and its `dir_fd`, for a call of a function of `os`.
 
     See `Watched.resolve` for the parameters.
     """
+    view.note_outside(path, folder)
     led = view.resolve(decide, path, folder, follow=follow)
     return (path, folder) if led is None else (led, None)
 
@@ -516,7 +664,14 @@ def _call_on_existing(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call `real` with the file in the store if it exists, else with the rank's own version."""
+    """Call `real` with the file in the store if it exists, else with the rank's own version.
+
+    In a rehearsal, the file that replaces the one in the store comes first.
+    """
+    if isinstance(view, Rehearsed):
+        replaced = view.resolve(view.replaced, path, dir_fd, follow=follow)
+        if replaced is not None:
+            return _call_redirected(real, path, replaced, None, *args, **kw)
     first = path if view.busy or dir_fd is not None else view.store_path(path)
     try:
         return _call_redirected(real, path, first, dir_fd, *args, **kw)
@@ -528,9 +683,14 @@ def _call_on_existing(
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path with which to call a library's function; see `Watched.resolve`."""
+    """Return the path with which to call a library's writing function; see `Watched.resolve`."""
     led, _ = _redirect_path(view, decide, path, follow=True)
     return led
+
+
+def shown_path(view: Watched, path: Path) -> Path:
+    """Return the path with which to call a library's reading function."""
+    return view.resolve(view.shown, path) or path
 
 
 def writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
@@ -619,7 +779,7 @@ def _access(
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
-    place = view.resolve(lambda place: view.own(place) or place, path, dir_fd)
+    place = view.resolve(lambda place: view.own(place) or view.theirs(place), path, dir_fd)
     return place is not None and bool(real(place, mode & ~os.W_OK))
 
 
@@ -628,29 +788,31 @@ def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
 
     Args:
         view: The rank's view.
-        join: Merges both lists of entries.
+        join: Merges the entries of all versions of the folder.
         real: The function that lists a folder.
         path: The folder.
     """
     path = "." if path is None else path
-    own = _own_file(view, path)
-    if own is None:
+    own, replaced = _own_file(view, path), view.resolve(view.replaced, path) if view.used else None
+    if own is None and replaced is None:
         return real(path)
     store = view.store_path(path)
     with view.plain():
         is_there = os.path.isdir(store)
-    mine = real(os.fsencode(own) if isinstance(path, bytes) else own)
-    return join(path, list(real(store)) if is_there else [], mine)
+    versions = [replaced, store if is_there else None, own if own != replaced else None]
+    as_asked = os.fsencode if isinstance(path, bytes) else os.fsdecode
+    return join(path, [it for each in versions if each for it in real(as_asked(each))])
 
 
-def _names(path: Path, theirs: list[Any], mine: list[Any]) -> list[Any]:
-    return [*theirs, *(name for name in mine if name not in theirs)]
+def _names(path: Path, found: list[Any]) -> list[Any]:
+    return list(dict.fromkeys(found))
 
 
-def _entries(path: Path, theirs: list[Any], mine: Iterator[Any]) -> "_Entries":
-    names = {entry.name for entry in theirs}
-    found = [*theirs, *(entry for entry in mine if entry.name not in names)]
-    return _Entries(_Entry(entry, os.path.join(path, entry.name)) for entry in found)
+def _entries(path: Path, found: list[Any]) -> "_Entries":
+    first: dict[Any, Any] = {}
+    for entry in found:
+        first.setdefault(entry.name, entry)
+    return _Entries(_Entry(entry, os.path.join(path, name)) for name, entry in first.items())
 
 
 class _Entry:
@@ -708,13 +870,10 @@ def _redirect_torch_reader(view: Discarded) -> None:
 
     real: Any = torch._C.PyTorchFileReader
 
-    def shown(place: str) -> str | None:
-        return None if os.path.exists(place) else view.own(place)
-
     class PyTorchFileReader(real):
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             is_path = isinstance(file, (str, os.PathLike))
-            super().__init__(led_path(view, shown, file) if is_path else file, *args, **kw)
+            super().__init__(shown_path(view, file) if is_path else file, *args, **kw)
 
     setattr(torch._C, "PyTorchFileReader", PyTorchFileReader)  # noqa: B010
 
@@ -780,7 +939,7 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
     """
 
     def theirs(place: str) -> str | None:
-        return place if os.path.exists(place) and not view.own(place) else None
+        return place if os.path.exists(view.theirs(place)) and not view.own(place) else None
 
     return isinstance(file, (str, os.PathLike)) and view.resolve(theirs, file) is not None
 
@@ -792,16 +951,15 @@ def _redirect_torch_maps(view: Watched) -> None:
     """
     import torch
 
-    def shown(place: str) -> str | None:
-        return None if os.path.exists(place) else view.own(place)
-
     def from_file(
         real: _Call, filename: Any, shared: bool | None = None, *args: Any, **kw: Any
     ) -> Any:
         if isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
-        decide = partial(writable, view, keep=True) if shared else shown
-        led, _ = _redirect_path(view, decide, filename, follow=True)
+        if shared:
+            led = led_path(view, partial(writable, view, keep=True), filename)
+        else:
+            led = shown_path(view, filename)
         return real(led, shared, *args, **kw)
 
     torch.from_file = _redirected(torch.from_file, from_file)

@@ -51,6 +51,20 @@ def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
     assert parse(f"--gpus 2 --cpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
 
 
+@pytest.mark.parametrize(
+    ("line", "batches"),
+    [
+        ("--gpus 2", 0),
+        ("--gpus 2 --rehearse", 3),
+        ("--rehearse --gpus 2", 3),
+        ("--rehearse 5 --gpus 2", 5),
+        ("--gpus 2 --rehearse=1", 1),
+    ],
+)
+def test_rehearse_has_a_number_of_batches_or_none(line: str, batches: int) -> None:
+    assert parse(line, NO_FILE).rehearse == batches
+
+
 HUGE = "9" * 400
 
 
@@ -136,6 +150,15 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ),
         ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
         ("--gpus 2 --name 'x", "a quote is not closed"),
+        ("--gpus 2 --rehearse 0", '--rehearse needs a number of batches (--rehearse 3); got "0"'),
+        ("--gpus 2 --rehearse --rehearse 4", "--rehearse is given twice"),
+        *(
+            (f"--gpus 2 --rehearse {flag}", f"--rehearse cannot be combined with {flag.split()[0]}")
+            for flag in (
+                *("--session x", "--ranks 1", "--send x", "--detach", "--max-restarts 1"),
+                *("--profile 2", "--dry-run"),
+            )
+        ),
         ("--gpus 2 --prefill all", "--prefill all needs --units"),
         ("--gpus 2 --prefill 20", "--prefill needs --cpus"),
         (

@@ -120,6 +120,8 @@ def test_tab_completes_flags_pools_variables_and_commands(client: BlockingKernel
     assert completions(client, "%%taas --gpus 2 --pool ") == ["c1.4", "g2.8", "local"]
     assert completions(client, "%%taas --gpus 2 --pool=c") == ["c1.4"]
     assert completions(client, "%%taas --gpus 2 --data-pool ") == ["c1.4", "g2.8", "local"]
+    assert {"3", "--out"} <= set(completions(client, "%%taas --gpus 2 --rehearse "))
+    assert completions(client, "%%taas --gpus 2 --rehearse --ou") == ["--out"]
     assert completions(client, "%%taas --out ") == ["model", "history"]
     assert completions(client, "%%taas --out model,hi") == ["history"]
     assert completions(client, "%taas st") == ["status", "stacks", "stop"]

@@ -1,0 +1,225 @@
+"""Rehearsals through a real kernel: what they report, and that they leave no file in the store."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_magic.store.rule import owned
+from tests.frontend import Frontend
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+
+DEFINE = """
+import os, threading, torch, taas, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(160, 8), torch.randint(0, 2, (160,)))
+train = taas.register(DataLoader(data, batch_size=4))
+net = torch.nn.Linear(8, 2)
+open("last.pt", "w").write("an old checkpoint")
+"""
+
+TRAIN = """%%taas --gpus 4 --rehearse --out seen --shared-writes shards
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = []
+for epoch in range(2):
+    seen.append(0)
+    for x, y in train:
+        seen[-1] += 1
+        for _ in range(20):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    if rank == 0:
+        os.makedirs("checkpoints", exist_ok=True)
+        torch.save(model.state_dict(), f"checkpoints/{epoch}.pt")
+        os.replace(f"checkpoints/{epoch}.pt", "last.pt")
+    dist.barrier()
+    model.load_state_dict(torch.load("last.pt", weights_only=True))  # rank 0's, on every rank
+with open(f"shards/{rank}", "w") as shard:
+    shard.write(str(rank))
+dist.barrier()
+assert sorted(os.listdir("shards")) == ["0", "1"] and os.path.isdir("checkpoints")
+print("steps", seen, len(train), os.environ["TAAS_REHEARSE"], dist.get_world_size())
+"""
+
+
+@pytest.fixture
+def kernel(frontend_of_module: Frontend) -> Iterator[Frontend]:
+    """Yield a kernel with a loader and a model in it, and an old checkpoint in its folder."""
+    frontend_of_module.run(DEFINE)
+    yield frontend_of_module
+    assert files(frontend_of_module) == {"last.pt": "an old checkpoint"}
+
+
+def files(kernel: Frontend) -> dict[str, str]:
+    """Return the files and folders in the notebook's folder, without the notebook's own files."""
+    folder = Path(kernel.process.cwd())
+    found = (path for path in folder.rglob("*") if not path.name.startswith("."))
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else "" for path in found
+    }
+
+
+def rows(text: str) -> dict[str, str]:
+    """Return the rows of the report in a cell's output, by their labels."""
+    _, _, report = text.partition("rehearsal (")
+    return {
+        found[1]: found[2]
+        for line in report.splitlines()[1:]
+        if (found := re.match(r"  (\S.*?)  +(.*)", line))
+    }
+
+
+def failed(kernel: Frontend, cell: str) -> tuple[str, str]:
+    """Run a cell that fails; return its output, and the error."""
+    request = kernel.send(cell)
+    assert kernel.finish(request)["status"] == "error"
+    [shown] = kernel.contents(request, "error")
+    return kernel.text(request), re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
+
+
+def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
+    text = kernel.text(kernel.run(TRAIN))
+    assert "steps [3, 3] 20 3 2" in text  # `len` is that of the whole loader
+    assert "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED" in text
+    assert 'rehearsed for pool "local": 4 ranks on 1 host' in text
+    found = rows(text)
+    assert re.search(r"KiB to each host: .*net \d+ bytes \(Linear\)", found["travels"])
+    assert re.search(
+        r"KiB to each fetcher; one CPU unit prepares [\d.,e+]+ batches/s here, "
+        r"a CPU rank takes [\d.,]+: 4 such ranks need --cpus \d+",
+        found["loader train"],
+    )
+    assert re.match(r"a rank used \d+\.\d MiB at most \(rank [01]", found["memory"])
+    assert re.match(r"last\.pt \(\d\.\d KiB\), shards/0 \(1 bytes\)", found["would write"])
+    assert "outside" not in found and "would fail" not in found
+    assert kernel.text(kernel.run("print('seen' in globals())")) == "False\n"
+
+
+def test_a_cell_that_fails_in_the_rehearsal_fails_as_it_would(kernel: Frontend) -> None:
+    cell = "for x, y in train:\n    net(x[:, :5])"
+    text, error = failed(kernel, f"%%taas --gpus 2 --rehearse 1\n{cell}")
+    assert "RuntimeError" in error and "mat1 and mat2 shapes cannot be multiplied" in error
+    assert "--> 3     net(x[:, :5])" in error
+    assert "rehearsal (1 batch a pass on 2 CPU ranks here): FAILED" in text
+    assert "KiB to each fetcher; one CPU unit prepares" in text
+
+
+def test_what_cannot_travel_is_reported_before_anything_runs(kernel: Frontend) -> None:
+    kernel.run("lock, also = threading.Lock(), open('last.pt')")
+    cell = "%%taas --gpus 2 --rehearse\nprint(lock, also)"
+    text, error = failed(kernel, cell)
+    kernel.run("also.close()")
+    found = [line.split()[2] for line in text.splitlines() if line.startswith("  would fail  ")]
+    assert sorted(found) == ["`also`", "`lock`"]
+    assert "rehearsal (3 batches a pass on 2 CPU ranks here): not run" in text
+    assert f"CaptureError: {found[0]} is a" in error
+
+
+def test_files_outside_the_store_are_reported(kernel: Frontend, tmp_path: Path) -> None:
+    cell = f"""%%taas --gpus 1 --rehearse
+path = "{tmp_path}/model.pt"
+torch.save(net.state_dict(), path)
+with open("{tmp_path}/temporary", "w") as file:
+    pass
+os.remove("{tmp_path}/temporary")
+"""
+    found = rows(kernel.text(kernel.run(cell)))
+    assert found["outside"].startswith(f"{tmp_path}/model.pt (")
+    assert "temporary" not in found["outside"] and "would write" not in found
+    assert found["not cut short"].startswith("loops of the cell, as it uses no registered loader")
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_a_program_that_the_cell_starts_cannot_write_to_the_store(kernel: Frontend) -> None:
+    cell = "import subprocess\nprint('code', subprocess.call(['touch', 'made']))"
+    assert "code 1" in kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
+
+
+FILES = """%%taas --gpus 2 --rehearse --shared-writes shards
+import glob, numpy
+import torch.distributed.checkpoint as dcp
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+with open("log.txt", "a") as log:  # every rank appends; only rank 0's line counts
+    log.write(f"rank {rank}")
+os.makedirs("out", exist_ok=True)
+save_file({"x": torch.full((2,), float(rank))}, "out/x.safetensors")
+if rank == 0:
+    numpy.save("out/array.npy", numpy.zeros(3))
+    Path("last.pt").write_text("new")
+    with open("last.pt", "a") as file:
+        file.write("er")
+dist.barrier()
+assert Path("last.pt").read_text() == "newer"
+assert load_file("out/x.safetensors")["x"].tolist() == [0.0, 0.0]
+assert Path("log.txt").read_text() == "rank 0"
+dist.barrier()
+numpy.load("out/array.npy", mmap_mode="r+")[:] += rank
+dist.barrier()
+assert numpy.load("out/array.npy")[0] == 0
+assert sorted(glob.glob("out/*")) == ["out/array.npy", "out/x.safetensors"]
+assert sorted(it.name for it in os.scandir(".")) == ["last.pt", "log.txt", "out", "shards"]
+dist.barrier()
+if rank == 1:
+    os.remove("last.pt")  # only this rank's: it has none
+    os.rename("out/x.safetensors", "moved")
+    try:
+        Path("out/1.distcp").write_text("")
+    except PermissionError as error:
+        print(error.strerror)
+dist.barrier()
+assert Path("last.pt").read_text() == "newer" and Path("out/x.safetensors").exists()
+state = {"w": torch.full((2,), 7.0)}
+dcp.save(state, checkpoint_id="shards/step")
+loaded = {"w": torch.zeros(2)}
+dcp.load(loaded, checkpoint_id="shards/step")
+assert loaded["w"].tolist() == [7.0, 7.0]
+os.chdir("out")
+assert os.listdir() == os.listdir(".") and Path("array.npy").exists()
+"""
+
+
+def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Frontend) -> None:
+    folder = kernel.text(kernel.run("print(os.path.realpath('.'), end='')"))
+    with owned(folder, "another run"):  # which writes to the store meanwhile
+        text = kernel.text(kernel.run(FILES))
+    assert "rank 1 writes a shard of a checkpoint into the project store" in text
+    assert rows(text)["would write"].startswith("last.pt (5 bytes), log.txt (6 bytes), out/array")
+
+
+def test_a_library_that_cannot_be_redirected_says_why(kernel: Frontend) -> None:
+    cell = "os.chmod = os.chmod.__wrapped__\nos.chmod(os.path.abspath('last.pt'), 0o600)"
+    _, error = failed(kernel, f"%%taas --gpus 1 --rehearse\n{cell}")
+    assert "a rehearsal writes nothing to the project store" in error
+
+
+def test_loaders_that_are_not_registered_are_named(kernel: Frontend) -> None:
+    kernel.run("plain = DataLoader(data, batch_size=4)")
+    cell = "print(len(list(train)), len(list(plain)))"
+    text = kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
+    assert "3 40" in text
+    assert rows(text)["not cut short"].startswith("plain, which taas.register has not registered")
+
+
+def test_a_pool_that_cannot_run_the_cell_is_an_error_after_the_report(kernel: Frontend) -> None:
+    text, error = failed(kernel, "%%taas --gpus 100 --rehearse\nprint('ran', rank := 1)")
+    assert "ran 1" in text and "SUCCEEDED" in text
+    why = "this machine allows 1 to 64 CPU processes; you asked for 100"
+    assert rows(text)["would fail"] == why
+    assert f'the cell ran here, but would fail on pool "local": {why}' in error
+
+
+def test_the_rule_for_other_ranks_holds(kernel: Frontend) -> None:
+    cell = "open(f'made-{os.environ[\"RANK\"]}', 'w').close()"
+    _, error = failed(kernel, f"%%taas --gpus 2 --rehearse --store-writes refuse\n{cell}")
+    assert "rank 1 may not: only rank 0 writes to the project store" in error
+    assert "1 other rank" not in error  # rank 0 may

@@ -1,0 +1,119 @@
+"""The report of a rehearsal, from what was found out. Pure."""
+
+from collections import deque
+
+import pytest
+
+from taas_magic.capture.payload import Captured
+from taas_magic.journal.analysis import LoaderFlow
+from taas_magic.messages import FetcherCounts, RankCounts, Rehearsed, WrittenFile
+from taas_magic.notebook.rehearsal import Findings, estimate, flags_here, report
+from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan
+from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Row
+
+FLAGS = Flags(gpus=8, pool="gpu", rehearse=3)
+
+
+def flow(
+    prepared: int = 12, fetch_s: float = 2.0, batches: int = 6, busy_s: float = 3.0
+) -> LoaderFlow:
+    """Return the counts of a loader with two workers, used by one rank."""
+    counts = RankCounts(batches=batches, span_s=busy_s + 1.0, waited_s=1.0)
+    return LoaderFlow(
+        "train",
+        deque(),
+        ranks={0: counts},
+        fetchers={0: FetcherCounts(prepared=prepared, fetch_s=fetch_s, workers=2)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "wanted"),
+    [
+        (flow(), 1, "a CPU rank takes 2: 1 such rank needs --cpus 1"),
+        (flow(), 6, "prepares 12 batches/s here, a CPU rank takes 2: 6 such ranks need --cpus 1"),
+        (flow(), 7, "7 such ranks need --cpus 2"),
+        (flow(batches=0), 2, "prepares 12 batches/s here; no rank took one"),
+        (flow(busy_s=0.0001), 2, "a rank does too little with a batch to estimate --cpus"),
+        (flow(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
+    ],
+)
+def test_the_estimate_of_cpus(counts: LoaderFlow, ranks: int, wanted: str) -> None:
+    assert estimate(counts, ranks).endswith(wanted)
+
+
+def test_a_whole_report() -> None:
+    other = Finding(ERROR, "module nosuch that the cell imports: not installed there", "Install it")
+    found = Findings(
+        FLAGS,
+        plan=make_plan(FLAGS, HostCapacity(gpus=4, cores=8), "run", max_hosts=4),
+        problems=["first line\n    second line"],
+        hosts=[
+            *(Row("gpu", f"gpu{n}", None, (other,)) for n in range(5)),
+            Row("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
+            Row("queue", "", None, (Finding(REMARK, "no host is up"),)),
+        ],
+        modules=4,
+        captured=[Captured(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
+        travels_bytes=15 << 20,
+        loaders={"train": 3 << 20},
+        flows={"train": flow()},
+        ranks={
+            0: Rehearsed(
+                rank=0,
+                peak_bytes=300 << 20,
+                written=[WrittenFile(f"c{n}.pt", 1024) for n in range(5)],
+                outside=[WrittenFile("/tmp/a.pt", 10)],
+            ),
+        },
+        state="SUCCEEDED",
+        elapsed_s=4.2,
+    )
+    assert report(found).splitlines() == [
+        "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED in 4.2 s; "
+        'rehearsed for pool "gpu": 8 ranks on 1 host',
+        "  would fail    first line; second line",
+        "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
+        "not installed there. Install it",
+        "  hosts         1 of 6 hosts have the 4 modules that the cell imports",
+        '  not checked   the modules of pool "queue": no host is up, and a queue is not asked '
+        "(%taas warm queue starts one)",
+        "  travels       15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "
+        "x3 3.0 MiB (ndarray), 3 more",
+        "  loader train  3.0 MiB to each fetcher; one CPU unit prepares 12 batches/s here, "
+        "a CPU rank takes 2: 8 such ranks need --cpus 2",
+        "  memory        a rank used 300.0 MiB at most (rank 0, without its child processes)",
+        "  not known     memory and files of rank 1: it ended before it could report",
+        "  would write   c0.pt (1.0 KiB), c1.pt (1.0 KiB), c2.pt (1.0 KiB) and 2 more; nothing was "
+        "written to the project store",
+        "  outside       /tmp/a.pt (10 bytes): not in the project store, so on other hosts the "
+        "file stays there",
+    ]
+
+
+def test_many_problems_are_counted() -> None:
+    text = report(Findings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
+    assert "not run; rehearsed for" in text and text.count("would fail") == 6
+    assert "4 more reasons" in text and "memory" not in text
+
+
+def test_the_rehearsed_run_is_small_and_here() -> None:
+    flags = Flags(
+        gpus=8,
+        pool="gpu",
+        data_pool="cpu",
+        cpus=4,
+        rehearse=3,
+        out=("a", "b@1", "c@2", "d@last", "e@all"),
+        log_ranks=frozenset({1, 7}),
+        env={"A": "1"},
+    )
+    here = flags_here(flags, loaders=2)
+    assert (here.gpus, here.pool, here.data_pool, here.cpus) == (2, "local", "local", 1)
+    assert here.prefill == Prefill(12, "batches")
+    assert here.out == ("a", "b@1", "d@last", "e@all") and here.log_ranks == frozenset({1})
+    assert here.env == {"A": "1", "CUDA_VISIBLE_DEVICES": "", "TAAS_REHEARSE": "3"}
+    alone = flags_here(Flags(gpus=1, rehearse=1), loaders=0)
+    assert (alone.gpus, alone.cpus, alone.prefill, alone.log_ranks) == (1, 0, None, None)
+    plan = make_plan(alone, HostCapacity(gpus=1, cores=2), "run")
+    assert plan.notes == () and plan.rehearse == 1  # no note that the rank has no GPU
