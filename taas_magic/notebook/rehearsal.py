@@ -350,7 +350,9 @@ def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
 
 
 def _files(sizes: Mapping[str, int]) -> str:
-    return _listed([f"{path} ({size_text(size, 1024)})" for path, size in sizes.items()])
+    listed = _listed([f"{path} ({size_text(size, 1024)})" for path, size in sizes.items()])
+    whole = f"{len(sizes):,} files, {size_text(sum(sizes.values()), 1024)}: "
+    return whole * (len(sizes) > _LISTED) + listed
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -767,6 +767,7 @@ def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw:
     target, kw["dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dir_fd"))
     if target is not dst:  # the link moves to another folder, so a relative target must be resolved
         src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
+        src = shown_path(view, src)  # the rank's own version may be the only one
     real(src, target, *args, **kw)
 
 

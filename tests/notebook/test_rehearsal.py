@@ -158,6 +158,7 @@ if rank == 0:
     Path("last.pt").write_text("new")
     with open("last.pt", "a") as file:
         file.write("er")
+    os.symlink("out", "latest")
 dist.barrier()
 assert Path("last.pt").read_text() == "newer"
 assert load_file("out/x.safetensors")["x"].tolist() == [0.0, 0.0]
@@ -166,8 +167,11 @@ dist.barrier()
 numpy.load("out/array.npy", mmap_mode="r+")[:] += rank
 dist.barrier()
 assert numpy.load("out/array.npy")[0] == 0
+assert Path("latest/x.safetensors").exists() and os.path.islink("latest")
+assert sorted(os.listdir("latest")) == ["array.npy", "x.safetensors"]
 assert sorted(glob.glob("out/*")) == ["out/array.npy", "out/x.safetensors"]
-assert sorted(it.name for it in os.scandir(".")) == ["last.pt", "log.txt", "out", "shards"]
+names = sorted(it.name for it in os.scandir("."))
+assert names == ["last.pt", "latest", "log.txt", "out", "shards"]
 dist.barrier()
 if rank == 1:
     os.remove("last.pt")  # only this rank's: it has none
@@ -193,7 +197,10 @@ def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Fronten
     with owned(folder, "another run"):  # which writes to the store meanwhile
         text = kernel.text(kernel.run(FILES))
     assert "rank 1 writes a shard of a checkpoint into the project store" in text
-    assert rows(text)["would write"].startswith("last.pt (5 bytes), log.txt (6 bytes), out/array")
+    written = (
+        r"7 files, \d\.\d KiB: last\.pt \(5 bytes\), log\.txt \(6 bytes\), out/array\.npy \(152"
+    )
+    assert re.match(written, rows(text)["would write"])
 
 
 def test_a_library_that_cannot_be_redirected_says_why(kernel: Frontend) -> None:

@@ -84,8 +84,8 @@ def test_a_whole_report() -> None:
         "a CPU rank takes 2: 8 such ranks need --cpus 2",
         "  memory        a rank used 300.0 MiB at most (rank 0, without its child processes)",
         "  not known     memory and files of rank 1: it ended before it could report",
-        "  would write   c0.pt (1.0 KiB), c1.pt (1.0 KiB), c2.pt (1.0 KiB) and 2 more; nothing was "
-        "written to the project store",
+        "  would write   5 files, 5.0 KiB: c0.pt (1.0 KiB), c1.pt (1.0 KiB), c2.pt (1.0 KiB) and 2 "
+        "more; nothing was written to the project store",
         "  outside       /tmp/a.pt (10 bytes): not in the project store, so on other hosts the "
         "file stays there",
     ]
