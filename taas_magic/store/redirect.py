@@ -274,7 +274,7 @@ class Discarded(Watched):
 
     def own(self, place: str) -> str | None:
         """Return the path in the scratch folder that corresponds to `place`, if it exists."""
-        path = self._counterpart(place)
+        path = self.counterpart(place)
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
@@ -293,8 +293,8 @@ class Discarded(Watched):
             FileNotFoundError: The parent folder does not exist.
         """
         if place.endswith(_SHARDS):
-            self._refuse_shard(place)
-        path, parent = self._counterpart(place), os.path.dirname(place)
+            self.refuse_shard(place)
+        path, parent = self.counterpart(place), os.path.dirname(place)
         if not os.path.isdir(self.theirs(parent)) and not self.own(parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -320,7 +320,7 @@ class Discarded(Watched):
             self._copy(self.theirs(place), path)
         return path
 
-    def _refuse_shard(self, place: str) -> None:
+    def refuse_shard(self, place: str) -> None:
         """Raise PermissionError, because `place` is a shard that this rank may not write."""
         folder = os.path.relpath(os.path.dirname(place), self.store)
         text = (
@@ -329,7 +329,8 @@ class Discarded(Watched):
         )
         raise PermissionError(errno.EACCES, text, place)
 
-    def _counterpart(self, place: str) -> str:
+    def counterpart(self, place: str) -> str:
+        """Return the path at which this rank writes `place`."""
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
@@ -441,8 +442,9 @@ class Rehearsed(Discarded):
                 if os.path.isfile(path)
             }
 
-    def _counterpart(self, place: str) -> str:
-        return self._replacement(place) if self._publishes(place) else super()._counterpart(place)
+    def counterpart(self, place: str) -> str:
+        """Return the path at which this rank writes `place`."""
+        return self._replacement(place) if self._publishes(place) else super().counterpart(place)
 
     def _replacement(self, place: str) -> str:
         return os.path.join(self._folder, os.path.relpath(place, self.store))
@@ -451,9 +453,10 @@ class Rehearsed(Discarded):
         """Return whether all ranks see what this rank writes to `place`."""
         return self._is_writer or any(is_below(place, folder) for folder in self._shared)
 
-    def _refuse_shard(self, place: str) -> None:
+    def refuse_shard(self, place: str) -> None:
+        """Raise PermissionError if this rank may not write `place` in a run."""
         if not self._publishes(place):
-            super()._refuse_shard(place)
+            super().refuse_shard(place)
 
 
 def _path_of(folder: int) -> str:

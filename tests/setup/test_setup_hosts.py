@@ -82,7 +82,7 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts:
     assert f"host {hosts.name(1)}: module sklearn that the cell imports" in outcome.shown
     assert "bare/bin/python -m pip install sklearn" in outcome.shown
     assert outcome.lines == {} and not outcome.of_kind("state")
-    outcome = remote.run("if False:\n    import sklearn.svm", "--pool bare --rehearse")
+    outcome = remote.run("import sklearn.svm", "--pool bare --rehearse")
     assert isinstance(outcome.error, PoolError) and 'would fail on pool "bare"' in outcome.shown
     names = ", ".join(hosts.names)
     assert f"hosts {names}: module sklearn that the cell imports: not installed" in outcome.shown
