@@ -2,11 +2,13 @@
 
 import os
 import socket
+import statistics
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +19,8 @@ from programs import (
     FLOOD,
     ONE_PRINTS,
     RANKS,
+    SESSION_PRINTS,
+    SESSION_START,
     STEP_PRINTS,
     Flood,
     delay_s,
@@ -28,6 +32,7 @@ Figures = dict[str, float]
 """What one round measured, in seconds (`glued` and `lost` are lines)."""
 
 POLL_S = 0.2
+SESSION_CELLS = 5
 HERE = Path(__file__).parent
 COLD = {"cold": ALL_PRINT, "cold, optimizer step": STEP_PRINTS}
 TOKEN = "TAAS_BENCHMARK"
@@ -64,8 +69,8 @@ def taas() -> Figures:
             time.sleep(POLL_S)
         figures["after warming"] = first_line_s(warm.run(cell(ALL_PRINT)))
         figures |= _warm_figures(warm, cell)
-        warm.run(f"%%taas --gpus {RANKS} --session bench\nimport torch")
-        figures["session"] = first_line_s(warm.run(f"%%taas --session bench\n{ALL_PRINT}"))
+        warm.run(f"%%taas --gpus {RANKS} --session bench\n{SESSION_START}")
+        figures |= _session_figures(warm, lambda program: f"%%taas --session bench\n{program}")
         warm.run("%taas down")
     return figures
 
@@ -101,6 +106,44 @@ def accelerate() -> Figures:
         return figures | _warm_figures(kernel, cell)
 
 
+def ipyparallel() -> Figures:
+    """Engines with torch's environment set by hand, which ipyparallel does not do.
+
+    Without `--no-stream`, `%%px` shows its output as a display, which carries no time.
+    """
+
+    def cell(program: str) -> str:
+        return f"%%px --no-stream\n{program}"
+
+    port = free_port()
+    set_up = (
+        "import os",
+        f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}', RANK=str(rank), "
+        f"WORLD_SIZE='{RANKS}')",
+    )
+    start = [
+        "import ipyparallel",
+        f"cluster = ipyparallel.Cluster(n={RANKS})",
+        "client = cluster.start_and_connect_sync()",
+        "view = client[:]",
+        f"view.scatter('rank', range({RANKS}), flatten=True)",
+    ]
+    with notebook() as kernel:
+        kernel.run("\n".join(start), cell("\n".join(set_up)), cell(SESSION_START))
+        figures = _session_figures(kernel, cell)
+        kernel.run("cluster.stop_cluster_sync()")
+        return figures
+
+
+def nbdistributed() -> Figures:
+    """Every cell after `%dist_init` runs on the ranks, in a process group that it makes."""
+    with notebook() as kernel:
+        kernel.run("%load_ext nbdistributed", f"%dist_init --num-processes {RANKS}", SESSION_START)
+        figures = _session_figures(kernel, lambda program: program)
+        kernel.run("%dist_shutdown")
+        return figures
+
+
 def floor() -> Figures:
     """Measure a bare fork server."""
 
@@ -124,6 +167,13 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
     return figures | {"flood": seen.seconds, "glued": seen.glued, "lost": seen.lost}
 
 
+def _session_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
+    """Measure a cell on ranks that an earlier cell has left with a process group."""
+    kernel.run(cell(SESSION_PRINTS))
+    seconds = [first_line_s(kernel.run(cell(SESSION_PRINTS))) for _ in range(SESSION_CELLS)]
+    return {"session": statistics.median(seconds)}
+
+
 def free_port() -> int:
     """Return a TCP port that nobody listens on now."""
     with socket.socket() as probe:
@@ -136,5 +186,6 @@ CONTESTANTS: dict[str, Callable[[], Figures]] = {
     "taas-magic": taas,
     "torchrun": torchrun,
     "accelerate": accelerate,
+    **{each.__name__: each for each in (nbdistributed, ipyparallel) if find_spec(each.__name__)},
     "floor": floor,
 }

@@ -21,11 +21,14 @@ from importlib.metadata import version
 import hold
 import psutil
 from contestants import COLD, CONTESTANTS, TOKEN, Figures
+from kernel_client import CellError
 
 NAMES = {
     "taas-magic": "`%%taas`",
     "torchrun": "torchrun from a cell",
     "accelerate": "accelerate's notebook_launcher (forks the kernel)",
+    "nbdistributed": "nbdistributed (ranks stay)",
+    "ipyparallel": "ipyparallel (engines stay)",
     "floor": "floor: a fork server with torch preloaded",
 }
 COLUMNS = {
@@ -68,12 +71,19 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], n_rounds: int) -> Rounds:
-    """Measure the contestants in turns; each round begins with another one."""
+    """Measure the contestants in turns; each round begins with another one.
+
+    A contestant that fails is left out of the round, and its error is printed.
+    """
     rounds: Rounds = defaultdict(list)
     for number in range(n_rounds):
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
-            figures = CONTESTANTS[name]()
+            try:
+                figures = CONTESTANTS[name]()
+            except CellError as error:
+                print(f"round {number + 1}/{n_rounds}  {name} failed: {error}", flush=True)
+                continue
             rounds[name].append(figures)
             shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items())
             print(f"round {number + 1}/{n_rounds}  {name}: {shown}", file=sys.stderr, flush=True)

@@ -21,6 +21,20 @@ dist.all_reduce(total)
 print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
 dist.destroy_process_group()
 """
+SESSION_START = """
+import torch
+import torch.distributed as dist
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+"""
+SESSION_PRINTS = """
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
+"""
+"""The first cell of a session, and a later one, which uses what the ranks have kept."""
+
 ONE_PRINTS = ALL_PRINT.replace("print(", "if dist.get_rank() == 0:\n    print(")
 STEP_PRINTS = """
 import torch
