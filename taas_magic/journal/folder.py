@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,7 +53,31 @@ from taas_magic.shared_files import lock, replacing
 
 T = TypeVar("T")
 
-ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "INTERRUPTED", "LOST"})
+
+class RunStatus(str, Enum):
+    """State of a run. Each member equals its name as a string, such as "FAILED".
+
+    Attributes:
+        STARTING: The run waits for hosts.
+        RUNNING: The run has its hosts.
+        SUCCEEDED: The cell ran to its end on all ranks.
+        FAILED: A rank or a host failed.
+        INTERRUPTED: The user interrupted or stopped the run.
+        LOST: The hosts, or the process that owned the run, are gone.
+    """
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    INTERRUPTED = "INTERRUPTED"
+    LOST = "LOST"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ENDED_STATES = frozenset(RunStatus) - {RunStatus.STARTING, RunStatus.RUNNING}
 
 JOURNAL_BYTES = 256 << 20
 """Size in bytes above which a journal receives no bulk events, only the run's changes of state."""

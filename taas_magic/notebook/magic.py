@@ -356,7 +356,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
         # formatted as in the head of the run
-        elapsed = duration(run.elapsed_s, decimals=int(not run.is_active))
+        elapsed = duration(run.duration_s, decimals=int(not run.is_active))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
 

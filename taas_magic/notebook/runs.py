@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
-from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.display.failure import cause_of, headline, to_exception, with_labels
@@ -24,9 +23,16 @@ from taas_magic.host.spec import RETURNED, VALUE
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics, timeline
 from taas_magic.journal.analysis import Flow, advice, draw
-from taas_magic.journal.folder import ENDED_STATES, PlanHead, RunContext, RunFolder, RunSummary
+from taas_magic.journal.folder import (
+    ENDED_STATES,
+    PlanHead,
+    RunContext,
+    RunFolder,
+    RunStatus,
+    RunSummary,
+)
 from taas_magic.journal.reader import JournalReader
-from taas_magic.messages import RunEnded
+from taas_magic.messages import Failure, RunEnded
 from taas_magic.notebook.logs import log_text
 from taas_magic.plan import Plan
 from taas_magic.store.receipt import Receipt
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FOR_USERS = (
-    *("advice", "elapsed_s", "error", "failed_rank", "failures", "hosts", "is_active", "log_path"),
+    *("advice", "duration_s", "error", "failed_rank", "failures", "hosts", "is_active", "log_path"),
     *(
         "logs",
         "metrics",
@@ -50,7 +56,7 @@ _FOR_USERS = (
         "result",
         "timeline",
     ),
-    *("run_id", "started", "state", "wait", "waited", "world_size"),
+    *("run_id", "started_at", "state", "wait", "waited", "world_size"),
 )
 
 POLL_S = 0.2
@@ -106,9 +112,9 @@ class Run:
         return self._folder.context()
 
     @property
-    def state(self) -> str:
-        """State of the run: STARTING, RUNNING, SUCCEEDED, FAILED, INTERRUPTED or LOST."""
-        return self.live.state if self.live else self._summary().state
+    def state(self) -> RunStatus:
+        """State of the run, which equals a string: `run.state == "SUCCEEDED"`."""
+        return RunStatus(self.live.state if self.live else self._summary().state)
 
     @property
     def is_active(self) -> bool:
@@ -116,12 +122,12 @@ class Run:
         return self.state not in ENDED_STATES
 
     @property
-    def started(self) -> float:
+    def started_at(self) -> float:
         """Time at which the run got its hosts, in seconds since 1970."""
         return self._summary().started
 
     @property
-    def elapsed_s(self) -> float:
+    def duration_s(self) -> float:
         """Seconds from the run's start to its end, or until now if it is active."""
         if self.live and self.live.has_ended:
             return self.live.elapsed_s or 0.0
@@ -147,10 +153,10 @@ class Run:
         return list(self.head.hosts)
 
     @property
-    def failures(self) -> list[dict[str, Any]]:
-        """Failures of the ranks, the first failure first. docs/events.md describes the keys."""
+    def failures(self) -> list[Failure]:
+        """Failures of ranks and hosts, the first failure first. docs/events.md has their fields."""
         head = self.head
-        return [structs.asdict(failure) for failure in head.failures] if head.has_ended else []
+        return list(head.failures) if head.has_ended else []
 
     @property
     def failed_rank(self) -> int | None:
@@ -309,7 +315,7 @@ class Run:
         head, names = self.head, ", ".join(self.out)
         if head.state == "INTERRUPTED":
             came = f"returned: {names}" if names else "nothing was returned"
-            said = f"Stopped by you after {duration(self.elapsed_s)}; {came}. {head.why}"
+            said = f"Stopped by you after {duration(self.duration_s)}; {came}. {head.why}"
             raise interrupted(said.rstrip())
         if head.state != "SUCCEEDED":
             first = with_labels(head.first, self.context.labels)
@@ -421,8 +427,8 @@ _ERROR_CHARS = 160
 def row_of(run: Run) -> tuple[str, ...]:
     """Return the cells of a run's table row, in the order of TABLE_HEAD."""
     state, is_active = run.state, run.is_active
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
-    took = duration(run.elapsed_s, decimals=int(not is_active))
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_at))
+    took = duration(run.duration_s, decimals=int(not is_active))
     error = " ".join(run.error.split())[:_ERROR_CHARS]
     ranks = f"{run.world_size:,}"
     return (run.run_id, run.name, state, started, took, ranks, run.pool, error)

@@ -50,8 +50,8 @@ def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
     assert re.search(r"Cell In\[\d+\], line 8\b", outcome.shown)
     assert re.search(r"-> 8 +1 / 0", outcome.shown)
     assert outcome.run is not None and outcome.run.state == "FAILED"
-    others = [failure for failure in outcome.run.failures if failure["rank"] == 0]
-    assert all(failure["consequence"] for failure in others)
+    others = [failure for failure in outcome.run.failures if failure.rank == 0]
+    assert all(failure.consequence for failure in others)
 
 
 def test_a_killed_rank_is_named_with_its_signal(notebook: Notebook) -> None:

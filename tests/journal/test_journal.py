@@ -73,14 +73,14 @@ def test_how_long_runs_took() -> None:
     make_run("r2", event("state", state="RUNNING", time=5.0), ended)
     writer = write(make_run("r3"), event("state", state="RUNNING", time=time.time() - 50.0))
     goes_on, told, not_told = runs.runs()
-    assert (not_told.elapsed_s, told.elapsed_s) == (4.0, 2.5) and goes_on.elapsed_s >= 50.0
+    assert (not_told.duration_s, told.duration_s) == (4.0, 2.5) and goes_on.duration_s >= 50.0
     writer.close()
 
 
 def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
     make_run("r1", event("state", state="RUNNING", time=5.0))
     [lost] = runs.runs()
-    assert (lost.state, lost.elapsed_s) == ("LOST", 0.0)
+    assert (lost.state, lost.duration_s) == ("LOST", 0.0)
 
 
 def test_a_journal_is_read_when_its_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_a_run_of_an_older_version_is_read_whole() -> None:
     shutil.copytree(OLD, journal.state_dir() / "runs" / "20260101-120000-0000000")
     [run] = runs.runs()
     assert (run.name, run.state, run.world_size, run.failed_rank) == ("old", "FAILED", 2, 1)
-    assert run.elapsed_s == pytest.approx(6.2, abs=0.1)
+    assert run.duration_s == pytest.approx(6.2, abs=0.1)
     assert 0.1 < run.waited["loader"] < 0.3
     head = new_state(world_size=2)
     for seen in RunFolder(run.path).read_events():
