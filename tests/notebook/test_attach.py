@@ -157,7 +157,9 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_mistakes(frontend:
     assert frontend.text(frontend.run("%taas logs --rank 1 --tail 2")) == "step 98\nstep 99\n"
     found = frontend.text(frontend.run("%taas logs --rank 1 --grep 'p [12]0$'"))
     assert found == "step 10\nstep 20\n"
-    frontend.run("import taas; assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'")
+    frontend.run(
+        "import taas; assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'"
+    )
     assert "no regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
     command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
