@@ -179,7 +179,7 @@ def _run_here(
 
     driver.listener = listen
     launch.carry_out(driver, spec, pool, config)
-    found.state, found.elapsed_s = driver.run.state, driver.run.elapsed_s
+    found.state, found.elapsed_s = driver.run.state, driver.run.duration_s
     found.flows = driver.head.flow.loaders
     return driver.run
 
