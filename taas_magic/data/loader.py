@@ -259,6 +259,9 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
+        In a rehearsal, it is the number of batches in a pass that is cut short. So code that runs
+        at the last batch of an epoch is rehearsed, too.
+
         Raises:
             TypeError: The loader has no length.
         """
@@ -271,7 +274,9 @@ class RemoteLoader(DataLoader[Any]):
                     batches = client.open(self.next_epoch).batches
         if batches is None:
             raise TypeError(f'loader "{self.shape.name}" does not know its length')
-        return steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
+        steps = steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
+        most = self.feed.pass_batches
+        return steps if most is None else min(steps, most)
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or resume at the position that `load_state_dict` has set."""

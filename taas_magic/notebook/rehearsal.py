@@ -48,7 +48,6 @@ class Findings:
         plan: Plan of the run on the pool; None if the pool cannot run it.
         problems: Reasons why the run would fail on the pool.
         hosts: The hosts that were asked whether they have the cell's modules.
-        modules: Number of modules that these hosts must have.
         captured: Values that travel to the ranks.
         travels_bytes: Size of everything that travels to the ranks.
         loaders: Size of the registered loaders that travel to the fetchers, by name.
@@ -62,7 +61,6 @@ class Findings:
     plan: Plan | None = None
     problems: list[str] = field(default_factory=list)
     hosts: Sequence[Row] = ()
-    modules: int = 0
     captured: Sequence[Captured] = ()
     travels_bytes: int = 0
     loaders: Mapping[str, int] = field(default_factory=dict)
@@ -137,7 +135,6 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
     asked = {pool.name: pool}
     if found.plan is not None and found.plan.data is not None:
         asked |= {found.plan.data.pool: config.pool(found.plan.data.pool)}
-    found.modules = len(captured.requires)
     found.hosts = _ask_hosts(
         [each for each in asked.values() if each.engine != "local"], captured, config, found
     )
@@ -250,8 +247,8 @@ def _host_rows(found: Findings) -> list[tuple[str, str]]:
     fit = [row for row in found.hosts if row.is_fit and row.host]
     if fit:
         hosts = [row for row in found.hosts if row.host]
-        modules = f"the {found.modules} modules that the cell imports"
-        rows.append(("hosts", f"{len(fit)} of {len(hosts)} hosts have {modules}"))
+        what = "have a fit Python, torch, and all modules that the cell imports"
+        rows.append(("hosts", f"{len(fit)} of {len(hosts)} hosts {what}"))
     for row in found.hosts:
         if not row.host:
             what = f'the modules of pool "{row.pool}": no host is up, and a queue is not asked'

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.store.rule import owned
 from tests.frontend import Frontend
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
@@ -86,7 +85,7 @@ def failed(kernel: Frontend, cell: str) -> tuple[str, str]:
 
 def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
     text = kernel.text(kernel.run(TRAIN))
-    assert "steps [3, 3] 20 3 2" in text  # `len` is that of the whole loader
+    assert "steps [3, 3] 3 3 2" in text
     assert "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED" in text
     assert 'rehearsed for pool "local": 4 ranks on 1 host' in text
     found = rows(text)
@@ -193,9 +192,15 @@ assert os.listdir() == os.listdir(".") and Path("array.npy").exists()
 
 
 def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Frontend) -> None:
-    folder = kernel.text(kernel.run("print(os.path.realpath('.'), end='')"))
-    with owned(folder, "another run"):  # which writes to the store meanwhile
-        text = kernel.text(kernel.run(FILES))
+    kernel.run(
+        "from taas_magic.store.rule import owned\n"
+        "another_run = owned(os.path.realpath('.'), 'another run')\n"
+        "another_run.__enter__()"  # and writes to the store during the rehearsal
+    )
+    _, error = failed(kernel, "%%taas --gpus 1\npass")
+    assert "run another run writes to the project store" in error
+    text = kernel.text(kernel.run(FILES))
+    kernel.run("another_run.__exit__(None, None, None)")
     assert "rank 1 writes a shard of a checkpoint into the project store" in text
     written = (
         r"7 files, \d\.\d KiB: last\.pt \(5 bytes\), log\.txt \(6 bytes\), out/array\.npy \(152"

@@ -53,7 +53,6 @@ def test_a_whole_report() -> None:
             Row("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
             Row("queue", "", None, (Finding(REMARK, "no host is up"),)),
         ],
-        modules=4,
         captured=[Captured(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,
         loaders={"train": 3 << 20},
@@ -75,7 +74,8 @@ def test_a_whole_report() -> None:
         "  would fail    first line; second line",
         "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
         "not installed there. Install it",
-        "  hosts         1 of 6 hosts have the 4 modules that the cell imports",
+        "  hosts         1 of 6 hosts have a fit Python, torch, and all modules that the cell "
+        "imports",
         '  not checked   the modules of pool "queue": no host is up, and a queue is not asked '
         "(%taas warm queue starts one)",
         "  travels       15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "
