@@ -52,7 +52,7 @@ class Findings:
         travels_bytes: Size of everything that travels to the ranks.
         loaders: Size of the registered loaders that travel to the fetchers, by name.
         flows: Counts of the registered loaders.
-        ranks: Reports of the ranks, by rank.
+        ranks: Reports of the ranks, by rank, in the order of their arrival.
         state: State in which the rehearsed run ended; "" if it was not run.
         elapsed_s: Seconds that the rehearsed run took.
     """
@@ -326,11 +326,10 @@ def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
     if silent:
         which = ", ".join(map(str, silent))
         yield "not known", f"memory and files of rank {which}: it ended before it could report"
-    written = _merged(report.written for report in found.ranks.values())
-    if written:
+    last = [report.written for report in found.ranks.values()][-1:]  # has all ranks' files
+    if written := _merged(last):
         yield "would write", f"{_files(written)}; nothing was written to the project store"
-    outside = _merged(report.outside for report in found.ranks.values())
-    if outside:
+    if outside := _merged(report.outside for report in found.ranks.values()):
         yield (
             "outside",
             f"{_files(outside)}: not in the project store, so on other hosts the file stays there",

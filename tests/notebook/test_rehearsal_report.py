@@ -97,6 +97,17 @@ def test_many_problems_are_counted() -> None:
     assert "4 more reasons" in text and "memory" not in text
 
 
+def test_the_files_are_those_at_the_end() -> None:
+    new, old = WrittenFile("new.pt", 1), WrittenFile("old.pt", 1)
+    ranks = {
+        1: Rehearsed(rank=1, peak_bytes=1, written=[new, old], outside=[old]),
+        0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
+    }
+    text = report(Findings(FLAGS, ranks=ranks, state="SUCCEEDED"))
+    assert "would write  new.pt (1 bytes); nothing" in text
+    assert "outside      old.pt (1 bytes), new.pt (1 bytes): not in" in text
+
+
 def test_the_rehearsed_run_is_small_and_here() -> None:
     flags = Flags(
         gpus=8,
