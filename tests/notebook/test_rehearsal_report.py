@@ -104,8 +104,8 @@ def test_the_files_are_those_at_the_end() -> None:
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
     text = report(Findings(FLAGS, ranks=ranks, state="SUCCEEDED"))
-    assert "would write  new.pt (1 bytes); nothing" in text
-    assert "outside      old.pt (1 bytes), new.pt (1 bytes): not in" in text
+    assert "would write    new.pt (1 bytes); nothing" in text
+    assert "outside        old.pt (1 bytes), new.pt (1 bytes): not in" in text
 
 
 def test_the_rehearsed_run_is_small_and_here() -> None:
