@@ -105,7 +105,13 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
             yield lab
         finally:
             process.terminate()
-            process.wait(timeout=WAIT_S)
+            try:
+                process.wait(timeout=WAIT_S / 3)
+            except subprocess.TimeoutExpired:
+                # After its kernels have ended, the server may wait without end for an idle worker
+                # thread of anyio.
+                process.kill()
+                process.wait(timeout=WAIT_S)
 
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
