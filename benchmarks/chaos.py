@@ -2,17 +2,20 @@
 
     python -m benchmarks.chaos [--faults 1000] [--seed 1] [--tls] [--rest 5]
     python -m benchmarks.chaos --processes 500 [--only "kill agent"] [--seed 1]
+    python -m benchmarks.chaos --session 100 [--only "stop rank"] [--seed 1]
     python -m benchmarks.chaos --first-cells 200 [--deed "kill pool"] [--seed 1]
     python -m benchmarks.chaos --runs 300
 
 The first kills, stops and resumes fetchers and their workers and cuts connections while ranks
 train, one on the fetchers' host and one that comes by TCP (`--tls`: under TLS), and, with `--rest`,
 every 40 steps rests so many seconds in the mean; the stream, the weights and the ledger must stay
-the same. The second kills or stops a process
-of a kernel's tree in the middle of a cell; the cell must end and the next one run. The third starts
-a kernel each round and, at a random moment from the loading of the extension to the end of the
-second cell, kills its pool's process, ends the pool, or interrupts, restarts or kills the kernel.
-The fourth says what runs cost the kernel, the pool and the agent for ever. The same seed plays the
+the same. The second kills or stops a process of a kernel's tree in the middle of a cell; the cell
+must end and the next one run. The third does the same with the cells of a session, and also
+interrupts the kernel. If the session has ended, the next cell must say in one line how to start it
+again. The fourth starts a kernel each round and, at a random moment from the loading of the
+extension to the end of the second cell, kills its pool's process, ends the pool, or interrupts,
+restarts or kills the kernel.
+The fifth says what runs cost the kernel, the pool and the agent for ever. The same seed plays the
 same faults again.
 """
 
@@ -28,7 +31,7 @@ from taas_magic.data.service import new_certificate
 from taas_magic.pool.controller import FIRST_S
 from tests.chaos.first_cells import DEEDS, FirstCells
 from tests.chaos.harm import play
-from tests.chaos.tree import HARMS, NEXT, Chaos, memory_of
+from tests.chaos.tree import CELLS, HARMS, NEXT, SESSION, Chaos, Program, memory_of
 from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
@@ -42,7 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--processes", type=int, metavar="ROUNDS")
-    parser.add_argument("--only", choices=HARMS, action="append")
+    parser.add_argument("--session", type=int, metavar="ROUNDS")
+    parser.add_argument("--only", choices={*HARMS, *SESSION.harms}, action="append")
     parser.add_argument("--first-cells", type=int, metavar="ROUNDS")
     parser.add_argument("--deed", choices=DEEDS, action="append")
     parser.add_argument("--runs", type=int)
@@ -51,7 +55,10 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS")
     asked = parser.parse_args()
     if asked.processes:
-        harm_processes(asked.processes, asked.seed, tuple(asked.only or HARMS))
+        harm_processes(asked.processes, asked.seed, CELLS, tuple(asked.only or HARMS))
+    elif asked.session:
+        harms = tuple(asked.only or SESSION.harms)
+        harm_processes(asked.session, asked.seed, SESSION, harms)
     elif asked.first_cells:
         harm_first_cells(asked.first_cells, asked.seed, tuple(asked.deed or DEEDS))
     elif asked.runs:
@@ -69,10 +76,10 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
     print(f"{len(done)} faults ({counts}) in {time.perf_counter() - started:.0f} s: all the same")
 
 
-def harm_processes(rounds: int, seed: int, harms: tuple[str, ...]) -> None:
+def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
-        chaos = Chaos(scene, seed, harms, END_S, GONE_S)
+        chaos = Chaos(scene, seed, program, harms, END_S, GONE_S)
         with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
             chaos.play(rounds, say=_say)
     result = chaos.result

@@ -46,6 +46,7 @@ NOT_IN_SESSIONS = {
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _LISTED = 12
+_LOOK_S = 0.2
 _sessions: dict[str, "Session"] = {}
 
 
@@ -255,8 +256,9 @@ class Session:
             may_have_died: Whether a rank may have died in a cell. If so, wait up to DEATH_SEEN_S
                 for the report that the session has ended.
         """
-        if may_have_died or self._has_lost_ranks:
-            self._over.wait(DEATH_SEEN_S)
+        until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
+        while not self.has_ended and time.monotonic() < until:
+            self._over.wait(_LOOK_S)
         if not self.has_ended:
             return ""
         return (

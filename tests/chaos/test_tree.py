@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.tree import HARMS, Chaos
+from tests.chaos.tree import CELLS, SESSION, Chaos, Program
 from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
-ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "5"))
+ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "4"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
 
@@ -23,7 +23,9 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.timeout(900)
-def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene) -> None:
-    result = Chaos(scene, SEED, HARMS, END_S, GONE_WITHIN_S).play(ROUNDS, print)
+@pytest.mark.parametrize("program", [CELLS, SESSION], ids=["cells", "session"])
+def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene, program: Program) -> None:
+    harmed = Chaos(scene, SEED, program, program.harms, END_S, GONE_WITHIN_S)
+    result = harmed.play(ROUNDS, print)
     print(result)
     assert not result.late + result.broken + result.left, str(result)

@@ -7,6 +7,7 @@ what was harmed.
 import random
 import re
 import secrets
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ MODULES = {
     "supervisor": "taas_magic.host.supervisor",
 }
 PLACES = ("kernel", *MODULES, "forkserver", "rank", "fetcher", "worker")
+DATA_PLACES = ("fetcher", "worker")
 HARMS = tuple(f"{deed} {place}" for place in PLACES for deed in ("kill", "stop"))
 
 LOADER = """
@@ -50,6 +52,44 @@ for batch in loader:
     time.sleep(0.05)
 """
 NEXT = "%%taas --gpus 1\nprint('the next one')"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The cells of a round.
+
+    Attributes:
+        start: Runs first, and again after each end of the kernel or of the session.
+        cell: Is harmed while it runs.
+        next: Must succeed after that.
+        way_out: Part of the one line that `next` may fail with instead; "" if it must succeed.
+        harms: Harms that make sense for it.
+    """
+
+    start: str
+    cell: str
+    next: str
+    way_out: str
+    harms: tuple[str, ...]
+
+
+CELLS = Program(LOADER, TRAIN, NEXT, "", HARMS)
+SESSION = Program(
+    start="""%%taas --gpus 2 --session exp
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+""",
+    cell="""%%taas --session exp
+print("pid", os.getpid(), flush=True)
+for _ in range(40):
+    time.sleep(0.05)
+    dist.all_reduce(torch.ones(1))
+""",
+    next="%%taas --session exp\nprint('the next one')",
+    way_out="Start it",
+    harms=("interrupt kernel", *(harm for harm in HARMS if harm.split()[1] not in DATA_PLACES)),
+)
+"""A session that has ended says so in one line, and how to start it again."""
 
 
 @dataclass
@@ -81,15 +121,23 @@ class Chaos:
     Args:
         scene: Where the kernel is.
         seed: Decides what happens to whom, and after how long.
-        harms: Of HARMS, what may happen.
+        program: The cells.
+        harms: Of the program's harms, those that may happen.
         end_s: How long a cell may take to end after the harm.
         gone_s: How long after it what was harmed may be there.
     """
 
     def __init__(
-        self, scene: Scene, seed: int, harms: tuple[str, ...], end_s: float, gone_s: float
+        self,
+        scene: Scene,
+        seed: int,
+        program: Program,
+        harms: tuple[str, ...],
+        end_s: float,
+        gone_s: float,
     ) -> None:
         self._scene, self._random, self._harms = scene, random.Random(seed), harms
+        self._program = program
         self._end_s, self._gone_s = end_s, gone_s
         self._token = secrets.token_hex(8)
         self._files = set(Path("/dev/shm").iterdir())
@@ -104,7 +152,7 @@ class Chaos:
             say: Called with a line for each.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
-            frontend.run(LOADER)
+            frontend.run(self._program.start)
             while self.result.harms.total() < rounds:
                 self._round(frontend, say)
         self.result.left += left_after(self._all_left, self._gone_s)
@@ -115,7 +163,9 @@ class Chaos:
         delay_s = self._random.uniform(0.0, 2.5)
         if self._random.random() < COLD:
             frontend.run("%taas down")
-        request = frontend.send(TRAIN)
+            if self._program.way_out:  # the session has ended with its pool
+                frontend.run(self._program.start)
+        request = frontend.send(self._program.cell)
         with suppress(AssertionError):  # the moment has come, or the cell has ended
             frontend.wait(lambda: request in frontend.replies, delay_s)
         victims = list(self._find(frontend, harm.split()[1]))
@@ -134,9 +184,10 @@ class Chaos:
 
     @contextmanager
     def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
-        """Kill a process, or stop it: kernel and pool for a while, all others for ever."""
+        """Kill, interrupt or stop a process; stop kernel and pool for a while, others for ever."""
+        deeds = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
         with suppress(psutil.NoSuchProcess):
-            which.kill() if harm.startswith("kill") else which.suspend()
+            which.send_signal(deeds[harm.split()[0]])
         if harm in ("stop kernel", "stop pool"):
             time.sleep(STOPPED_S)
             with suppress(psutil.NoSuchProcess):
@@ -148,7 +199,7 @@ class Chaos:
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
             frontend.client.wait_for_ready(timeout=WAIT_S)
-            frontend.run(LOADER)
+            frontend.run(self._program.start)
             return
         try:
             frontend.finish(request, self._end_s)
@@ -159,11 +210,15 @@ class Chaos:
             frontend.finish(request, self._end_s)
 
     def _check_next(self, frontend: Frontend, harm: str) -> None:
-        """Run the next cell; one that says what to do is asked once more."""
-        request = frontend.send(NEXT)
+        """Run the next cell. If it says how to start the session again, do that."""
+        request = frontend.send(self._program.next)
         if frontend.finish(request)["status"] == "ok" and "the next" in frontend.text(request):
             return
         [error] = frontend.contents(request, "error")
+        said, way_out = error["evalue"], self._program.way_out
+        if way_out and way_out in said and "\n" not in said:
+            frontend.run(self._program.start)
+            return
         self.result.broken.append(f"{harm}: {error['evalue']}")
 
     def _find(self, frontend: Frontend, place: str) -> Iterator[psutil.Process]:
