@@ -78,7 +78,7 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("lab") / "project"
     folder.mkdir()
     kernel = {"name": "taas", "display_name": "Python (TaaS)", "language": "python"}
@@ -97,7 +97,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}
         )
         nbformat.write(other, folder / f"{name}.ipynb")
-    return folder
+    yield folder
+    take_steps(folder, 6)  # the detached run of a test that failed would wait for them without end
 
 
 @pytest.fixture(scope="module")
