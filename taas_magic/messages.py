@@ -435,7 +435,7 @@ class InputRequested(RankEvent, tag="input", kw_only=True):
     """A rank asks the user for a line of input, and waits for it.
 
     Attributes:
-        number: Number of the request, unique in the rank's process.
+        number: Number of the request, unique in all attempts of the run.
         prompt: Text that the program shows before the input, such as "(Pdb) ".
         is_hidden: Whether the line must not be shown while it is typed, as for a password.
     """
@@ -928,13 +928,15 @@ class AnswerInput(Request[None]):
     Attributes:
         rank: The rank that asked.
         number: `InputRequested.number`.
-        line: The line that the user typed, without a line end; None if nobody can type one.
+        line: The line that the user typed, without a line end; None if the user ended the input.
+        is_refused: Whether nobody can type. `line` is None then.
     """
 
     run_id: str
     rank: int
     number: int
     line: str | None = None
+    is_refused: bool = False
 
 
 class PauseClocks(Request[None]):
@@ -1121,6 +1123,7 @@ _COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
 _BLOCKS = frozenset(
     {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
     | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
+    | {"InputRequested.prompt"}
 )
 """Fields with text of several lines, which keeps its line breaks and colours."""
 

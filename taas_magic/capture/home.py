@@ -39,11 +39,11 @@ class Scope:
 
 
 class SentVariable(NamedTuple):
-    """A variable of the cell that is sent with a result that uses it.
+    """A variable that the cell has set and that a result needs, so that it is sent, too.
 
     Attributes:
         name: Name of the variable.
-        owner: The result that uses it: a variable, or the value of the last expression.
+        owner: Name of that result: a variable of `--out`, or the value of the last expression.
     """
 
     name: str

@@ -457,7 +457,10 @@ class _Lines:
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def add(self, data: bytes) -> None:
-        """Add output of the job, and pass on the buffer if the last time was `_FLUSH_S` ago."""
+        """Add output of the job; drop and count what exceeds `LINES_BYTES`.
+
+        Pass on the buffer if that was last done at least `_FLUSH_S` ago.
+        """
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]

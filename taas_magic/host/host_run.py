@@ -483,7 +483,8 @@ class HostRun(HostShare):
 
     def _pause(self, is_paused: bool) -> None:
         """Stop or continue the clocks of `--timeout` and `--hang`."""
-        self._deadline.pause(is_paused, time.monotonic())
+        change = self._deadline.pause if is_paused else self._deadline.resume
+        change(time.monotonic())
         if self._attempt is not None:
             self._attempt.monitor.is_paused = is_paused
 

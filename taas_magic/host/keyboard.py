@@ -4,8 +4,7 @@
 its agent. The kernel that runs the cell shows an input box, and sends the line back
 (`notebook/keyboard.py`). If nobody can type, the rank gets a refusal, and raises EOFError.
 
-The same functions work for IPython's debugger and for `torch.distributed.breakpoint`, because all
-of them call `input()`.
+IPython's debugger and `torch.distributed.breakpoint` work, too, because they call `input()`.
 """
 
 import builtins
@@ -14,7 +13,9 @@ import io
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ import msgspec
 from taas_magic.host.link import LineReader, Link, rank_file
 from taas_magic.messages import AnswerInput, InputRequested
 
-NOBODY = (
+NOBODY_CAN_TYPE = (
     "nobody can type here, as in a detached run or a notebook that runs without a person: set a "
     "variable in an earlier cell and use it here"
 )
@@ -31,8 +32,10 @@ NO_DEBUGGER = (
     "the debugger cannot be used here, because nobody can type, as in a detached run or a notebook "
     "that runs without a person; print what you want to see"
 )
-QUIT = "you ended the debugger, which ends the cell; `continue` would have let it go on"
-_OF_A_CHILD = "a process that a rank has started has no keyboard; only the rank itself has one"
+USER_QUIT = "you ended the debugger, which ends the cell; `continue` would have let it go on"
+_CHILD_CANNOT_ASK = (
+    "a process that a rank has started has no keyboard; only the rank itself has one"
+)
 _ONE_LINE = "only single lines can be typed here: use input() or sys.stdin.readline()"
 
 _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).decode
@@ -47,21 +50,21 @@ class Keyboard:
         rank: Number of the rank.
 
     Attributes:
-        was_refused: Whether the last request was refused, because nobody can type.
+        was_refused: Whether the last request was refused, because nobody can type at the kernel.
     """
 
     def __init__(self, link: Link, folder: Path, rank: int) -> None:
         self._link, self._rank = link, rank
         self._answers = LineReader(rank_file(folder, rank, "input"))
-        self._numbers = itertools.count()
-        self._asking = threading.Lock()
+        self._numbers = itertools.count(time.monotonic_ns())
+        self._one_request = threading.Lock()
         self.was_refused = False
 
     def install(self) -> None:
         """Let `input`, `getpass.getpass` and `sys.stdin` of this process read from the user."""
         builtins.input = self._input
         getpass.getpass = self._getpass
-        sys.stdin = _Lines(self)
+        sys.stdin = _UserInput(self)
 
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
         """Ask the user for a line, and wait for it. Any thread may call this.
@@ -71,36 +74,40 @@ class Keyboard:
             is_hidden: Whether the line must not be shown while it is typed.
 
         Raises:
-            EOFError: Nobody can type, or this process is a child of the rank.
+            EOFError: Nobody can type, the user ended the input, or this process is a child of the
+                rank.
             KeyboardInterrupt: The user interrupted the cell.
         """
         if not self._link.is_own:
-            raise EOFError(_OF_A_CHILD)
-        with self._asking:
+            raise EOFError(_CHILD_CANNOT_ASK)
+        with self._one_request:
             number = next(self._numbers)
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None and not stream.closed:
+            for stream in (sys.stdout, sys.stderr):  # the notebook shows it above the input box
+                with suppress(AttributeError, ValueError):  # a replacement of the user, or closed
                     stream.flush()
             self._link.send(InputRequested(number=number, prompt=prompt, is_hidden=is_hidden))
             answer = _answer_of(self._answers.read_line())
             while answer.number != number:  # an interrupted request may be answered late
                 answer = _answer_of(self._answers.read_line())
-        self.was_refused = answer.line is None
+        self.was_refused = answer.is_refused
         if answer.line is None:
-            raise EOFError(NOBODY)
+            raise EOFError(NOBODY_CAN_TYPE if answer.is_refused else "the user ended the input")
         return answer.line
 
     def _input(self, prompt: object = "", /) -> str:
         """Read a line, as Python's `input` does."""
         return self.read_line(str(prompt))
 
-    def _getpass(self, prompt: str = "Password: ", stream: Any = None, **others: Any) -> str:
-        """Read a line that is not shown, as `getpass.getpass` does."""
+    def _getpass(self, prompt: str = "Password: ", stream: Any = None, **options: Any) -> str:
+        """Read a line that is not shown, as `getpass.getpass` does.
+
+        The stream and the options (`echo_char` of Python 3.14) have no effect.
+        """
         return self.read_line(prompt, is_hidden=True)
 
 
-class _Lines(io.TextIOBase):
-    """A standard input whose lines the user types."""
+class _UserInput(io.TextIOBase):
+    """Replacement of `sys.stdin`: each `readline` asks the user for a line."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard

@@ -88,7 +88,7 @@ def order(folder: Path, rank: int, cell: CellOrder) -> None:
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send a rank the line of input that it waits for."""
+    """Send a rank the line of input that it waits for. It is at most PIPE_BUF bytes long."""
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
 

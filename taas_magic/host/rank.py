@@ -518,7 +518,7 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
         return None
     if isinstance(raised, bdb.BdbQuit):
         is_refused = shell.keyboard is not None and shell.keyboard.was_refused
-        raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.QUIT,)
+        raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.USER_QUIT,)
     return tracebacks.failure_of(raised)  # not shown: BdbQuit, or the user's handler hid it
 
 

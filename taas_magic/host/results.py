@@ -358,7 +358,10 @@ def _has_model(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the elements of nested dicts, lists and tuples; of models, all parts and tensors."""
+    """Yield the elements of nested dicts, lists and tuples.
+
+    For a model, yield its modules, parameters and buffers.
+    """
     seen: set[int] = set()
     waiting = [value]
     while waiting:

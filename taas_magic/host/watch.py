@@ -138,7 +138,9 @@ class RankState:
 
 
 class Deadline:
-    """The time at which `--timeout` ends a run. It moves while the run is paused.
+    """The time at which `--timeout` ends a run. Time in which the clock is paused does not count.
+
+    The clock is paused while a rank waits for the user's input.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -153,14 +155,20 @@ class Deadline:
         """The time at which the run ends; None without `--timeout`, and during a pause."""
         return self._at if self._paused_at is None else None
 
-    def pause(self, is_paused: bool, now: float) -> None:
-        """Begin or end a pause at the time `now`. Does nothing if that has happened before."""
-        if is_paused and self._paused_at is None:
+    def pause(self, now: float) -> None:
+        """Stop the clock. Do nothing if it is stopped."""
+        if self._paused_at is None:
             self._paused_at = now
-        elif not is_paused and self._paused_at is not None:
+
+    def resume(self, now: float) -> None:
+        """Start the clock again, and move the deadline by the length of the pause.
+
+        Do nothing if the clock runs.
+        """
+        if self._paused_at is not None:
             if self._at is not None:
                 self._at += now - self._paused_at
-            self._paused_at = None
+            self._paused_at = None  # last, because another thread may read `at`
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,8 @@ def decide(
     Args:
         ranks: States of the ranks of this host.
         now: The current time.
-        deadline: Time at which `--timeout` ends the run; None without `--timeout`.
+        deadline: Time at which `--timeout` ends the run; None without `--timeout`, or while a rank
+            waits for the user's input.
         interrupted_at: Time at which the user interrupted the run; None if this did not happen.
     """
     gone = all(rank.is_over for rank in ranks)

@@ -5,27 +5,29 @@ kernel then asks the user as for any other cell: in the notebook's input box, or
 One rank at a time has the keyboard.
 """
 
-import _thread
 import builtins
 import getpass
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from taas_magic.messages import InputRequested
+from taas_magic.messages import AnswerInput, InputRequested, encode
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-KEEP_S = 1.0
-"""Seconds after an answer in which only the same rank can ask again, as a debugger does."""
+SAME_RANK_S = 1.0
+"""Seconds after an answer during which only the same rank may ask, as a debugger does at once."""
 
-LINE_LIMIT_CHARS = 10_000
-"""Length limit of a line, which a pipe must take at once."""
+ANSWER_LIMIT_BYTES = 4000
+"""Maximum size of an encoded answer. The agent writes it to the rank's pipe at once, and Linux
+guarantees that only up to PIPE_BUF (4096) bytes."""
 
-_LOOK_S = 0.25
+_TOO_LONG = "(that line was too long; at most about 3,900 characters) "
+_CHECK_S = 0.25
+"""Seconds between calls of `is_void`."""
 
 
 class InputQueue:
@@ -40,17 +42,21 @@ class InputQueue:
         """Add a request. It replaces an earlier one of the same rank, which was interrupted."""
         self._waiting[request.rank] = request
 
+    def clear(self) -> None:
+        """Remove all requests, because the ranks that sent them are gone."""
+        self._waiting.clear()
+
     def pop_next(self, now: float) -> InputRequested | None:
         """Return the request to answer now, and remove it; None if there is none yet.
 
-        The rank that was answered last comes first. For `KEEP_S`, the others wait for it.
+        The rank that was answered last comes first. For `SAME_RANK_S`, the others wait for it.
 
         Args:
-            now: Time in seconds of the clock of `record_answer`.
+            now: Current time, on the clock that `record_answer` gets.
         """
         if self._last_rank in self._waiting:
             return self._waiting.pop(self._last_rank)
-        if not self._waiting or now < self._answered_at + KEEP_S:
+        if not self._waiting or now < self._answered_at + SAME_RANK_S:
             return None
         return self._waiting.pop(min(self._waiting))
 
@@ -59,8 +65,8 @@ class InputQueue:
         self._last_rank, self._answered_at = rank, now
 
     def next_due(self) -> float:
-        """Return the time at which `pop_next` has a request; infinity if none waits."""
-        return self._answered_at + KEEP_S if self._waiting else float("inf")
+        """Return the time from which any rank's request may be popped; infinity if none waits."""
+        return self._answered_at + SAME_RANK_S if self._waiting else float("inf")
 
 
 def prompt_of(request: InputRequested, world_size: int) -> str:
@@ -77,45 +83,59 @@ def can_type(shell: "InteractiveShell | None") -> bool:
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    if hasattr(shell, "kernel"):
-        request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
-        return bool(request.get("content", {}).get("allow_stdin", False))
+    if shell is not None and hasattr(shell, "kernel"):
+        content = shell.get_parent().get("content", {})
+        return bool(content.get("allow_stdin", False))
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def read_line(prompt: str, is_hidden: bool, is_over: Callable[[], bool]) -> str | None:
-    """Let the user type a line. Blocks the kernel's main thread.
+def ask(
+    request: InputRequested, run_id: str, world_size: int, is_void: Callable[[], bool]
+) -> AnswerInput:
+    """Let the user type the line that a rank asks for. Blocks the kernel's main thread.
 
     Args:
-        prompt: Text of the input box.
-        is_hidden: Whether the line must not be shown while it is typed.
-        is_over: Function that returns whether nobody needs the line any more. A thread calls it.
+        request: The rank's request.
+        run_id: Id of the run.
+        world_size: Number of ranks of the run.
+        is_void: Function that returns whether nobody needs the line any more. A thread calls it.
 
     Returns:
-        The line; None if the user ended the input (Ctrl-D in a terminal).
+        The answer for the rank. It has no line if the user ended the input (Ctrl-D in a terminal).
 
     Raises:
-        KeyboardInterrupt: The user interrupted the cell, or `is_over` returned True.
+        KeyboardInterrupt: The user interrupted the cell, or `is_void` returned True.
     """
-    ask = getpass.getpass if is_hidden else builtins.input
-    done, ending = threading.Event(), threading.Lock()
+    read = getpass.getpass if request.is_hidden else builtins.input
+    prompt = prompt_of(request, world_size)
+    answer = AnswerInput(run_id, request.rank, request.number)
+    main, finished, guard = threading.get_ident(), threading.Event(), threading.Lock()
 
     def watch() -> None:
-        while not done.wait(_LOOK_S):
-            with ending:
-                if not done.is_set() and is_over():
-                    _thread.interrupt_main()
+        while not finished.wait(_CHECK_S):
+            with guard:
+                if not finished.is_set() and is_void():
+                    signal.pthread_kill(main, signal.SIGINT)  # also wakes a read of the terminal
                     return
 
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Thread(target=watch, name="taas-input", daemon=True).start()
-        while len(line := ask(prompt)) > LINE_LIMIT_CHARS:
-            prompt = f"(at most {LINE_LIMIT_CHARS:,} characters) {prompt}"
-        return line
+        answer.line = read(prompt)
+        while len(encode(answer)) > ANSWER_LIMIT_BYTES:
+            answer.line = read(_TOO_LONG + prompt)
     except EOFError:
-        return None
+        answer.line = None
     finally:
-        with ending:
-            done.set()
-        signal.signal(signal.SIGINT, previous)
+        try:
+            with guard:  # no interrupt by the watcher after this
+                finished.set()
+        finally:
+            finished.set()
+            signal.signal(signal.SIGINT, previous)
+    return answer
+
+
+def refuse(request: InputRequested, run_id: str) -> AnswerInput:
+    """Return the answer that tells a rank that nobody can type."""
+    return AnswerInput(run_id, request.rank, request.number, is_refused=True)

@@ -305,7 +305,7 @@ def _carry_out(
         view: View | NoView = NoView(driver.head)
         if is_shown:
             last_run, view = driver.run, View(driver.head)
-        with driver.giving_up(view):
+        with driver.ending_on_error(view):
             if fetchers and plan.prefill:
                 driver.wait_for_prefill(fetchers, view, interrupts)
             if plan.prefill:

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
     from taas_magic.notebook.runs import Run
 
-MOST_RANKS = 2
-BATCHES = "TAAS_REHEARSE"
+MAX_RANKS = 2
+"""Maximum number of ranks of a rehearsal. The cell may ask for more."""
+
+BATCHES_VARIABLE = "TAAS_REHEARSE"
 """Environment variable of a rehearsal's ranks: the number of batches after which a pass ends."""
 
-_LISTED = 3
-_LISTED_PROBLEMS = 5
-_SMALL_S = 1e-3
-"""Seconds of work of a rank with a batch below which its speed says nothing about a GPU's."""
+_MAX_LISTED = 3
+_MAX_PROBLEMS = 5
+_MIN_STEP_S = 1e-3
+"""Minimum seconds that a rank must compute for a batch. Else `--cpus` is not estimated."""
 
 
 @dataclass
@@ -47,12 +49,13 @@ class Findings:
         flags: Flags of the cell.
         plan: Plan of the run on the pool; None if the pool cannot run it.
         problems: Reasons why the run would fail on the pool.
-        hosts: The hosts that were asked whether they have the cell's modules.
+        host_rows: Result of the check of each host for the cell's modules. A pool whose hosts do
+            not exist yet has one row without a host.
         captured: Values that travel to the ranks.
         travels_bytes: Size of everything that travels to the ranks.
-        loaders: Size of the registered loaders that travel to the fetchers, by name.
+        loader_bytes: Size of each registered loader that travels to the fetchers, by name.
         flows: Counts of the registered loaders.
-        ranks: Reports of the ranks, by rank, in the order of their arrival.
+        reports: Report of each rank, in the order of their arrival.
         state: State in which the rehearsed run ended; "" if it was not run.
         elapsed_s: Seconds that the rehearsed run took.
     """
@@ -60,12 +63,12 @@ class Findings:
     flags: Flags
     plan: Plan | None = None
     problems: list[str] = field(default_factory=list)
-    hosts: Sequence[Row] = ()
+    host_rows: Sequence[Row] = ()
     captured: Sequence[Captured] = ()
     travels_bytes: int = 0
-    loaders: Mapping[str, int] = field(default_factory=dict)
+    loader_bytes: Mapping[str, int] = field(default_factory=dict)
     flows: Mapping[str, LoaderFlow] = field(default_factory=dict)
-    ranks: dict[int, Rehearsed] = field(default_factory=dict)
+    reports: dict[int, Rehearsed] = field(default_factory=dict)
     state: str = ""
     elapsed_s: float = 0.0
 
@@ -73,7 +76,7 @@ class Findings:
     def all_problems(self) -> list[str]:
         """The problems, with those of the hosts. Hosts with the same problem share a line."""
         hosts: defaultdict[str, list[str]] = defaultdict(list)
-        for row in self.hosts:
+        for row in self.host_rows:
             for finding in row.findings:
                 if finding.level == ERROR:
                     hosts[str(finding)].append(row.host)
@@ -93,6 +96,7 @@ def rehearse(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config
         CaptureError: The cell uses an object that cannot be pickled for the ranks.
         ResultError: Not all variables of `--out` could be returned.
         PoolError: The cell ran here but would fail on its pool, or the local pool does not start.
+        StoreError: The project store is not usable.
         RunError: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted the rehearsal.
     """
@@ -101,14 +105,16 @@ def rehearse(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config
     if problem := launch.out_problem(flags, captured, shell):
         raise UsageError(problem)
     found.captured, found.travels_bytes = captured.captured, captured.size_bytes
-    found.loaders = {name: len(packed.payload) for name, packed in captured.loaders.items()}
+    found.loader_bytes = {name: len(packed.payload) for name, packed in captured.loaders.items()}
     found.problems += refused
     _examine_pool(found, captured, config)
     if refused:
         pools.print_line(report(found))
         raise CaptureError(refused[0])
-    run = _run_here(found, captured, shell, config)
-    pools.print_line(report(found))
+    try:
+        run = _run_here(found, captured, shell, config)
+    finally:
+        pools.print_line(report(found))
     run.raise_failure()
     if problems := found.all_problems:
         raise PoolError(
@@ -135,7 +141,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
     asked = {pool.name: pool}
     if found.plan is not None and found.plan.data is not None:
         asked |= {found.plan.data.pool: config.pool(found.plan.data.pool)}
-    found.hosts = _ask_hosts(
+    found.host_rows = _ask_hosts(
         [each for each in asked.values() if each.engine != "local"], captured, config, found
     )
 
@@ -172,7 +178,7 @@ def _run_here(
 
     def listen(event: Event) -> None:
         if isinstance(event, Rehearsed):
-            found.ranks[event.rank] = event
+            found.reports[event.rank] = event
 
     driver.listener = listen
     launch.carry_out(driver, spec, pool, config)
@@ -184,13 +190,14 @@ def _run_here(
 def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run.
 
-    One fetcher prepares the batches before the ranks start, so that both are measured alone.
+    One fetcher prepares the batches before the ranks start, so that it and the ranks do not slow
+    each other down.
 
     Args:
         flags: Flags of the cell.
         loaders: Number of registered loaders that the cell uses.
     """
-    gpus = min(flags.gpus, MOST_RANKS)
+    gpus = min(flags.gpus, MAX_RANKS)
     shown = None if flags.log_ranks is None else flags.log_ranks & frozenset(range(gpus))
     batches = Prefill(flags.rehearse * gpus * loaders, "batches")
     return structs.replace(
@@ -203,12 +210,12 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
         out=tuple(name for name in flags.out if split_name(name)[1] < gpus),
         log_ranks=shown,
         name=flags.name or "rehearsal",
-        env={**flags.env, "CUDA_VISIBLE_DEVICES": "", BATCHES: str(flags.rehearse)},
+        env={**flags.env, "CUDA_VISIBLE_DEVICES": "", BATCHES_VARIABLE: str(flags.rehearse)},
     )
 
 
 def report(found: Findings) -> str:
-    """Return the report of a rehearsal. Pure."""
+    """Return the report of a rehearsal."""
     rows = [
         *_problem_rows(found),
         *_host_rows(found),
@@ -217,41 +224,41 @@ def report(found: Findings) -> str:
         *_rank_rows(found),
     ]
     if found.plan is not None:
-        rows += [("note", note) for note in found.plan.notes[:_LISTED]]
+        rows += [("note", note) for note in found.plan.notes[:_MAX_LISTED]]
     width = max(len(label) for label, _ in rows)
     return "\n".join([_title(found), *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
 def _title(found: Findings) -> str:
-    flags, ranks = found.flags, min(found.flags.gpus, MOST_RANKS)
+    flags, ranks = found.flags, min(found.flags.gpus, MAX_RANKS)
     what = f"{flags.rehearse} batch{'es' * (flags.rehearse > 1)} a pass"
     what += f" on {ranks} CPU rank{'s' * (ranks > 1)} here"
     did = f"{found.state} in {duration(found.elapsed_s, decimals=1)}" if found.state else "not run"
-    would = f'rehearsed for pool "{flags.pool}"'
+    planned = f'rehearsed for pool "{flags.pool}"'
     if found.plan is not None:
         hosts = len(found.plan.hosts)
-        would += f": {flags.gpus} rank{'s' * (flags.gpus > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    return f"rehearsal ({what}): {did}; {would}"
+        planned += f": {flags.gpus} rank{'s' * (flags.gpus > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    return f"rehearsal ({what}): {did}; {planned}"
 
 
 def _problem_rows(found: Findings) -> list[tuple[str, str]]:
     problems = found.all_problems
-    rows = [("would fail", _one_line(problem)) for problem in problems[:_LISTED_PROBLEMS]]
-    if len(problems) > _LISTED_PROBLEMS:
-        rows.append(("would fail", f"{len(problems) - _LISTED_PROBLEMS} more reasons"))
+    rows = [("would fail", _one_line(problem)) for problem in problems[:_MAX_PROBLEMS]]
+    if len(problems) > _MAX_PROBLEMS:
+        rows.append(("would fail", f"{len(problems) - _MAX_PROBLEMS} more reasons"))
     return rows
 
 
 def _host_rows(found: Findings) -> list[tuple[str, str]]:
     rows = []
-    fit = [row for row in found.hosts if row.is_fit and row.host]
+    fit = [row for row in found.host_rows if row.is_fit and row.host]
     if fit:
-        hosts = [row for row in found.hosts if row.host]
+        hosts = [row for row in found.host_rows if row.host]
         what = "have a fit Python, torch, and all modules that the cell imports"
         rows.append(("hosts", f"{len(fit)} of {len(hosts)} hosts {what}"))
-    for row in found.hosts:
+    for row in found.host_rows:
         if not row.host:
-            what = f'the modules of pool "{row.pool}": no host is up, and a queue is not asked'
+            what = f'the modules of pool "{row.pool}", which has no running host'
             rows.append(("not checked", f"{what} (%taas warm {row.pool} starts one)"))
     return rows
 
@@ -260,7 +267,7 @@ def _travels(found: Findings) -> str:
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"
-        for value in largest[:_LISTED]
+        for value in largest[:_MAX_LISTED]
     ]
     more = len(largest) - len(named)
     whole = size_text(found.travels_bytes, 1024)
@@ -270,22 +277,22 @@ def _travels(found: Findings) -> str:
 
 
 def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
-    for name, size in found.loaders.items():
+    for name, size in found.loader_bytes.items():
         flow = found.flows.get(name)
         speed = estimate(flow, found.flags.gpus) if flow is not None else "no batch was prepared"
         yield f"loader {name}", f"{size_text(size, 1024)} to each fetcher; {speed}"
     plain = [
         value.name
         for value in found.captured
-        if value.type_name.endswith(".DataLoader") and value.name not in found.loaders
+        if value.type_name.endswith(".DataLoader") and value.name not in found.loader_bytes
     ]
     if plain:
         which = f"{_listed(plain)}, which taas.register has not registered"
-    elif not found.loaders:
+    elif not found.loader_bytes:
         which = "loops of the cell, as it uses no registered loader"
     else:
         return
-    yield "not cut short", f"{which}; {BATCHES} in os.environ tells the cell to stop early"
+    yield "not cut short", f"{which}; the cell can read K from os.environ['{BATCHES_VARIABLE}']"
 
 
 def estimate(flow: LoaderFlow, ranks: int) -> str:
@@ -299,16 +306,16 @@ def estimate(flow: LoaderFlow, ranks: int) -> str:
     received, busy_s = flow.total("batches"), flow.total("span_s") - flow.total("waited_s")
     if not prepared or not work_s:
         return "no batch was prepared"
-    unit = flow.stock("workers") * prepared / work_s
-    said = f"one CPU unit prepares {_rate(unit)} batches/s here"
+    of_fetcher = flow.stock("workers") * prepared / work_s
+    said = f"one fetcher prepares {_rate(of_fetcher)} batches/s here"
     if not received:
         return f"{said}; no rank took one"
-    if busy_s / received < _SMALL_S:
+    if busy_s / received < _MIN_STEP_S:
         return f"{said}; a rank does too little with a batch to estimate --cpus"
     speed = received / busy_s
-    units = max(1, math.ceil(ranks * speed / unit))
+    fetchers = max(1, math.ceil(ranks * speed / of_fetcher))
     many = f"{ranks} such rank{'s need' if ranks > 1 else ' needs'}"
-    return f"{said}, a CPU rank takes {_rate(speed)}: {many} --cpus {units}"
+    return f"{said}, a CPU rank takes {_rate(speed)}: {many} --cpus {fetchers}"
 
 
 def _rate(per_s: float) -> str:
@@ -318,26 +325,26 @@ def _rate(per_s: float) -> str:
 def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
     if not found.state:
         return
-    if found.ranks:
-        most = max(found.ranks, key=lambda rank: found.ranks[rank].peak_bytes)
-        peak = size_text(found.ranks[most].peak_bytes, 1024)
+    if found.reports:
+        most = max(found.reports, key=lambda rank: found.reports[rank].peak_bytes)
+        peak = size_text(found.reports[most].peak_bytes, 1024)
         yield "memory", f"a rank used {peak} at most (rank {most}, without its child processes)"
-    silent = sorted(set(range(min(found.flags.gpus, MOST_RANKS))) - found.ranks.keys())
-    if silent:
-        which = ", ".join(map(str, silent))
+    unreported = sorted(set(range(min(found.flags.gpus, MAX_RANKS))) - found.reports.keys())
+    if unreported:
+        which = ", ".join(map(str, unreported))
         yield "not known", f"memory and files of rank {which}: it ended before it could report"
-    last = [report.written for report in found.ranks.values()][-1:]  # has all ranks' files
+    last = [report.written for report in found.reports.values()][-1:]  # has all ranks' files
     if written := _merged(last):
         yield "would write", f"{_files(written)}; nothing was written to the project store"
-    if outside := _merged(report.outside for report in found.ranks.values()):
+    if outside := _merged(report.outside for report in found.reports.values()):
         yield (
             "outside",
-            f"{_files(outside)}: not in the project store, so on other hosts the file stays there",
+            f"{_files(outside)}: not in the project store: each file stays on the host of its rank",
         )
 
 
 def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
-    """Return the files of several ranks: the largest size by path."""
+    """Return each path in the reports with the largest size that a rank reported."""
     sizes: dict[str, int] = {}
     for files in reports:
         for file in files:
@@ -348,12 +355,12 @@ def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
 def _files(sizes: Mapping[str, int]) -> str:
     listed = _listed([f"{path} ({size_text(size, 1024)})" for path, size in sizes.items()])
     whole = f"{len(sizes):,} files, {size_text(sum(sizes.values()), 1024)}: "
-    return whole * (len(sizes) > _LISTED) + listed
+    return whole * (len(sizes) > _MAX_LISTED) + listed
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + f" and {more} more" * (more > 0)
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + f" and {more} more" * (more > 0)
 
 
 def _one_line(text: str) -> str:

@@ -32,7 +32,6 @@ from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
-    AnswerInput,
     Detach,
     Detached,
     Event,
@@ -46,6 +45,7 @@ from taas_magic.messages import (
     Prefilling,
     Relay,
     Request,
+    Restart,
     RunEnded,
 )
 from taas_magic.notebook import heads, keyboard
@@ -261,16 +261,15 @@ class RunFetchers:
             self._ended.discard(event.number)
         elif isinstance(event, FetcherEnded) and event.entry:
             self._ended.add(event.number)
-            event = self._or_again(event)
+            event = self._restart_if_all_ended(event)
         self._listen(event)
         self._events.put(event)
 
-    def _or_again(self, last: FetcherEnded) -> FetcherEnded:
+    def _restart_if_all_ended(self, last: FetcherEnded) -> FetcherEnded:
         """Start the fetchers again if all have ended and a restart is left.
 
         Returns:
-            The event to pass on. If the fetchers are started again, it tells ranks to wait for
-            them; else it is `last`.
+            `last`; if the fetchers are started again, a copy that tells ranks to wait for them.
         """
         plan = self._spec.plan
         are_all = plan.data is not None and len(self._ended) == len(plan.data.fetchers)
@@ -450,7 +449,9 @@ class RunDriver:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._inputs = keyboard.InputQueue()
         self._ended: RunEnded | None = None
-        self._is_left = self._is_silent = self._has_end = False
+        self._is_left = self._is_silent = False
+        self._voids_input = False
+        """Whether an event is queued after which no rank waits for the user's input any more."""
 
     def discard(self) -> None:
         """Remove the folder of a run that was never started."""
@@ -458,7 +459,7 @@ class RunDriver:
 
     def put(self, event: Event) -> None:
         """Queue an event. Any thread may call this."""
-        self._has_end = self._has_end or isinstance(event, RunEnded)
+        self._voids_input |= isinstance(event, RunEnded | Detached | Restart)
         self._events.put(event)
 
     def wait_for_prefill(
@@ -487,7 +488,7 @@ class RunDriver:
                 raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
 
     @contextmanager
-    def giving_up(self, view: View | NoView) -> Iterator[None]:
+    def ending_on_error(self, view: View | NoView) -> Iterator[None]:
         """If the block raises, record the end of the run, show it, and raise the error again.
 
         The block is the part of the run before the ranks start.
@@ -505,7 +506,7 @@ class RunDriver:
         self,
         connection: PoolConnection,
         spec: HostSpec,
-        said: list[Event],
+        fetcher_events: list[Event],
         view: View | NoView,
         interrupts: Interrupts,
     ) -> None:
@@ -514,7 +515,7 @@ class RunDriver:
         Args:
             connection: Connection to the pool.
             spec: The run, for the pool.
-            said: Events that the run's fetchers have sent before.
+            fetcher_events: Events that the run's fetchers have sent before.
             view: Display of the run.
             interrupts: The user's interrupts.
 
@@ -526,7 +527,7 @@ class RunDriver:
         """
 
         def launch() -> list[str]:
-            hosts = connection.launch(spec, self.put, said)
+            hosts = connection.launch(spec, self.put, fetcher_events)
             if self._is_left:
                 self._halt(connection, "kill")
             return hosts
@@ -560,24 +561,26 @@ class RunDriver:
             detaches: Whether to detach the run as soon as all ranks have started.
         """
         interrupts.wake = lambda: self._events.put(None)
-        obeyed, leave_at = 0, float("inf")
+        interrupts_sent, give_up_at, can_ask = 0, float("inf"), not detaches
         checked_at = time.monotonic()
         while self._ended is None and not self.is_detached:
-            self._show(view, self._wait(view, min(leave_at, self._inputs.next_due())))
-            self._answer_next_input(connection, view, interrupts)
+            self._show(view, self._wait(view, min(give_up_at, self._inputs.next_due())))
+            self._answer_next_input(connection, view if can_ask else None, interrupts)
             if detaches and len(self.head.up) == self.head.plan.world_size:
                 detaches = False
                 self._detach(connection)
             now = time.monotonic()
-            if interrupts.count > obeyed:
-                obeyed = interrupts.count
-                self._halt(connection, "interrupt" if obeyed == 1 else "kill")
-                leave_at = min(leave_at, now + (KILL_WAIT_S if obeyed == 1 else LEAVE_S))
-            if now - checked_at > CHECK_S or now >= leave_at:
+            if interrupts.count > interrupts_sent:
+                interrupts_sent = interrupts.count
+                self._halt(connection, "interrupt" if interrupts_sent == 1 else "kill")
+                give_up_at = min(
+                    give_up_at, now + (KILL_WAIT_S if interrupts_sent == 1 else LEAVE_S)
+                )
+            if now - checked_at > CHECK_S or now >= give_up_at:
                 checked_at = now
                 self._check(connection, view)
-            if now >= leave_at and self._ended is None:
-                self._stop_waiting(connection)
+            if now >= give_up_at and self._ended is None:
+                self._give_up_waiting(connection)
         connection.forget(self.run_id)
         if self._ended is None:
             if isinstance(view, View):
@@ -617,28 +620,32 @@ class RunDriver:
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
     def _answer_next_input(
-        self, connection: PoolConnection, view: View | NoView, interrupts: Interrupts
+        self, connection: PoolConnection, view: View | NoView | None, interrupts: Interrupts
     ) -> None:
         """Let the user type the line that a rank waits for, if any, and send it to the rank.
 
         The request is refused if nobody can type, or if the run was interrupted.
+
+        Args:
+            view: Display of the run; None if the run is about to be detached.
         """
         request = self._inputs.pop_next(time.monotonic())
         if request is None:
             return
-        line = None
-        if isinstance(view, View) and keyboard.can_type(get_ipython()) and not interrupts.count:
+
+        def is_void() -> bool:
+            return self._voids_input or connection.is_over or interrupts.count > 0
+
+        answer = keyboard.refuse(request, self.run_id)
+        if isinstance(view, View) and keyboard.can_type(get_ipython()) and not is_void():
             view.flush()
-            prompt = keyboard.prompt_of(request, self.plan.world_size)
             try:
-                line = keyboard.read_line(
-                    prompt, request.is_hidden, lambda: self._has_end or connection.is_over
-                )
+                answer = keyboard.ask(request, self.run_id, self.plan.world_size, is_void)
             except KeyboardInterrupt:
-                interrupts.count += not (self._has_end or connection.is_over)
+                if not is_void():
+                    interrupts.count += 1
                 return  # the interrupt ends the rank's wait, too
         self._inputs.record_answer(request.rank, time.monotonic())
-        answer = AnswerInput(self.run_id, request.rank, request.number, line)
         self._send(connection, answer, "taas-answer")
 
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
@@ -656,6 +663,9 @@ class RunDriver:
             self.listener(seen)
             if isinstance(seen, InputRequested):
                 self._inputs.add(seen)
+            elif isinstance(seen, Restart):
+                self._inputs.clear()
+                self._voids_input = False
             if isinstance(seen, RunEnded):
                 self._ended = seen
             else:
@@ -680,7 +690,11 @@ class RunDriver:
         threading.Thread(target=detach, name="taas-detach", daemon=True).start()
 
     def _halt(self, connection: PoolConnection, how: str) -> None:
-        """Ask the pool to interrupt (`interrupt`) or kill (`kill`) the run, without waiting."""
+        """Ask the pool to end the run, without waiting.
+
+        Args:
+            how: "interrupt" or "kill".
+        """
         self._send(connection, Halt(self.run_id, how), "taas-halt")
 
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
@@ -708,8 +722,11 @@ class RunDriver:
             self._is_silent = True
             view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
 
-    def _stop_waiting(self, connection: PoolConnection) -> None:
-        """Stop waiting for an interrupted run; report the hosts whose ranks are still stopping."""
+    def _give_up_waiting(self, connection: PoolConnection) -> None:
+        """End an interrupted run for this kernel. The reason names hosts that still end ranks.
+
+        The pool's process records the run's real end in the journal.
+        """
         # after a restart, the hosts may differ from those of the first attempt
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"ranks on {hosts} are still stopping; "

@@ -360,7 +360,9 @@ class PoolHosts(SchedulerPlugin):
         self._on_lost(member, f"{why}; {said}" if said else why)
 
     async def _greet(self, member: PoolHost) -> None:
-        """Send `Greet` to a new host, which responds once it can start ranks.
+        """Send `Greet` to a new host, and mark it as ready when it responds.
+
+        Its response has its name, address and GPUs.
 
         The wait has no time limit, since imports may be slow: a host that is alive sends beats, and
         ends itself if its imports are stuck. Drops a host that responds with an error.

@@ -590,7 +590,7 @@ class PoolRun(Share):
         self._used_at = time.monotonic()
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
-        self._asking: dict[int, int] = {}
+        self._open_requests: dict[int, int] = {}
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
@@ -689,23 +689,31 @@ class PoolRun(Share):
 
     async def answer_input(self, answer: AnswerInput) -> None:
         """Pass the user's line to the rank that asked for it, on its host."""
-        if self._asking.get(answer.rank) != answer.number:
+        if self._open_requests.get(answer.rank) != answer.number:
             return  # the rank was interrupted meanwhile, or has ended
-        del self._asking[answer.rank]
-        self.publish(InputAnswered(rank=answer.rank))
-        if not self._asking:
-            await self._send_to_all(PauseClocks(self.run_id, is_paused=False))
+        await self._close_requests([answer.rank])
         await self._send_to_all(answer)
 
     async def refuse_input(self) -> None:
         """Tell the ranks that wait for the user that nobody can type."""
-        for rank, number in list(self._asking.items()):
-            await self.answer_input(AnswerInput(self.run_id, rank, number))
+        for rank, number in list(self._open_requests.items()):
+            await self.answer_input(AnswerInput(self.run_id, rank, number, is_refused=True))
 
     async def _on_input_requested(self) -> None:
-        await self._send_to_all(PauseClocks(self.run_id, is_paused=True))
+        await self._send_to_all(PauseClocks(self.run_id, is_paused=bool(self._open_requests)))
         if not self.owner:  # a detached run
             await self.refuse_input()
+
+    async def _close_requests(self, ranks: Iterable[int]) -> None:
+        """Record that these ranks no longer wait for the user, and let the clocks run if none does.
+
+        Ranks that did not wait are ignored.
+        """
+        closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
+        for rank in closed:
+            self.publish(InputAnswered(rank=rank))
+        if closed:
+            await self._send_to_all(PauseClocks(self.run_id, is_paused=bool(self._open_requests)))
 
     def _numbers(self, part: HostPart) -> range:
         mine = self.plan.hosts[part.host_rank]
@@ -729,15 +737,19 @@ class PoolRun(Share):
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
             self._record_part_ended(part)
+            self._tasks.start(self._close_requests(self._numbers(part)))
         elif isinstance(event, InputRequested):
-            self._asking[event.rank] = event.number
+            self._open_requests[event.rank] = event.number
             self._tasks.start(self._on_input_requested())
+        elif isinstance(event, RankFailure) and event.failure.rank is not None:
+            self._tasks.start(self._close_requests([event.failure.rank]))
 
     def _lost(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.member.name, PoolError(why))
         self.publish(RankFailure(host=part.member.name, failure=failure))
         part.report = None
         self._report(part, "LOST", "lost", [failure])
+        self._tasks.start(self._close_requests(self._numbers(part)))
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended. Ignore it if the host has a report for this attempt.
@@ -799,7 +811,7 @@ class PoolRun(Share):
 
         The first host is started first, because it creates the rendezvous of the ranks.
         """
-        self._asking.clear()
+        self._open_requests.clear()
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}

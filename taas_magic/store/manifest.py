@@ -130,7 +130,7 @@ def is_believed(path: str) -> bool:
 
     The tools are shells, ssh, git, Python and this package.
     """
-    return _BELIEVED.fullmatch(known_as(path)) is not None
+    return _BELIEVED.fullmatch(normal_form(path)) is not None
 
 
 class PathFileCheck:
@@ -160,8 +160,12 @@ class PathFileCheck:
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
-def known_as(path: str) -> str:
-    """Return a normal form of `path`, in which paths are equal if some file system equates them."""
+def normal_form(path: str) -> str:
+    """Return a normal form of `path`.
+
+    Two paths have the same form if some file system treats them as the same file, for example
+    because it ignores case.
+    """
     seen = path.lower()
     if not path.isascii():
         seen = unicodedata.normalize("NFKC", path).casefold()
@@ -222,7 +226,7 @@ class Ignore:
 
 
 def _is_secret(path: str) -> bool:
-    return _SECRET.fullmatch(known_as(path)) is not None
+    return _SECRET.fullmatch(normal_form(path)) is not None
 
 
 def _takes_any_folder_back(line: str) -> bool:

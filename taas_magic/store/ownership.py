@@ -70,7 +70,7 @@ def is_start_up(name: str, *, in_users_folder: bool) -> bool:
     """Return whether some tool may run a new file of this name unasked, so that it is refused.
 
     Args:
-        name: Last part of the path, as normalized by `manifest.known_as`.
+        name: Last part of the path, as normalized by `manifest.normal_form`.
         in_users_folder: Whether the user made the folder that contains it. A run may put code into
             its own folders.
     """

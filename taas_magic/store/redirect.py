@@ -274,7 +274,7 @@ class Discarded(Watched):
 
     def own(self, place: str) -> str | None:
         """Return the path in the scratch folder that corresponds to `place`, if it exists."""
-        path = self.counterpart(place)
+        path = self.write_path(place)
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
@@ -294,7 +294,7 @@ class Discarded(Watched):
         """
         if place.endswith(_SHARDS):
             self.refuse_shard(place)
-        path, parent = self.counterpart(place), os.path.dirname(place)
+        path, parent = self.write_path(place), os.path.dirname(place)
         if not os.path.isdir(self.theirs(parent)) and not self.own(parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -329,8 +329,8 @@ class Discarded(Watched):
         )
         raise PermissionError(errno.EACCES, text, place)
 
-    def counterpart(self, place: str) -> str:
-        """Return the path at which this rank writes `place`."""
+    def write_path(self, place: str) -> str:
+        """Return the path that this rank really writes when the program writes `place`."""
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
@@ -442,9 +442,9 @@ class Rehearsed(Discarded):
                 if os.path.isfile(path)
             }
 
-    def counterpart(self, place: str) -> str:
-        """Return the path at which this rank writes `place`."""
-        return self._replacement(place) if self._publishes(place) else super().counterpart(place)
+    def write_path(self, place: str) -> str:
+        """Return the path that this rank really writes when the program writes `place`."""
+        return self._replacement(place) if self._publishes(place) else super().write_path(place)
 
     def _replacement(self, place: str) -> str:
         return os.path.join(self._folder, os.path.relpath(place, self.store))

@@ -29,7 +29,7 @@ from taas_magic.store.manifest import (
     PublishFiles,
     ReadStore,
     ignore_of,
-    known_as,
+    normal_form,
     scan_store,
 )
 from taas_magic.store.ownership import (
@@ -284,7 +284,7 @@ class StoreServer:
             # so the owner of the folder's parent counts
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
-            if is_start_up(known_as(name), in_users_folder=not self._is_runs_folder(folder)):
+            if is_start_up(normal_form(name), in_users_folder=not self._is_runs_folder(folder)):
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
@@ -303,7 +303,7 @@ class StoreServer:
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
             return True
-        is_notebook = known_as(path).endswith(".ipynb")  # the user may have it open
+        is_notebook = normal_form(path).endswith(".ipynb")  # the user may have it open
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
@@ -366,7 +366,7 @@ class StoreServer:
             self._make_folders(parted(path)[0])
             with self._tree.folder(parted(path)[0]) as here:
                 self._arriving[key] = Arrival(here)
-            if known_as(path).endswith(".pth"):
+            if normal_form(path).endswith(".pth"):
                 self._checks[key] = PathFileCheck()
         arrival = self._arriving.get(key)
         if arrival is None or arrival.received != piece.offset:

@@ -73,16 +73,16 @@ def test_the_deadline_ends_a_run() -> None:
 
 def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
     deadline = Deadline(10.0)
-    deadline.pause(False, now=1.0)
+    deadline.resume(now=1.0)
     assert deadline.at == 10.0
-    deadline.pause(True, now=2.0)
-    deadline.pause(True, now=5.0)  # another rank asks, too
+    deadline.pause(now=2.0)
+    deadline.pause(now=5.0)  # another rank asks, too
     assert deadline.at is None
-    deadline.pause(False, now=32.0)
+    deadline.resume(now=32.0)
     assert deadline.at == 40.0
     endless = Deadline(None)
-    endless.pause(True, now=0.0)
-    endless.pause(False, now=9.0)
+    endless.pause(now=0.0)
+    endless.resume(now=9.0)
     assert endless.at is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.messages import InputRequested
-from taas_magic.notebook.keyboard import KEEP_S, InputQueue, prompt_of
+from taas_magic.notebook.keyboard import SAME_RANK_S, InputQueue, prompt_of
 from tests.frontend import Frontend
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -47,13 +47,13 @@ def test_one_rank_at_a_time_has_the_keyboard() -> None:
     first = waiting.pop_next(0.0)
     assert first is not None and first.rank == 1
     waiting.record_answer(1, now=5.0)
-    assert waiting.pop_next(5.0 + KEEP_S / 2) is None  # rank 1 may ask again, as a debugger does
+    assert waiting.pop_next(5.0 + SAME_RANK_S / 2) is None
     waiting.add(InputRequested(rank=1, number=1))
-    again = waiting.pop_next(5.0 + KEEP_S / 2)
+    again = waiting.pop_next(5.0 + SAME_RANK_S / 2)
     assert again is not None and (again.rank, again.number) == (1, 1)
     waiting.record_answer(1, now=6.0)
-    assert waiting.next_due() == 6.0 + KEEP_S
-    other = waiting.pop_next(6.0 + KEEP_S)
+    assert waiting.next_due() == 6.0 + SAME_RANK_S
+    other = waiting.pop_next(6.0 + SAME_RANK_S)
     assert other is not None and other.rank == 2
     assert waiting.next_due() == float("inf")
 
@@ -144,6 +144,19 @@ def test_quitting_the_debugger_ends_the_cell(frontend_of_module: Frontend) -> No
 
 
 @on_kernel
+def test_the_user_may_end_the_input(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    cell = "%%taas --gpus 1\nfor _ in range(2):\n    try: print(len(input('? ')))\n"
+    cell += "    except EOFError as error: print(error)"
+    request = frontend.send(cell, allows_input=True)
+    answer(frontend, request, "\x04")  # what a terminal sends for Ctrl-D, and ipykernel, too
+    answer(frontend, request, "x" * 5000)
+    assert "too long" in answer(frontend, request, "é" * 1500)
+    assert frontend.finish(request)["status"] == "ok"
+    assert frontend.text(request).endswith("the user ended the input\n[0] 1500\n")
+
+
+@on_kernel
 def test_an_interrupt_ends_the_input_and_the_cell(frontend_of_module: Frontend) -> None:
     frontend = frontend_of_module
     frontend.be_patient()
@@ -195,6 +208,10 @@ process.join()
 """
     text = frontend.text(frontend.run(cell))
     assert text.count("nobody can type here") == 4  # each rank, twice
+    request = frontend.send("%%taas --gpus 1 --detach\ninput()", allows_input=True)
+    assert frontend.finish(request)["status"] == "ok"
+    run = "import taas\ntry: taas.last_run.wait()\nexcept Exception as error: print(error)"
+    assert "EOFError: nobody can type here" in frontend.text(frontend.run(run))
     assert "only single lines can be typed here" in text
     assert "child:" in text
     request = frontend.send("%%taas --gpus 2\nbreakpoint()")

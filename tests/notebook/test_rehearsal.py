@@ -91,7 +91,7 @@ def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
     found = rows(text)
     assert re.search(r"KiB to each host: .*net \d+ bytes \(Linear\)", found["travels"])
     assert re.search(
-        r"KiB to each fetcher; one CPU unit prepares [\d.,e+]+ batches/s here, "
+        r"KiB to each fetcher; one fetcher prepares [\d.,e+]+ batches/s here, "
         r"a CPU rank takes [\d.,]+: 4 such ranks need --cpus \d+",
         found["loader train"],
     )
@@ -107,7 +107,7 @@ def test_a_cell_that_fails_in_the_rehearsal_fails_as_it_would(kernel: Frontend) 
     assert "RuntimeError" in error and "mat1 and mat2 shapes cannot be multiplied" in error
     assert "--> 3     net(x[:, :5])" in error
     assert "rehearsal (1 batch a pass on 2 CPU ranks here): FAILED" in text
-    assert "KiB to each fetcher; one CPU unit prepares" in text
+    assert "KiB to each fetcher; one fetcher prepares" in text
 
 
 def test_what_cannot_travel_is_reported_before_anything_runs(kernel: Frontend) -> None:

@@ -48,16 +48,16 @@ def test_a_whole_report() -> None:
         FLAGS,
         plan=make_plan(FLAGS, HostCapacity(gpus=4, cores=8), "run", max_hosts=4),
         problems=["first line\n    second line"],
-        hosts=[
+        host_rows=[
             *(Row("gpu", f"gpu{n}", None, (other,)) for n in range(5)),
             Row("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
             Row("queue", "", None, (Finding(REMARK, "no host is up"),)),
         ],
         captured=[Captured(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,
-        loaders={"train": 3 << 20},
+        loader_bytes={"train": 3 << 20},
         flows={"train": flow()},
-        ranks={
+        reports={
             0: Rehearsed(
                 rank=0,
                 peak_bytes=300 << 20,
@@ -76,18 +76,18 @@ def test_a_whole_report() -> None:
         "not installed there. Install it",
         "  hosts         1 of 6 hosts have a fit Python, torch, and all modules that the cell "
         "imports",
-        '  not checked   the modules of pool "queue": no host is up, and a queue is not asked '
+        '  not checked   the modules of pool "queue", which has no running host '
         "(%taas warm queue starts one)",
         "  travels       15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "
         "x3 3.0 MiB (ndarray), 3 more",
-        "  loader train  3.0 MiB to each fetcher; one CPU unit prepares 12 batches/s here, "
+        "  loader train  3.0 MiB to each fetcher; one fetcher prepares 12 batches/s here, "
         "a CPU rank takes 2: 8 such ranks need --cpus 2",
         "  memory        a rank used 300.0 MiB at most (rank 0, without its child processes)",
         "  not known     memory and files of rank 1: it ended before it could report",
         "  would write   5 files, 5.0 KiB: c0.pt (1.0 KiB), c1.pt (1.0 KiB), c2.pt (1.0 KiB) and 2 "
         "more; nothing was written to the project store",
-        "  outside       /tmp/a.pt (10 bytes): not in the project store, so on other hosts the "
-        "file stays there",
+        "  outside       /tmp/a.pt (10 bytes): not in the project store: each file stays on "
+        "the host of its rank",
     ]
 
 
@@ -99,11 +99,11 @@ def test_many_problems_are_counted() -> None:
 
 def test_the_files_are_those_at_the_end() -> None:
     new, old = WrittenFile("new.pt", 1), WrittenFile("old.pt", 1)
-    ranks = {
+    reports = {
         1: Rehearsed(rank=1, peak_bytes=1, written=[new, old], outside=[old]),
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
-    text = report(Findings(FLAGS, ranks=ranks, state="SUCCEEDED"))
+    text = report(Findings(FLAGS, reports=reports, state="SUCCEEDED"))
     assert "would write    new.pt (1 bytes); nothing" in text
     assert "outside        old.pt (1 bytes), new.pt (1 bytes): not in" in text
 
