@@ -106,21 +106,19 @@ def accelerate() -> Figures:
         return figures | _warm_figures(kernel, cell)
 
 
-def ipyparallel() -> Figures:
-    """Engines with torch's environment set by hand, which ipyparallel does not do.
+def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
+    """Return the cells that start engines, and the function that makes a cell for them.
 
-    Without `--no-stream`, `%%px` shows its output as a display, which carries no time.
+    ipyparallel does not set torch's environment, so a cell sets it by hand. Without `--no-stream`,
+    `%%px` shows its output as a display, which carries no time.
+
+    Args:
+        port: Port at which the ranks meet.
     """
 
     def cell(program: str) -> str:
         return f"%%px --no-stream\n{program}"
 
-    port = free_port()
-    set_up = (
-        "import os",
-        f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}', RANK=str(rank), "
-        f"WORLD_SIZE='{RANKS}')",
-    )
     start = [
         "import ipyparallel",
         f"cluster = ipyparallel.Cluster(n={RANKS})",
@@ -128,8 +126,19 @@ def ipyparallel() -> Figures:
         "view = client[:]",
         f"view.scatter('rank', range({RANKS}), flatten=True)",
     ]
+    set_up = [
+        "import os",
+        f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}', RANK=str(rank), "
+        f"WORLD_SIZE='{RANKS}')",
+    ]
+    return ["\n".join(start), cell("\n".join(set_up))], cell
+
+
+def ipyparallel() -> Figures:
+    """Engines stay; the clock starts with a later cell."""
+    start, cell = ipyparallel_cells(free_port())
     with notebook() as kernel:
-        kernel.run("\n".join(start), cell("\n".join(set_up)), cell(SESSION_START))
+        kernel.run(*start, cell(SESSION_START))
         figures = _session_figures(kernel, cell)
         kernel.run("cluster.stop_cluster_sync()")
         return figures

@@ -91,6 +91,10 @@ class Notebook:
         self._manager.shutdown_kernel(now=error is not None)
         self._manager.cleanup_resources()
 
+    def interrupt(self) -> None:
+        """Interrupt the cell that runs."""
+        self._manager.interrupt_kernel()
+
     def run(self, *cells: str) -> Output:
         """Send cells, all at once, and read what they print until the last one has ended.
 

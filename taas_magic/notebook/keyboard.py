@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from taas_magic.messages import AnswerInput, InputRequested, encode
+from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -69,11 +70,16 @@ class InputQueue:
         return self._answered_at + SAME_RANK_S if self._waiting else float("inf")
 
 
-def prompt_of(request: InputRequested, world_size: int) -> str:
-    """Return the text of the input box: the rank's prompt, and which rank asks."""
-    if world_size == 1:
-        return request.prompt
-    return f"{request.prompt.rstrip()} rank {request.rank} of {world_size} > ".lstrip()
+def prompt_of(request: InputRequested, plan: Plan) -> str:
+    """Return the text of the input box: the rank's prompt, and which rank asks.
+
+    The text begins with the name of a pool that is not trusted: its hosts choose the prompt, and
+    could ask for a password.
+    """
+    prompt, size = request.prompt, plan.world_size
+    if size > 1:
+        prompt = f"{prompt.rstrip()} rank {request.rank} of {size} > ".lstrip()
+    return prompt if plan.trusted else f"[untrusted pool {plan.pool}] {prompt}"
 
 
 def can_type(shell: "InteractiveShell | None") -> bool:
@@ -89,15 +95,12 @@ def can_type(shell: "InteractiveShell | None") -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def ask(
-    request: InputRequested, run_id: str, world_size: int, is_void: Callable[[], bool]
-) -> AnswerInput:
+def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
     """Let the user type the line that a rank asks for. Blocks the kernel's main thread.
 
     Args:
         request: The rank's request.
-        run_id: Id of the run.
-        world_size: Number of ranks of the run.
+        plan: Plan of the run.
         is_void: Function that returns whether nobody needs the line any more. A thread calls it.
 
     Returns:
@@ -107,8 +110,8 @@ def ask(
         KeyboardInterrupt: The user interrupted the cell, or `is_void` returned True.
     """
     read = getpass.getpass if request.is_hidden else builtins.input
-    prompt = prompt_of(request, world_size)
-    answer = AnswerInput(run_id, request.rank, request.number)
+    prompt = prompt_of(request, plan)
+    answer = AnswerInput(plan.run_id, request.rank, request.number)
     main, finished, guard = threading.get_ident(), threading.Event(), threading.Lock()
 
     def watch() -> None:
@@ -136,6 +139,6 @@ def ask(
     return answer
 
 
-def refuse(request: InputRequested, run_id: str) -> AnswerInput:
+def refuse(request: InputRequested, plan: Plan) -> AnswerInput:
     """Return the answer that tells a rank that nobody can type."""
-    return AnswerInput(run_id, request.rank, request.number, is_refused=True)
+    return AnswerInput(plan.run_id, request.rank, request.number, is_refused=True)

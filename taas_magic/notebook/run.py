@@ -636,11 +636,11 @@ class RunDriver:
         def is_void() -> bool:
             return self._voids_input or connection.is_over or interrupts.count > 0
 
-        answer = keyboard.refuse(request, self.run_id)
+        answer = keyboard.refuse(request, self.plan)
         if isinstance(view, View) and keyboard.can_type(get_ipython()) and not is_void():
             view.flush()
             try:
-                answer = keyboard.ask(request, self.run_id, self.plan.world_size, is_void)
+                answer = keyboard.ask(request, self.plan, is_void)
             except KeyboardInterrupt:
                 if not is_void():
                     interrupts.count += 1

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from taas_magic.messages import InputRequested
 from taas_magic.notebook.keyboard import SAME_RANK_S, InputQueue, prompt_of
+from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
 from tests.frontend import Frontend
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -60,9 +62,15 @@ def test_one_rank_at_a_time_has_the_keyboard() -> None:
 
 def test_the_prompt_names_the_rank_if_there_are_several() -> None:
     request = InputRequested(rank=1, number=0, prompt="(Pdb) ")
-    assert prompt_of(request, 4) == "(Pdb) rank 1 of 4 > "
-    assert prompt_of(request, 1) == "(Pdb) "
-    assert prompt_of(InputRequested(rank=0, number=0), 2) == "rank 0 of 2 > "
+    assert prompt_of(request, plan_of(4)) == "(Pdb) rank 1 of 4 > "
+    assert prompt_of(request, plan_of(1)) == "(Pdb) "
+    assert prompt_of(InputRequested(rank=0, number=0), plan_of(2)) == "rank 0 of 2 > "
+    strange = structs.replace(plan_of(1), trusted=False, pool="lab")
+    assert prompt_of(request, strange) == "[untrusted pool lab] (Pdb) "
+
+
+def plan_of(ranks: int) -> Plan:
+    return make_plan(Flags(gpus=ranks), HostCapacity(gpus=ranks, cores=1), "a-run")
 
 
 @on_kernel
