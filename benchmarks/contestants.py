@@ -46,6 +46,8 @@ def notebook() -> Iterator[Notebook]:
         environ = {
             "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE))),
             "TAAS_STATE_DIR": f"{folder}/state",
+            # as in an activated environment: nbdistributed starts its workers by `python`
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             TOKEN: str(os.getpid()),
         }
         with Notebook(environ, folder) as fresh:
