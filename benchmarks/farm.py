@@ -88,7 +88,7 @@ def taas() -> Iterator[Round]:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         shell.run_cell(f"farm = taas.farm('two', nodes={NODES})").raise_error()
     farm, function = shell.user_ns["farm"], shell.user_ns["nothing"]
-    while len(farm.status().here) < NODES:
+    while len(farm.status().ready) < NODES:
         time.sleep(0.1)
 
     def run(jobs: int) -> None:

@@ -5,8 +5,8 @@
 Each tool gets a kernel of its own and the same program on two ranks: build a model, train two
 epochs in two cells, look at a gradient, change the learning rate, fail on rank 1 in the middle of a
 collective, go on, be interrupted while one rank waits, go on again. The table says how long each
-cell took and whether it failed. A tool that is not installed (`pip install '.[bench]'`) is left
-out.
+cell took and whether it failed. After a cell that does not end within 180 s, the tool's other steps
+are left out. A tool that is not installed (`pip install '.[bench]'`) is left out.
 """
 
 import sys
@@ -21,6 +21,7 @@ from kernel_client import CellError, Notebook
 from programs import RANKS, SESSION_START
 
 INTERRUPT_AFTER_S = 3.0
+NO_END = ", has not ended"
 
 BUILD = """
 rank = dist.get_rank()
@@ -109,6 +110,8 @@ def steps_of(tool: Callable[[], AbstractContextManager[tuple[Notebook, Cell]]]) 
             for step, program in STEPS.items():
                 found[step] = timed(kernel, cell(program), "interrupt after" in step)
                 print(f"{tool.__name__}: {step}: {found[step]}", file=sys.stderr, flush=True)
+                if NO_END in found[step]:
+                    raise CellError(f"{step}{NO_END}")
     except CellError as error:
         print(f"{tool.__name__} failed: {error}", file=sys.stderr, flush=True)
     return found
@@ -124,7 +127,7 @@ def timed(kernel: Notebook, cell: str, is_interrupted: bool) -> str:
         if "Error" in text:
             how = ", prints the error and succeeds"
     except CellError as error:
-        how = ", fails" if "no end after" not in str(error) else ", does not end"
+        how = ", fails" if "no end after" not in str(error) else NO_END
     timer.cancel()
     return f"{time.monotonic() - began:.2f} s{how}"
 

@@ -940,9 +940,9 @@ class AnswerInput(Request[None]):
 
 
 class PauseClocks(Request[None]):
-    """The pool's process stops or continues `--timeout` and `--hang` of a run on its hosts.
+    """The pool's process pauses or resumes the clocks of `--timeout` and `--hang` on a run's hosts.
 
-    They stand still while a rank waits for the user's input.
+    The clocks are paused while a rank waits for the user's input.
     """
 
     run_id: str

@@ -570,7 +570,7 @@ class Farm:
             with path.open("a", encoding="utf-8") as log:
                 log.write(said.lines)
         self.state.apply(cleaned(said))
-        if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.here:
+        if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.ready:
             # for the thread of `_collect`, because ending jobs may wait for the current thread
             self._ended.put(said)
 

@@ -119,7 +119,7 @@ class FarmState:
         return {state: found[state] for state in STATES}
 
     @property
-    def here(self) -> list[NodeUpdate]:
+    def ready(self) -> list[NodeUpdate]:
         """The nodes that accept jobs."""
         return [node for node in list(self.nodes.values()) if node.state == "ready"]
 
@@ -135,7 +135,7 @@ class FarmState:
         left = counts["queued"] + counts["running"]
         if not took or not left:
             return None
-        return sum(took) / len(took) * left / max(1, len(self.here) * self.slots)
+        return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
     def _apply_node_update(self, said: NodeUpdate) -> None:
         node = self.nodes.setdefault(said.node, said)
@@ -164,7 +164,7 @@ def head(state: FarmState) -> str:
 
 def _nodes_text(state: FarmState) -> str:
     """Return text with the number of nodes, its bounds, and the number of jobs on each node."""
-    nodes = f"{len(state.here)} node{'s' * (len(state.here) != 1)}"
+    nodes = f"{len(state.ready)} node{'s' * (len(state.ready) != 1)}"
     bounds = f" ({state.least} to {state.most})" if state.least != state.most else ""
     jobs = f"{state.slots} job{'s' * (state.slots != 1)}"
     return f"{nodes}{bounds}, each for {jobs} at a time"

@@ -102,7 +102,7 @@ PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
 - `EndRun`: end, because the run is over on all hosts.
 - `PlaceFetcher`: write the address of a fetcher to the run folder, where ranks read it.
 - `AnswerInput`: write the line that the user typed to the pipe of the rank that asked for it.
-- `PauseClocks`: stop or continue the clocks of `--timeout` and `--hang`.
+- `PauseClocks`: pause or resume the clocks of `--timeout` and `--hang`.
 """
 
 
@@ -482,7 +482,7 @@ class HostRun(HostShare):
                 self._pause(told.is_paused)
 
     def _pause(self, is_paused: bool) -> None:
-        """Stop or continue the clocks of `--timeout` and `--hang`."""
+        """Pause or resume the clocks of `--timeout` and `--hang`."""
         change = self._deadline.pause if is_paused else self._deadline.resume
         change(time.monotonic())
         if self._attempt is not None:

@@ -4,7 +4,7 @@
 its agent. The kernel that runs the cell shows an input box, and sends the line back
 (`notebook/keyboard.py`). If nobody can type, the rank gets a refusal, and raises EOFError.
 
-IPython's debugger and `torch.distributed.breakpoint` work, too, because they call `input()`.
+IPython's debugger and `torch.distributed.breakpoint` call `input()`, so they work, too.
 """
 
 import builtins
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from taas_magic.host.link import LineReader, Link, rank_file
+from taas_magic.host.link import LineReader, Link
 from taas_magic.messages import AnswerInput, InputRequested
 
 NOBODY_CAN_TYPE = (
@@ -46,16 +46,15 @@ class Keyboard:
 
     Args:
         link: The rank's connection to its agent.
-        folder: Folder with the rank's pipes.
-        rank: Number of the rank.
+        path: The named pipe that brings the lines which the user types (`link.RankFile`).
 
     Attributes:
         was_refused: Whether the last request was refused, because nobody can type at the kernel.
     """
 
-    def __init__(self, link: Link, folder: Path, rank: int) -> None:
-        self._link, self._rank = link, rank
-        self._answers = LineReader(rank_file(folder, rank, "input"))
+    def __init__(self, link: Link, path: Path) -> None:
+        self._link = link
+        self._answers = LineReader(path)
         self._numbers = itertools.count(time.monotonic_ns())
         self._one_request = threading.Lock()
         self.was_refused = False
@@ -82,8 +81,10 @@ class Keyboard:
             raise EOFError(_CHILD_CANNOT_ASK)
         with self._one_request:
             number = next(self._numbers)
-            for stream in (sys.stdout, sys.stderr):  # the notebook shows it above the input box
-                with suppress(AttributeError, ValueError):  # a replacement of the user, or closed
+            # Earlier output is shown above the input box.
+            for stream in (sys.stdout, sys.stderr):
+                # The program may have closed the stream, or replaced it by an object without flush.
+                with suppress(AttributeError, ValueError):
                     stream.flush()
             self._link.send(InputRequested(number=number, prompt=prompt, is_hidden=is_hidden))
             answer = _answer_of(self._answers.read_line())

@@ -419,7 +419,7 @@ def _pending() -> list[str]:
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     """Run the cell and send its results or failure; return whether it succeeded."""
     shows = spec.share.plan.shows_displays(rank)
-    own_keyboard = Keyboard(link, spec.folder, rank)
+    own_keyboard = Keyboard(link, rank_file(spec.folder, rank, "input"))
     namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.origin.colors)
     folder = spec.share.folder
     try:
@@ -530,7 +530,7 @@ class _SessionCells:
     ) -> None:
         self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
         self._shell = RankShell.instance()
-        own_keyboard = Keyboard(link, spec.folder, int(environ["RANK"]))
+        own_keyboard = Keyboard(link, rank_file(spec.folder, int(environ["RANK"]), "input"))
         colors = spec.share.origin.colors
         self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
         self._modules: dict[str, ModuleSource] = {}

@@ -97,7 +97,8 @@ REHEARSED_BATCHES = 3
 """Batches of each registered loader in a rehearsal, if `--rehearse` has no value."""
 
 _NOT_REHEARSED = (
-    *("--session", "--ranks", "--send", "--detach", "--max-restarts", "--profile", "--dry-run"),
+    *("--session", "--ranks", "--send"),
+    *("--detach", "--max-restarts", "--profile", "--dry-run"),
 )
 """Flags that cannot be combined with `--rehearse`."""
 

@@ -131,9 +131,9 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
         answer.line = None
     finally:
         try:
-            with guard:  # no interrupt by the watcher after this
+            with guard:  # the watcher sends no interrupt after this
                 finished.set()
-        finally:
+        finally:  # the user may interrupt the wait for the guard
             finished.set()
             signal.signal(signal.SIGINT, previous)
     return answer

@@ -168,26 +168,6 @@ def prepare_run(
     return RunDriver(RunState(plan, folder.path)), spec
 
 
-def carry_out(
-    driver: RunDriver, spec: HostSpec, pool: Pool, config: Config, detaches: bool = False
-) -> None:
-    """Run a prepared run on new ranks until it has ended, and show it.
-
-    Args:
-        driver: The kernel's side of the run.
-        spec: The run, for the pools.
-        pool: Pool that runs the ranks.
-        config: Settings of taas.toml.
-        detaches: Whether to detach the run as soon as all ranks have started.
-
-    Raises:
-        PoolError: The pool could not be started.
-        KeyboardInterrupt: The user interrupted the run before its ranks started.
-    """
-    with RunFolder(driver.path).held():
-        _carry_out(driver, spec, pool, config, detaches)
-
-
 def _run_in_session(
     driver: RunDriver,
     spec: HostSpec,
@@ -199,8 +179,7 @@ def _run_in_session(
     """Run a cell on a session's ranks. The first cell starts the ranks."""
     driver.listener = session.record_event
     try:
-        with RunFolder(driver.path).held():
-            _carry_out(driver, spec, pool, config, session=session)
+        carry_out(driver, spec, pool, config, session=session)
     finally:
         session.end_cell(captured)
         if (failed := driver.run.failed_rank) is not None:
@@ -264,7 +243,7 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
     return CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip())
 
 
-def _carry_out(
+def carry_out(
     driver: RunDriver,
     spec: HostSpec,
     pool: Pool,
@@ -289,7 +268,7 @@ def _carry_out(
     plan = driver.plan
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     fetchers = None
-    with Interrupts() as interrupts, ExitStack() as stack:
+    with RunFolder(driver.path).held(), Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
             fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
@@ -379,8 +358,7 @@ def call_on_ranks(
     driver.listener = session.record_event
     found: dict[str, Any] = {}
     try:
-        with folder.held():
-            _carry_out(driver, spec, pool, config, session=session, is_shown=False)
+        carry_out(driver, spec, pool, config, session=session, is_shown=False)
         driver.conclude(found)
     finally:
         session.end_cell(captured, counts=False)

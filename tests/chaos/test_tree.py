@@ -10,7 +10,7 @@ from tests.chaos.tree import CELLS, SESSION, Chaos, Program
 from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
-ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "5"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
 

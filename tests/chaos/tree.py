@@ -1,7 +1,7 @@
-"""Kills and stops processes of a kernel's tree at random moments, from a seed.
+"""Kill, stop and interrupt processes of a kernel and its pool at random moments, from a seed.
 
-After each harm the cell must end, the next cell must run, and after a while nothing may be left of
-what was harmed.
+After each harm, the cell must end and the next cell must run. After a while, no process and no file
+of the harmed processes may be left.
 """
 
 import random
@@ -22,14 +22,14 @@ from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
 COLD = 0.2
-"""Of the rounds, so many begin without hosts, which come up while the harm is done."""
+"""Fraction of the rounds that begin without hosts. The hosts start during the harm."""
 
 STOPPED_S = 2.0
-"""How long a kernel or a pool stays stopped: nobody else can end them."""
+"""Seconds for which a kernel or a pool's process stays stopped. No other process can end them."""
 
 NOT_OURS = re.compile(r"torchinductor_.*|[a-z0-9_]{8}")
-"""torch's own; and what Python's tempfile writes, to see whether it may, and then removes: a
-process that is killed in that moment leaves it."""
+"""Names of files that other software leaves: torch's cache, and the file by which Python's tempfile
+tests whether a folder is writable (left if the process is killed at that moment)."""
 
 MODULES = {
     "pool": "taas_magic.pool.process",
@@ -59,11 +59,11 @@ class Program:
     """The cells of a round.
 
     Attributes:
-        start: Runs first, and again after each end of the kernel or of the session.
-        cell: Is harmed while it runs.
-        next: Must succeed after that.
-        way_out: Part of the one line that `next` may fail with instead; "" if it must succeed.
-        harms: Harms that make sense for it.
+        start: Cell that runs first, and again after each end of the kernel or of the session.
+        cell: Cell that is running when the harm is done.
+        next: Cell that must succeed afterwards.
+        way_out: Part of the one-line error that `next` may raise instead; "" if it must succeed.
+        harms: The possible harms.
     """
 
     start: str
@@ -89,18 +89,18 @@ for _ in range(40):
     way_out="Start it",
     harms=("interrupt kernel", *(harm for harm in HARMS if harm.split()[1] not in DATA_PLACES)),
 )
-"""A session that has ended says so in one line, and how to start it again."""
+"""If the session has ended, the next cell raises a one-line error with the way to restart it."""
 
 
 @dataclass
 class Result:
-    """What came of all rounds.
+    """The result of all rounds.
 
     Attributes:
-        harms: How often each was done.
-        late: Rounds whose cell did not end in time.
-        broken: Rounds after which the next cell failed, with what it said.
-        left: What was left.
+        harms: Number of rounds with each harm.
+        late: Harms after which the cell did not end in time.
+        broken: Harms after which the next cell failed, each with the error.
+        left: Processes and files that were left.
     """
 
     harms: Counter[str] = field(default_factory=Counter)
@@ -116,15 +116,15 @@ class Result:
 
 
 class Chaos:
-    """Harms one kernel's tree, round by round.
+    """Rounds of harm to the processes of one kernel and its pool.
 
     Args:
-        scene: Where the kernel is.
-        seed: Decides what happens to whom, and after how long.
+        scene: Folders of the kernel.
+        seed: Seed of all random choices.
         program: The cells.
-        harms: Of the program's harms, those that may happen.
-        end_s: How long a cell may take to end after the harm.
-        gone_s: How long after it what was harmed may be there.
+        harms: The harms to choose from; a subset of the program's harms.
+        end_s: Seconds for a cell to end after the harm.
+        gone_s: Seconds after which nothing of the harmed processes may be left.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Chaos:
         self.result = Result()
 
     def play(self, rounds: int, say: Callable[[str], None]) -> Result:
-        """Do so many rounds, then end the kernel and look for what is left.
+        """Play rounds, then end the kernel and look for leftovers.
 
         Args:
-            rounds: How many.
-            say: Called with a line for each.
+            rounds: Number of rounds.
+            say: Function that is called with one line for each round.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
             frontend.run(self._program.start)
@@ -184,7 +184,7 @@ class Chaos:
 
     @contextmanager
     def _harmed(self, harm: str, which: psutil.Process) -> Iterator[None]:
-        """Kill, interrupt or stop a process; stop kernel and pool for a while, others for ever."""
+        """Kill, interrupt or stop a process. Only a kernel or a pool's process is resumed."""
         deeds = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
         with suppress(psutil.NoSuchProcess):
             which.send_signal(deeds[harm.split()[0]])
@@ -195,7 +195,7 @@ class Chaos:
         yield
 
     def _finish(self, frontend: Frontend, request: str, harm: str) -> None:
-        """Return when the cell has ended; one that does not is interrupted as a user would."""
+        """Wait until the cell has ended. If it is late, interrupt it twice, as a user would."""
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
             frontend.client.wait_for_ready(timeout=WAIT_S)
@@ -230,10 +230,10 @@ class Chaos:
                 yield process
 
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
-        """Remember what has left the tree, and find what should have gone by now."""
+        """Record processes that left the tree, and report those that should have ended by now."""
         now = time.monotonic()
         seen = carriers(self._token)
-        tree = self._tree(frontend)  # looked at last: what begins meanwhile is in it, or not seen
+        tree = self._tree(frontend)  # after `carriers`, so that new processes are not taken for old
         for process in seen:
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
@@ -245,7 +245,7 @@ class Chaos:
                 end(process)
 
     def _tree(self, frontend: Frontend) -> set[psutil.Process]:
-        """Return the kernel and its pool, which may be the one of a kernel that was killed."""
+        """Return the processes of the kernel and of its pool, also of an earlier kernel's pool."""
         roots = [frontend.process]
         for lock in self._scene.state.glob("pools/*/lock"):  # the pool wrote its number into it
             with suppress(ValueError, psutil.NoSuchProcess):
@@ -257,7 +257,7 @@ class Chaos:
         return tree
 
     def _all_left(self) -> list[str]:
-        """Return what is there when nothing should be; ports and sockets go with processes."""
+        """Return the leftovers after the kernel's end. Ports end with their processes."""
         found = [f"process {describe(process)}" for process in carriers(self._token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)
         kept = [path for path in self._scene.tmp.iterdir() if not NOT_OURS.fullmatch(path.name)]
@@ -265,7 +265,7 @@ class Chaos:
 
 
 def left_after(left: Callable[[], list[str]], within_s: float) -> list[str]:
-    """Return what is left when nothing goes any more; look so long as there is any."""
+    """Return the leftovers; if there are any, look again until none is left or the time is over."""
     deadline = time.monotonic() + within_s
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -273,7 +273,7 @@ def left_after(left: Callable[[], list[str]], within_s: float) -> list[str]:
 
 
 def is_over(process: psutil.Process) -> bool:
-    """Whether a process has ended; it may be gone between two looks at it."""
+    """Return whether a process has ended."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -281,7 +281,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 def _place_of(process: psutil.Process) -> str:
-    """Return what a process is to a pool; forks of the forkserver are told by their place."""
+    """Return the kind of a process, one of `PLACES`; "" for any other process."""
     said = words(process)
     for place, module in MODULES.items():
         if module in said:
@@ -302,12 +302,14 @@ def _place_of(process: psutil.Process) -> str:
 def grown(
     frontend: Frontend, before: dict[str, tuple[int, int, int]], more: int
 ) -> dict[str, tuple[int, int, int]]:
-    """Which processes have `more` descriptors or threads than before, once nothing goes any more.
+    """Return the processes that have at least `more` descriptors or threads more than before.
+
+    Looks again for a while, because descriptors may still be closed.
 
     Args:
-        frontend: Whose.
-        before: What `memory_of` said.
-        more: As many as are too many.
+        frontend: The kernel.
+        before: The earlier result of `memory_of`.
+        more: Number of descriptors or threads that is too many.
     """
 
     def found() -> dict[str, tuple[int, int, int]]:
@@ -326,7 +328,7 @@ def grown(
 
 
 def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:
-    """Bytes, descriptors and threads of the kernel, the pool, the agent and the forkserver."""
+    """Return bytes, descriptors and threads of the kernel, pool, agent and forkserver."""
     found = {"kernel": frontend.process}
     for process in frontend.process.children(recursive=True):
         if (place := _place_of(process)) in ("pool", "supervisor", "agent", "forkserver"):

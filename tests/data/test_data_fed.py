@@ -1,4 +1,4 @@
-"""What a user sees of a run's loaders: who waited, the advice, and prefilling."""
+"""The view of a run with loaders: which ranks waited, the advice, and `--prefill`."""
 
 import os
 import signal

@@ -329,7 +329,7 @@ def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
     assert job.result() == "elsewhere"
     assert done.result().value == 15
     until(lambda: [it for it in nodes_of(farm) if it.state == "lost"])
-    until(lambda: len(farm.status().here) == 2)
+    until(lambda: len(farm.status().ready) == 2)
 
 
 def nodes_of(farm: Farm) -> list[NodeUpdate]:
@@ -368,7 +368,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
         ended = [it for it in nodes_of(hanging) if "did nothing" in it.why]
         if not ended:  # it was here before it was stopped: the next one
             known.add(node)
-            came = hanging.status().here
+            came = hanging.status().ready
             node.kill()
             until(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
     assert "the farm's node did nothing for" in ended[0].why
@@ -577,7 +577,7 @@ def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewher
     parent.kill()
     assert job.result() == "elsewhere"
     assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
-    until(lambda: len(farm.status().here) == 2)
+    until(lambda: len(farm.status().ready) == 2)
 
 
 def test_a_farm_is_closed_while_a_fork_of_the_kernel_lives(several: Notebook) -> None:
@@ -626,7 +626,7 @@ def test_a_farm_of_one_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It meets, one after the other, what needs a farm of its own; the last ends its process."""
-    until(lambda: len(farm.status().here) == 2)  # no other node comes now
+    until(lambda: len(farm.status().ready) == 2)  # no other node comes now
     known, connect = programs(""), farm_module._connect
 
     def connect_late(place: FarmAddress) -> Client:
@@ -650,8 +650,8 @@ def test_a_farm_of_one_node(
 
 
 def a_node_that_came_before_the_kernel_listens_is_known(farm: Farm) -> None:
-    until(lambda: farm.status().here)
-    assert farm.status().here[0].host.endswith(("many-0", "many-1", "many-2"))
+    until(lambda: farm.status().ready)
+    assert farm.status().ready[0].host.endswith(("many-0", "many-1", "many-2"))
 
 
 def a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
@@ -669,9 +669,9 @@ def a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
 
 
 def the_only_node_is_replaced_when_it_dies(farm: Farm, node: psutil.Process) -> None:
-    [first] = farm.status().here
+    [first] = farm.status().ready
     node.kill()
-    until(lambda: [it for it in farm.status().here if it is not first])
+    until(lambda: [it for it in farm.status().ready if it is not first])
 
 
 def a_farm_whose_process_dies_says_so_of_each_job(
@@ -749,10 +749,10 @@ def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
 def test_what_is_told_late_does_not_turn_a_node_back() -> None:
     state = farm_state()
     state.apply(NodeUpdate("node-0", "starting", host="h2"))
-    assert [(node.state, node.host) for node in state.here] == [("ready", "h2")]
+    assert [(node.state, node.host) for node in state.ready] == [("ready", "h2")]
     state.apply(NodeUpdate("node-0", "lost", "killed"))
     state.apply(NodeUpdate("node-0", "ready"))
-    assert not state.here
+    assert not state.ready
 
 
 def test_the_table_is_read_while_it_changes() -> None:
@@ -766,7 +766,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 
     threading.Thread(target=change).start()
     while not over.is_set():
-        assert len(state.here) <= 1 and state.eta_s() is None and state.counts()
+        assert len(state.ready) <= 1 and state.eta_s() is None and state.counts()
 
 
 def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(

@@ -181,8 +181,8 @@ def received(hosts: Hosts, number: int) -> int:
 def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> None:
     """Its nodes serve, one after the other, what is to be shown of them."""
     with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
-        until(lambda: len(farm.status().here) == 2)
-        assert {node.host for node in farm.status().here} == set(hosts.names)
+        until(lambda: len(farm.status().ready) == 2)
+        assert {node.host for node in farm.status().ready} == set(hosts.names)
         jobs_find_the_project_and_bring_their_files_home(user, hosts)
         a_large_argument_goes_to_each_host_once(user, hosts)
         until(lambda: ways_are(hosts, 2))  # to the pool and to the farm
@@ -236,8 +236,8 @@ def keyless(hosts: Hosts, number: int) -> list[str]:
 
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
     with farm_of(user, "taas.farm(pool=('here', 'cluster'), nodes=2)") as farm:
-        until(lambda: len(farm.status().here) == 2)
-        [far] = {node.host for node in farm.status().here} & set(hosts.names)
+        until(lambda: len(farm.status().ready) == 2)
+        [far] = {node.host for node in farm.status().ready} & set(hosts.names)
         user.define("met = {job.result() for job in farm.map(meet, range(12))}")
         assert user.shell.user_ns["met"] == {far, socket.gethostname()}
 
@@ -246,8 +246,8 @@ def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
     user: Notebook, hosts: Hosts
 ) -> None:
     with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
-        until(lambda: farm.status().here)
-        first = farm.status().here[0].host
+        until(lambda: farm.status().ready)
+        first = farm.status().ready[0].host
         user.define("done = farm.submit(train, 1)\ndone.result()")
         user.define(f"job = farm.submit(wait_while, 'TAAS_HOST', {first!r})")
         job, done = user.shell.user_ns["job"], user.shell.user_ns["done"]
@@ -292,8 +292,8 @@ def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty
     """Also of the node that waits there: there is room for two of three."""
     assert slurm.hosts is not None
     with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
-        until(lambda: len(farm.status().here) == 2 and "PENDING" in slurm.jobs().values())
-        assert {node.host for node in farm.status().here} == set(slurm.hosts.names)
+        until(lambda: len(farm.status().ready) == 2 and "PENDING" in slurm.jobs().values())
+        assert {node.host for node in farm.status().ready} == set(slurm.hosts.names)
         batch.define("jobs = farm.map(train, range(6))")
         batch.define("got = [job.result().value for job in jobs]")
         batch.define("met = {job.result() for job in farm.map(meet, range(12))}")

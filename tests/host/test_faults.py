@@ -24,7 +24,7 @@ from tests.harness import (
 )
 
 TORCHS_PORT = 29500
-"""What torchrun takes where nothing is said."""
+"""Default port of torchrun's rendezvous."""
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -318,7 +318,7 @@ AFTER_THE_CELL = {
     "a thread": "threading.Thread(target=arrive).start()",
     "a result": "class Slow:\n    def __reduce__(self):\n        return arrive()\nslow = Slow()",
 }
-"""What goes on when the cell's last line has run, and is interrupted then."""
+"""Programs that still do something after the cell's last line, and are then interrupted."""
 
 
 @pytest.mark.parametrize("what", AFTER_THE_CELL)

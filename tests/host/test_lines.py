@@ -1,4 +1,4 @@
-"""What a rank prints becomes lines, whatever the bytes and however they are cut."""
+"""Output of a rank becomes lines, for any bytes and any division into chunks."""
 
 import time
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Runs that hang: what is said of each rank, when, and that none is blamed that computes."""
+"""Reports about runs that hang: their text, their time, and no report while a rank computes."""
 
 import contextlib
 import gc
@@ -240,7 +240,7 @@ def test_hang_0_says_nothing(notebook: Notebook) -> None:
 
 
 def stacks_with(*words: str) -> str:
-    """Return what `%taas stacks` shows once all of a run is where it waits for ever."""
+    """Return the text of `%taas stacks` once each process of a run waits at its last place."""
     shown = ""
 
     def is_there() -> bool:
@@ -479,7 +479,7 @@ def test_stacks_of_a_rank_that_is_stopped(
     shown: list[str] = []
 
     def look(run: RunDriver) -> None:
-        while not begun:  # a line may be heard before it is heard whose it is
+        while not begun:  # a rank's line may arrive before the event with the rank's pid
             threading.Event().wait(0.05)
         [pid] = begun[0]["pids"].values()
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:

@@ -364,9 +364,9 @@ def test_a_host_is_whom_its_certificate_names() -> None:
 
 
 class Nowhere(Engine):
-    """Where no hosts come from: those of the test join by themselves, and stay."""
+    """An engine without hosts: the hosts of a test join the pool by themselves."""
 
-    capacity = open = mock.Mock()  # of the kernel, and of a cluster: not asked here
+    capacity = open = mock.Mock()  # only kernels and clusters call them
 
     async def request_hosts(self, count: int) -> list[str]:
         return []

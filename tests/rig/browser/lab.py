@@ -75,9 +75,9 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
     """Yield a JupyterLab with the checkout's kernel, for as long as the context.
 
     Args:
-        folder: Gets all that it writes besides notebooks.
-        root: The folder whose notebooks it shows.
-        environ: Environment variables besides those of `environment`.
+        folder: Folder for all files of JupyterLab except notebooks.
+        root: Folder of the notebooks.
+        environ: Further environment variables, in addition to those of `environment`.
     """
     for name, values in SETTINGS.items():
         settings = folder / "config" / name
