@@ -73,13 +73,15 @@ class InputQueue:
 def prompt_of(request: InputRequested, plan: Plan) -> str:
     """Return the text of the input box: the rank's prompt, and which rank asks.
 
-    The text begins with the name of a pool that is not trusted: its hosts choose the prompt, and
-    could ask for a password.
+    The prompt of a pool that is not trusted is one line and begins with the pool's name: its hosts
+    choose the prompt, and could ask for a password or print lines that look like a rank's.
     """
     prompt, size = request.prompt, plan.world_size
     if size > 1:
         prompt = f"{prompt.rstrip()} rank {request.rank} of {size} > ".lstrip()
-    return prompt if plan.trusted else f"[untrusted pool {plan.pool}] {prompt}"
+    if plan.trusted:
+        return prompt
+    return f"[untrusted pool {plan.pool}] {prompt}".replace("\n", " ")
 
 
 def can_type(shell: "InteractiveShell | None") -> bool:

@@ -95,6 +95,7 @@ def test_no_text_of_any_field_commands_a_terminal_or_begins_a_line(kind: Any) ->
         is_block = field in BLOCKS or (field, kind.__name__) in {
             ("text", "Progress"),
             ("lines", "JobUpdate"),
+            ("prompt", "InputRequested"),  # shown in an input box, not among the lines of the log
         }
         assert is_block or "\n" not in text, (field, text)
 
