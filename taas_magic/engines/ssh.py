@@ -24,7 +24,6 @@ from taas_magic.setup.facts import Shell, ask_host
 from taas_magic.setup.install import prepare
 from taas_magic.ssh.config import Stopped, find_target, unread_config
 from taas_magic.ssh.connect import (
-    CONNECT_TIMEOUT_S,
     Connection,
     KeptCommand,
     close_tunnel,
@@ -284,7 +283,7 @@ class _SshHost(Host):
         self._do("`ssh -G` is still reading its settings")
         target = find_target(host, self._engine.config_file, self._stop)
         self._do(f"still connecting to {target.hostname}:{target.port}")
-        limit_s = min(CONNECT_TIMEOUT_S, pool.start_timeout_s)
+        limit_s = min(target.connect_timeout_s, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._do("still putting packages into its cache, as on every first use")
         path_entries = prepare(connection, pool)

@@ -43,6 +43,8 @@ from taas_magic.store.rule import user_name
 
 SSH_PORT = 22
 MAX_JUMPS = 8
+CONNECT_TIMEOUT_S = 15.0
+"""Seconds to wait for a connection if the configuration does not say (`ConnectTimeout`)."""
 
 _HOST = re.compile(
     r"(?:ssh://)?(?:(?P<user>\S+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
@@ -72,6 +74,9 @@ _USUAL_KEYS = tuple(
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 
+_ADDS_NEW_KEYS = (["accept-new"], ["false"])
+"""Values of StrictHostKeyChecking, as `ssh -G` prints them, with which new keys are accepted."""
+
 _Settings = Mapping[str, Sequence[str]]
 """Settings of one host by lower-case keyword, each with its values."""
 
@@ -98,6 +103,9 @@ class Target:
         jump: Jump host through which the connection goes; None for a direct connection.
         proxy_command: Shell command of a program whose standard input and output are the connection
             to the host; None if there is none.
+        connect_timeout_s: Maximum seconds until the connection is open.
+        adds_new_keys: Whether the key of a host that no known_hosts file lists is accepted, and
+            added to the first of these files (`StrictHostKeyChecking accept-new` or `no`).
     """
 
     label: str
@@ -110,6 +118,8 @@ class Target:
     known_hosts: tuple[str, ...] = ()
     jump: "Target | None" = None
     proxy_command: str | None = None
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    adds_new_keys: bool = False
 
     @property
     def address(self) -> str:
@@ -202,6 +212,8 @@ def find_target(
         known_hosts=tuple(map(_expand_home, filter(_is_set, known_hosts))),
         jump=find_target(last_jump, config_file, stop, jumps, through) if last_jump else None,
         proxy_command=_expand_tokens(commands[0], tokens) if commands else None,
+        connect_timeout_s=_seconds(settings.get("connecttimeout", ()), CONNECT_TIMEOUT_S),
+        adds_new_keys=settings.get("stricthostkeychecking") in _ADDS_NEW_KEYS,
     )
 
 
@@ -319,6 +331,11 @@ def _home() -> str:
         return os.path.expanduser("~")
 
 
+def _seconds(values: Sequence[str], default: float) -> float:
+    """Return the time that a setting gives in seconds; `default` if it gives none."""
+    return next((float(value) for value in values if value.isdecimal() and int(value)), default)
+
+
 def _is_set(value: str) -> bool:
     """Return whether the value of a setting is not "none", which switches the setting off."""
     return value.lower() != "none"
@@ -337,6 +354,10 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
 
 class KnownHosts(MissingHostKeyPolicy):
     """Accepts a host's key if the user's known_hosts files list it, and raises PoolError otherwise.
+
+    If the target says so (`adds_new_keys`), a key is also accepted if no file lists any of the
+    host. A key that differs from the listed one is never accepted: with such a key, ssh forwards no
+    ports, and a pool needs them.
 
     paramiko's client gets no list of host keys, so it passes every key to this policy. Its own
     check is not used for three reasons. It does not support patterns (`*.lab`), it fails on lines
@@ -408,9 +429,25 @@ class KnownHosts(MissingHostKeyPolicy):
                 "anew, or somebody is in between; nothing was sent to it.\n"
                 + _how_to_accept(target, key, forget)
             )
+        if target.adds_new_keys and not known:
+            self._store(key)
+            return
         raise PoolError(
             f"{shown} is not known; nothing was sent to it.\n{_how_to_accept(target, key)}"
         )
+
+    def _store(self, key: PKey) -> None:
+        """Add the host's key to the user's first known_hosts file."""
+        line = f"{self._target.known_as} {key.get_name()} {key.get_base64()}\n"
+        # as ssh does, connect even if the file cannot be written
+        with contextlib.suppress(OSError, IndexError):
+            path = Path(self._target.known_hosts[0])
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read() == b"\n" else f"\n{line}"
+                file.write(line.encode())
 
 
 def _is_named(name: str, patterns: Iterable[str]) -> bool:

@@ -26,9 +26,15 @@ from paramiko.auth_strategy import AuthFailure
 from taas_magic.errors import PoolError
 from taas_magic.host.system import LOOPBACK
 from taas_magic.setup.facts import Done, python_word
-from taas_magic.ssh.config import KnownHosts, Stopped, Target, UserKeys, refusal
+from taas_magic.ssh.config import (
+    CONNECT_TIMEOUT_S,
+    KnownHosts,
+    Stopped,
+    Target,
+    UserKeys,
+    refusal,
+)
 
-CONNECT_TIMEOUT_S = 15.0
 SILENCE_S = 8.0
 TAIL_LINES = 15
 _END_S = 2.0
@@ -174,7 +180,7 @@ def _write_all(channel: Channel, data: bytes) -> None:
 def connect(
     target: Target,
     stop: threading.Event,
-    timeout_s: float = CONNECT_TIMEOUT_S,
+    timeout_s: float | None = None,
     silence_s: float = SILENCE_S,
 ) -> Connection:
     """Connect to a host, through its jump hosts if it has any.
@@ -182,13 +188,15 @@ def connect(
     Args:
         target: Address and settings of the host.
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
-        timeout_s: Maximum seconds until the connection is open.
+        timeout_s: Maximum seconds until the connection is open; None for the target's own.
         silence_s: Seconds without an acknowledgement after which an open connection is closed.
 
     Raises:
         PoolError: The host cannot be reached, its key is not known, or it refuses the login.
         Stopped: `stop` was set.
     """
+    if timeout_s is None:
+        timeout_s = target.connect_timeout_s
     patience = _Patience(target, timeout_s, stop)
     with ExitStack() as undo, _turn(patience):
         sock = _open_way(target, patience, silence_s, undo)

@@ -149,7 +149,7 @@ def test_51_a_changed_host_key_is_refused_before_authentication(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", other], check=True)
+    make_key(other)
     known = tmp_path / "known_hosts"
     words = other.with_suffix(".pub").read_text().split()
     known.write_text(f"{hosts.address(1)} {words[0]} {words[1]}\n")
@@ -162,6 +162,25 @@ def test_51_a_changed_host_key_is_refused_before_authentication(
         if line.startswith("  ssh-key"):
             subprocess.run(line, shell=True, check=True, capture_output=True)
     lets_in(where)
+
+
+@pytest.mark.parametrize("checking", ["accept-new", "no"])
+def test_a_new_host_key_is_added_if_the_configuration_allows_it(
+    hosts: Hosts, tmp_path: Path, checking: str
+) -> None:
+    known = tmp_path / "new" / "known_hosts"
+    first = f"UserKnownHostsFile {known}\nStrictHostKeyChecking"
+    lets_in(target(hosts, tmp_path, first=f"{first} {checking}"))
+    line = known.read_text()
+    assert line.startswith(f"{hosts.address(1)} ssh-ed25519 ")
+    known.write_text("# no line end")
+    lets_in(target(hosts, tmp_path, first=f"{first} {checking}"))
+    assert known.read_text() == f"# no line end\n{line}"
+    lets_in(target(hosts, tmp_path, first=f"{first} yes"))
+    make_key(tmp_path / "other")
+    other = (tmp_path / "other.pub").read_text()
+    known.write_text(f"{hosts.address(1)} {other}")
+    assert "is not the one" in refusal(target(hosts, tmp_path, first=f"{first} {checking}"))
 
 
 def test_host_keys_are_known_as_ssh_knows_them(hosts: Hosts, tmp_path: Path) -> None:
@@ -391,6 +410,8 @@ def test_a_time_limit_names_the_host(hosts: Hosts, tmp_path: Path) -> None:
         first = f"Port {mute.getsockname()[1]}\nHostName 127.0.0.1"
         with pytest.raises(PoolError, match=r"no answer from 127\.0\.0\.1:\d+ within 1 s"):
             connect(target(hosts, tmp_path, 1, first), threading.Event(), timeout_s=1)
+        with pytest.raises(PoolError, match="within 2 s"):
+            connect(target(hosts, tmp_path, 1, f"{first}\nConnectTimeout 2"), threading.Event())
 
 
 def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
