@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import socket
 import subprocess
@@ -60,8 +61,13 @@ class LocalEngine(HostsEngine):
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def make_host(self, name: str) -> Host:
-        """See `HostsEngine.make_host`."""
-        return _LocalHost(self, name)
+        """See `HostsEngine.make_host`.
+
+        The host gets the lowest free number, so a host that replaces another has the same host
+        name, and settings that name hosts (`per_host`) still apply.
+        """
+        used = {host.number for host in self.hosts.values() if isinstance(host, _LocalHost)}
+        return _LocalHost(self, name, next(n for n in itertools.count() if n not in used))
 
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
@@ -72,12 +78,24 @@ class LocalEngine(HostsEngine):
 
 
 class _LocalHost(Host):
-    """A host on this machine: a supervisor process and its agent."""
+    """A host on this machine: a supervisor process and its agent.
 
-    def __init__(self, engine: LocalEngine, name: str) -> None:
+    Args:
+        engine: The host's engine.
+        name: See `Host`.
+        number: Number of the host in its pool, unique among the hosts that run.
+    """
+
+    def __init__(self, engine: LocalEngine, name: str, number: int) -> None:
         super().__init__(name)
+        self.number = number
         self._engine = engine
         self._supervisor: subprocess.Popen[bytes] | None = None
+
+    def _host_name(self) -> str:
+        """Return the name that people see; "" for the machine's, if the pool has only one host."""
+        pool = self._engine.pool
+        return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
 
     async def start(self) -> None:
         """See `Host.start`. The start fails if a process of the host ends or is stopped."""
@@ -86,7 +104,7 @@ class _LocalHost(Host):
             scheduler=engine.scheduler.address,
             security=engine.keys.host(self.name),
             name=self.name,
-            host_name=f"{socket.gethostname()}-{self.name}" if pool.max_hosts > 1 else "",
+            host_name=self._host_name(),
             interface=LOOPBACK,
             is_foreign=False,
             local_directory=engine.folder,

@@ -140,6 +140,8 @@ print("attempt", attempt)
     assert outcome.lines == {rank: ["attempt 1"] for rank in range(6)}
     [restart] = outcome.of_kind("restart")
     assert restart["failure"]["how"] == "host"
+    hosts = [event["host"] for event in outcome.of_kind("started")]
+    assert len(hosts) == 6 and len(set(hosts)) == 3  # the new host has the lost one's name
 
 
 def test_a_host_that_replaces_another_has_what_is_left_of_the_time(several: Notebook) -> None:
