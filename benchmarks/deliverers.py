@@ -170,7 +170,7 @@ def service(
     for _, control in running:
         assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None
-    near = services.FolderDirectory(services.folder_of(folder) / "fetchers")
+    near = services.FolderDirectory(services.addresses_folder(folder), range(fetchers))
 
     def far(name: str) -> LoaderAddresses:
         """Return where fetchers are, as for a rank of another host: batches go by TCP."""

@@ -469,11 +469,13 @@ class CellNames(RankEvent, tag="names", kw_only=True):
 
     Attributes:
         plain: Digests (`plain_digest`) of the assigned values that consist of numbers and strings.
+        fetched: Numbers of the session's cells whose fetchers the rank still needs.
     """
 
     assigned: list[str] = []
     deleted: list[str] = []
     plain: dict[str, str] = {}
+    fetched: list[int] = []
 
 
 class RanksKilled(Event, tag="killed", kw_only=True):

@@ -259,7 +259,10 @@ def serve(
     )
     certificate = service.new_certificate() if tls else None
     key = secrets.token_bytes(32)
-    described = service.Service(key, seed, plan.cpus, plan.units, served, settings, certificate)
+    numbers = tuple(it.number for it in plan.data.fetchers) if plan.data is not None else ()
+    described = service.Service(
+        key, seed, plan.cpus, plan.units, served, settings, certificate, numbers
+    )
     payloads = {name: packed.payload for name, packed in loaders.items()}
     service.write(run_dir, described, payloads)
 

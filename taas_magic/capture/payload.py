@@ -254,6 +254,7 @@ class Payload(Contents, frozen=True, kw_only=True):
         data: The pickled process state of the notebook, then the values in the order of
             `captured`, with their buffers.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
+        state: Process state of the notebook, also if the ranks of a session have it already.
     """
 
     requires: tuple[str, ...]
@@ -261,6 +262,7 @@ class Payload(Contents, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     data: Pickled
     choice: VariablesToSend | None = None
+    state: process_state.State
 
     @property
     def size_bytes(self) -> int:
@@ -392,8 +394,8 @@ def capture(
             travels=lambda name: is_users(name, namespace),
             refuse=gathering.refuse,
         )
-        gathering.only, state, why = choice.why, choice.state, choice.why
-    pickler.add(state)
+        gathering.only, why = choice.why, choice.why
+    pickler.add(state if choice is None else choice.state)
     gathering.pickle_variables(why)
     modules = collect([*used.imports, *pickler.modules], project)
     found = {name: source_of(name) for name in sorted(pickler.filenames)}
@@ -422,6 +424,7 @@ def capture(
         ),
         data=pickler.pickled(),
         choice=choice,
+        state=state,
     )
     if payload.size_bytes > limit_bytes:
         gathering.refuse(_too_large(payload, limit_bytes))
@@ -432,6 +435,13 @@ def write(payload: Payload, path: Path) -> None:
     """Write a payload atomically to a file that only its owner can read."""
     about = Contents(**{name: getattr(payload, name) for name in Contents.__struct_fields__})
     write_archive(path, payload.data, about)
+
+
+def write_settings(payload: Payload, path: Path) -> None:
+    """Write a payload's modules and the process state to a file, as a payload without variables."""
+    pickler = ValuePickler({})
+    pickler.add(payload.state)
+    write(structs.replace(payload, captured=(), sources={}, data=pickler.pickled()), path)
 
 
 def read(path: Path) -> LoadedPayload:

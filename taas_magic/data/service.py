@@ -3,6 +3,7 @@
 <run folder>/data/            0700
     service.json              0600: the `Service` object with key, certificate and settings
     <name>.loader             a pickled registered loader
+    settings                  the notebook's settings, for fetchers (a payload without variables)
     fetchers/                 address of each fetcher (`FolderDirectory`)
     ledger/                   number of batches that each rank received (`BatchLedger`)
 
@@ -15,7 +16,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +91,7 @@ class Service(Struct, frozen=True):
         key: The run's key, which both sides of every connection must prove.
         seed: The run's seed.
         fetchers: Number of fetchers; 0 if the ranks run the loaders themselves.
+        numbers: Numbers of all fetchers in the run or session.
         units: Value of `--units`; None for no limit.
         loaders: The loaders that the cell uses.
         settings: The section `[data]` of the configuration.
@@ -103,6 +105,7 @@ class Service(Struct, frozen=True):
     loaders: tuple[Served, ...]
     settings: DataConfig = DataConfig()
     tls: Tls | None = None
+    numbers: tuple[int, ...] = ()
 
 
 def new_certificate() -> Tls:
@@ -116,6 +119,20 @@ def new_certificate() -> Tls:
 def folder_of(run_dir: Path) -> Path:
     """Return the folder with the files of a run's data service."""
     return run_dir / "data"
+
+
+def settings_file(run_dir: Path) -> Path:
+    """Return the path of the file with the notebook's settings for a run's fetchers."""
+    return folder_of(run_dir) / "settings"
+
+
+def addresses_folder(base: Path) -> Path:
+    """Return the folder with the fetchers' addresses.
+
+    Args:
+        base: The run folder; for a session's ranks, their folder on the host.
+    """
+    return folder_of(base) / "fetchers"
 
 
 def payload_file(run_dir: Path, name: str) -> Path:
@@ -209,18 +226,23 @@ _entry = msgspec.json.Decoder(dict[str, LoaderAddresses])
 
 
 class FolderDirectory:
-    """A `Directory` that reads the addresses from a folder with one file for each fetcher."""
+    """A `Directory` that reads the addresses from a folder with one file for each fetcher.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: The folder (`addresses_folder`).
+        numbers: Numbers of the fetchers to use. The folder of a session has others, too, which run
+            loaders of other cells.
+    """
+
+    def __init__(self, folder: Path, numbers: Sequence[int]) -> None:
+        self._files = [folder / f"fetcher-{number}.json" for number in numbers]
 
     def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
         If all fetchers have failed, return the failure of the first one.
         """
-        files = sorted(self._folder.glob("fetcher-*.json"))
-        contents = [_content(file) for file in files]
+        contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
         places = [entry[loader] for entry in entries if loader in entry]
         if started := [place for place in places if place.addresses]:

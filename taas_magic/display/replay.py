@@ -5,6 +5,7 @@ those that the view shows are decoded, so a journal of 100 MB takes less than a 
 """
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -66,7 +67,9 @@ class Replay:
         self._progress: list[bytes] = []
         plan = state.plan
         n_ranks, n_fetchers = plan.world_size, len(plan.data.fetchers) if plan.data else 0
-        self._counts = _Counts(_LEAST_COUNTS + 8 * n_ranks, n_ranks + n_fetchers)
+        # a session's cell gets the counts of fetchers of earlier cells, too
+        n_reporters = sys.maxsize if plan.session else n_ranks + n_fetchers
+        self._counts = _Counts(_LEAST_COUNTS + 8 * n_ranks, n_reporters)
         self._shown = _Shown(state.plan)
 
     @property

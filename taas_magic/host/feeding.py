@@ -1,8 +1,8 @@
 """Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
 
-A session's rank always runs the servers itself, because its loaders stay from cell to cell. A
-server may start in a later cell than the one that brought the loader, so the ranks keep the pickled
-loaders of each cell, and the notebook's settings.
+The loaders of a session stay from cell to cell. Each cell that brings loaders has a data service of
+its own, with its own fetchers or servers. A server may start in a later cell than the one that
+brought the loader, so the ranks keep the pickled loaders of each cell, and the notebook's settings.
 """
 
 import gc
@@ -72,7 +72,7 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         world_size=share.plan.world_size,
         payload=_payloads_in(share.folder.path),
         folder=str(share.folder.path),
-        directory=service.FolderDirectory(folder / "fetchers") if served.fetchers else None,
+        directory=_directory(served, share.folder.path),
         key=served.key,
         tls=served.tls.client if served.tls else None,
         units=served.units,
@@ -84,6 +84,18 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         own=own,
         agreement=agreement,
     )
+
+
+def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
+    """Return the addresses of the fetchers; None if the ranks run the loaders themselves.
+
+    Args:
+        served: Settings of the data service.
+        base: The run folder; for a session's ranks, their folder on the host.
+    """
+    if not served.fetchers:
+        return None
+    return service.FolderDirectory(service.addresses_folder(base), served.numbers)
 
 
 def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
@@ -127,13 +139,16 @@ class SessionFeeds:
     """
 
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
-        self._share, self._rank = spec.share, rank
+        self._share, self._rank, self._base = spec.share, rank, spec.folder
         self._environ = dict(os.environ)  # with the session's rendezvous, which a cell may change
         self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
         self._own = OwnServers(self._key, _load_in_session)
         self._settings: list[Settings] = []
         self._feed: Feed | None = None
+        self._fetched: dict[int, Feed] = {}
+        """The feeds whose loaders are run by fetchers, by the number of the cell."""
+
         when_imported("accelerate.accelerator", teach_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
@@ -146,9 +161,6 @@ class SessionFeeds:
             run_dir: The cell's run folder.
             settings: The settings in the cell's payload, which are only those that have changed.
         """
-        names = [loader.name for loader in self._loaders()]
-        if len(set(names)) < len(names):
-            gc.collect()  # so that the server of a loader that was sent again ends
         for loader in self._loaders():
             loader.reset_counts()
         self._settings.append(settings)
@@ -157,8 +169,8 @@ class SessionFeeds:
             return
         names = [loader.name for loader in served.loaders]
         kept = self._keep(number, run_dir, names)
-        share, agreement = self._share, None
-        if share.plan.world_size > 1:
+        share, agreement, directory = self._share, None, _directory(served, self._base)
+        if share.plan.world_size > 1 and directory is None:
             run = f"{share.plan.run_id}/{number}"
             agreement = rendezvous.LoaderAgreement(self._environ, run)
         self._feed = Feed(
@@ -166,15 +178,31 @@ class SessionFeeds:
             world_size=share.plan.world_size,
             payload=_payloads_in(kept),
             folder=str(kept),
-            key=self._key,
+            directory=directory,
+            key=self._key if directory is None else served.key,
+            tls=served.tls.client if served.tls else None,
             seed=served.seed,
             window_bytes=served.settings.rank_buffer_bytes // 2,
             lease=FetchLease(served.settings.fetch_s),
-            own=self._own,
+            own=self._own if directory is None else None,
             agreement=agreement,
             arrived=[weakref.ref(loader) for loader in self._loaders()],
         )
         use_feed(self._feed)
+        if directory is not None:
+            self._fetched[number] = self._feed
+
+    def end_cell(self) -> list[int]:
+        """Return the numbers of the cells whose fetchers this rank still needs.
+
+        A rank needs them as long as a loader of that cell exists, for example in an iterator.
+        """
+        names = [loader.name for loader in self._loaders()]
+        if len(set(names)) < len(names):
+            gc.collect()  # so that the server or fetchers of a loader that was sent again end
+        used = {id(loader.feed) for loader in self._loaders()}
+        self._fetched = {at: feed for at, feed in self._fetched.items() if id(feed) in used}
+        return list(self._fetched)
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader that the current cell has used, by the loader's name."""

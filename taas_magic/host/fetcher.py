@@ -130,7 +130,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
             if spec.setting is not None:
                 _apply_settings(spec.setting, spec.plan.number)
             fetcher = Fetcher(spec)
-            folder = service.folder_of(spec.run_dir) / "fetchers"
+            folder = service.addresses_folder(spec.run_dir)
             file = service.write_entry(folder, spec.plan.number, fetcher.entry())
             try:
                 fetcher.serve(control)
@@ -173,7 +173,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             note=lambda path: None,
             rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
-    payload.read(share.folder.payload).load_settings().apply()
+    payload.read(service.settings_file(share.folder.path)).load_settings().apply()
 
 
 def _has_room(control: Connection) -> bool:

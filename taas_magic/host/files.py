@@ -519,7 +519,7 @@ class FileServer:
 
     def _list(self) -> dict[str, int]:
         """Return the size in bytes of each file that ranks and fetchers need, by name."""
-        names = ["payload"]
+        names = [] if self._spec.fetches else ["payload"]
         data = service.folder_of(self._path)
         if data.exists():
             names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]

@@ -421,7 +421,7 @@ class HostRun(HostShare):
         self._is_over = False
         self._gone_wrong: tuple[str, list[Failure]] | None = None
         self._entries = dict(spec.fetchers)
-        self._run_dir: Path | None = None
+        self._addresses: Path | None = None
         self._placing = threading.Lock()
 
     def again(self, spec: HostSpec) -> int:
@@ -450,15 +450,14 @@ class HostRun(HostShare):
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _place_fetchers(self) -> None:
-        """Write the fetchers' addresses to the run folder, where ranks read them.
+        """Write the fetchers' addresses to the folder in which ranks read them.
 
-        Does nothing until the run folder is on this host. Any thread may call this.
+        Does nothing until the folder is known. Any thread may call this.
         """
         with self._placing:
-            if self._run_dir is not None:
-                folder = service.folder_of(self._run_dir) / "fetchers"
+            if self._addresses is not None:
                 for number, entry in list(self._entries.items()):
-                    service.write_entry(folder, number, entry)
+                    service.write_entry(self._addresses, number, entry)
 
     def _is_wanted(self) -> bool:
         return self.stopped_at is None and not self._is_over
@@ -490,8 +489,7 @@ class HostRun(HostShare):
 
     def _run_processes(self) -> None:
         """Run one attempt, and the next when the controller commands it, until the run is over."""
-        self._run_dir = self.spec.folder.path
-        self._place_fetchers()
+        self._use_addresses(self.spec.folder.path)
         while not self._is_over:
             if (again := self._next) is not None:
                 self._next = None
@@ -499,6 +497,11 @@ class HostRun(HostShare):
             attempt = self._start_ranks()
             self._judge(attempt)
             attempt.close()
+
+    def _use_addresses(self, base: Path) -> None:
+        """Write the fetchers' addresses to `base` from now on (`service.addresses_folder`)."""
+        self._addresses = service.addresses_folder(base)
+        self._place_fetchers()
 
     def _new_attempt(self) -> Attempt:
         return Attempt.begin(self.spec, self.place, self.folder, self.emit, self._on_message)

@@ -19,6 +19,7 @@ from taas_magic.capture.known import RankNames
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
 from taas_magic.config import Config, size_text
+from taas_magic.data import service
 from taas_magic.display.head import RunState
 from taas_magic.display.view import NoView, View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
@@ -56,6 +57,10 @@ NO_LOADER = (
     "earlier cell"
 )
 
+NO_LOADER_SENT = (
+    "without effect, as the cell sends no registered loader to the ranks; `--send NAME` sends "
+    "again a loader that they have"
+)
 
 _ASKED = "__taas_asked"
 """The variable that holds the result of `call_on_ranks` on each rank."""
@@ -78,7 +83,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         RunError: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted the run.
     """
-    session = sessions.for_cell(flags)
+    session, asked = sessions.for_cell(flags), flags
     if session is not None:
         flags = session.complete(flags)
         check_ranks(flags)
@@ -95,7 +100,9 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         raise UsageError(problem)
     if captured.choice is not None:
         plan = structs.replace(plan, notes=(*plan.notes, *captured.choice.notes))
-    plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
+    plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
+    if session is not None:
+        plan = structs.replace(plan, data=session.number_fetchers(plan.data))
     differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
     driver, spec = prepare_run(plan, captured, pool, shell, config)
@@ -214,6 +221,8 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     with folder.whole():
         payload.write(captured, folder.payload)
         registry.serve(captured.loaders, folder.path, plan, config.data, needs_tls)
+        if plan.data is not None:
+            payload.write_settings(captured, service.settings_file(folder.path))
     return folder
 
 
@@ -297,7 +306,10 @@ def carry_out(
             driver.start(
                 connection, spec, fetchers.pop_events() if fetchers else [], view, interrupts
             )
-        if fetchers:
+        if fetchers and session is not None:
+            session.keep_fetchers(fetchers)
+            stack.pop_all()
+        elif fetchers:
             fetchers.forward_events(connection)
         if is_shown:
             journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
@@ -387,7 +399,7 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
             f'no cell of session "{session.name}" has failed, so there is nothing to debug; '
             "`breakpoint()` in a cell stops there"
         )
-    flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), hang_s=0.0)
+    flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
     title = f"%taas debug {session.name} --rank {chosen}"
     execute(flags, Cell("%debug", f"<{title}>", "%debug", title=title), shell, config)
 
@@ -433,18 +445,29 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
     return structs.replace(plan, notes=notes, hang_s=hang_s, trusted=pool.config.trusted)
 
 
-def with_fetchers(plan: Plan, flags: Flags, loaders: Sequence[str], config: Config) -> Plan:
+def with_fetchers(
+    plan: Plan,
+    flags: Flags,
+    loaders: Sequence[str],
+    config: Config,
+    cpus: int | None = None,
+) -> Plan:
     """Add to the plan the pool and hosts that run the registered loaders; allocate no hosts.
 
     Args:
-        loaders: Names of the registered loaders that the cell uses.
+        flags: Flags of the cell, in a session completed by those of the session.
+        loaders: Names of the registered loaders that the cell sends to the ranks.
+        config: Settings of taas.toml.
+        cpus: The cell's own `--cpus`; None if it is that of `flags`.
 
     Raises:
         UsageError: taas.toml has no such pool.
     """
     if not loaders:
-        idle = [f"--{name}" for name in ("cpus", "units", "prefill") if getattr(flags, name)]
-        said = [f"{', '.join(idle)}: {NO_LOADER}"] if idle else []
+        own = flags if cpus is None else structs.replace(flags, cpus=cpus)
+        idle = [f"--{name}" for name in ("cpus", "units", "prefill") if getattr(own, name)]
+        why = NO_LOADER_SENT if plan.session else NO_LOADER
+        said = [f"{', '.join(idle)}: {why}"] if idle else []
         return structs.replace(plan, prefill=None, notes=(*plan.notes, *said))
     if not plan.cpus:
         return structs.replace(plan, prefill=None)
@@ -521,7 +544,7 @@ def dry_run_text(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Co
 
     The text lists the plan, the values that would be sent, each with the reason, and the problems.
     """
-    session = sessions.for_cell(flags, registers=False)
+    session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
         flags = session.complete(flags)
     known = session.names if session is not None else None
@@ -535,7 +558,7 @@ def dry_run_text(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Co
         problems.append(str(error))
     else:
         travels = _payload_lines(captured)
-        plan = with_fetchers(plan, flags, tuple(captured.loaders), config)
+        plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
         if problem := out_problem(flags, captured, shell, known):
             problems.append(problem)
     failing = ["would fail:", *(f"  {problem}" for problem in problems)] if problems else []

@@ -215,7 +215,8 @@ class RunFetchers:
     Fetchers may run in another pool than the ranks. Their events are passed on to the pool of the
     ranks, which writes the run's journal and tells the ranks' hosts where the fetchers listen. The
     process of their own pool owns the fetchers: they end with it. If all fetchers end before their
-    run does, they are started again, at most `--max-restarts` times.
+    run does, they are started again, at most `--max-restarts` times. In a session, fetchers stay
+    after the cell, and are started again at most once for each cell.
 
     Args:
         pool: Pool that runs the fetchers.
@@ -236,7 +237,7 @@ class RunFetchers:
         self._relay: threading.Thread | None = None
         self._closing = False
         self._ended: set[int] = set()
-        self._restarts = 0
+        self._restarts, self._max_restarts = 0, spec.plan.max_restarts
         self._wait = Wait(pool)
         self._connection: PoolConnection | None = None
         self._beginning = Background(self._begin)
@@ -273,10 +274,10 @@ class RunFetchers:
         """
         plan = self._spec.plan
         are_all = plan.data is not None and len(self._ended) == len(plan.data.fetchers)
-        if not last.entry or not are_all or self._closing or self._restarts == plan.max_restarts:
+        if not last.entry or not are_all or self._closing or self._restarts == self._max_restarts:
             return last
         self._restarts += 1
-        count = f"{self._restarts} of {plan.max_restarts}"
+        count = f"{self._restarts} of {self._max_restarts}"
         self.record_event(
             Note(text=f"all fetchers have ended; they are started again (restart {count})")
         )
@@ -288,7 +289,7 @@ class RunFetchers:
         try:
             self._launch(self.record_event)
         except PoolError as error:
-            plan, self._restarts = self._spec.plan, self._spec.plan.max_restarts
+            plan, self._restarts = self._spec.plan, self._max_restarts
             for fetcher in plan.data.fetchers if plan.data is not None else ():
                 self.record_event(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
@@ -296,17 +297,36 @@ class RunFetchers:
         """Return the queued events, and remove them from the queue."""
         return drain(self._events)
 
-    def forward_events(self, connection: PoolConnection) -> None:
+    def forward_events(self, connection: PoolConnection, run_id: str = "") -> None:
         """Send all further events to the process of the ranks' pool, in a thread.
 
         Args:
             connection: Connection to that process.
+            run_id: Run that gets the events. "" for the fetchers' own run.
         """
         self._listen = lambda event: None
         self._relay = threading.Thread(
-            target=self._forward_events, args=(connection,), name="taas-relay", daemon=True
+            target=self._forward_events,
+            args=(connection, run_id or self._run_id),
+            name="taas-relay",
+            daemon=True,
         )
         self._relay.start()
+
+    def allow_restart(self) -> None:
+        """Let the fetchers be started again once more, if all end."""
+        self._restarts, self._max_restarts = 0, 1
+
+    def release(self) -> list[Event]:
+        """End the fetchers, which no rank of their session needs any more.
+
+        Returns:
+            The end events of the fetchers.
+        """
+        self._closing = True
+        self._close(is_detached=False)
+        data = self._spec.plan.data
+        return [FetcherEnded(number=it.number) for it in (data.fetchers if data else ())]
 
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
         """End the fetchers. If they are still starting, end them as soon as they have started.
@@ -358,11 +378,11 @@ class RunFetchers:
                 self._connection.forget(self._share_id)
                 self._connection.halt(self._share_id, "kill")
 
-    def _forward_events(self, connection: PoolConnection) -> None:
+    def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
         # `pop_events` may remove the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
-                connection.call(Relay(self._run_id, [event, *self.pop_events()]))
+                connection.call(Relay(run_id, [event, *self.pop_events()]))
             except PoolError:
                 return  # the run is lost; `RunDriver` reports that
 

@@ -10,6 +10,8 @@ import re
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
 
 from msgspec import structs
 
@@ -20,9 +22,9 @@ from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.messages import CellNames, Event, Note, RanksKilled, RunEnded
-from taas_magic.notebook.run import Interrupts
-from taas_magic.plan import Flags, Plan, new_run_id
+from taas_magic.messages import CellNames, Event, Note, RanksKilled, Relay, RunEnded
+from taas_magic.notebook.run import Interrupts, RunFetchers
+from taas_magic.plan import DataPlan, Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
 
 END_S = 40.0
@@ -40,7 +42,7 @@ FIXED = {
 
 NOT_IN_SESSIONS = {
     **{"max_restarts": "--max-restarts", "detach": "--detach", "profile": "--profile"},
-    **{"cpus": "--cpus", "data_pool": "--data-pool", "units": "--units", "prefill": "--prefill"},
+    **{"units": "--units", "prefill": "--prefill"},
 }
 """Fields of `Flags` that cells of a session must not set, with the flags' names."""
 
@@ -65,7 +67,7 @@ class Session:
         self.plan: Plan | None = None
         self.failed_rank: int | None = None
         self._connection: PoolConnection | None = None
-        self._cells = 0
+        self._cells = self._n_fetchers = 0
         self._loaded: set[int] = set()
         self._changes: list[CellNames] = []
         self._notes: list[str] = []
@@ -74,6 +76,10 @@ class Session:
         self._is_wanted = True
         self._has_lost_ranks = False
         self._used_at = time.monotonic()
+        self._fetchers: dict[int, RunFetchers] = {}
+        """Fetchers of the session's loaders, by the number of the cell that sent the loaders."""
+
+        self._closing: list[threading.Thread] = []
 
     @property
     def idle_s(self) -> float:
@@ -103,6 +109,7 @@ class Session:
         connection = self._connection
         if self._ended is None and connection is not None and connection.is_over:
             self._ended = RunEnded(state="LOST", why=connection.why)
+            self._close_fetchers(())
         return self._ended is not None
 
     def why_ended(self) -> str:
@@ -123,6 +130,8 @@ class Session:
     def complete(self, flags: Flags) -> Flags:
         """Return a cell's flags, completed by those that the session's first cell set for all.
 
+        `--cpus` and `--data-pool` are for the loaders that a cell sends. A cell may change them.
+
         Raises:
             UsageError: The cell gives such a flag another value.
         """
@@ -136,7 +145,8 @@ class Session:
                     f"{flag} out, or end the session first (%taas end {self.name})"
                 )
         same = {name: getattr(mine, name) for name in FIXED}
-        return structs.replace(flags, **same)
+        cpus, data_pool = flags.cpus or mine.cpus, flags.data_pool or mine.data_pool
+        return structs.replace(flags, **same, cpus=cpus, data_pool=data_pool)
 
     def begin_cell(self, plan: Plan) -> Plan:
         """Return a cell's plan, changed to use the session's ranks.
@@ -144,6 +154,8 @@ class Session:
         The first cell's plan decides which hosts run the ranks.
         """
         self._loaded, self._changes = set(), []
+        for fetchers in self._fetchers.values():
+            fetchers.allow_restart()
         if self.plan is None:
             self.plan = structs.replace(
                 plan,
@@ -208,6 +220,21 @@ class Session:
             raise
         self._connection = connection
 
+    def number_fetchers(self, data: DataPlan | None) -> DataPlan | None:
+        """Return a cell's plan of fetchers, with numbers that no other cell's fetchers have."""
+        if data is None:
+            return None
+        first = self._n_fetchers
+        self._n_fetchers += len(data.fetchers)
+        fetchers = (structs.replace(it, number=first + it.number) for it in data.fetchers)
+        return structs.replace(data, fetchers=tuple(fetchers))
+
+    def keep_fetchers(self, fetchers: RunFetchers) -> None:
+        """Keep the fetchers of the cell that runs, until no rank needs them any more."""
+        fetchers.allow_restart()
+        self._fetchers[self._cells] = fetchers
+        fetchers.forward_events(self.connection, self.run_id)
+
     def cell_spec(self, spec: HostSpec) -> HostSpec:
         """Return the description of the session's next cell for its hosts.
 
@@ -243,6 +270,26 @@ class Session:
         if len(self._loaded) == self.plan.world_size:
             self.names.record_sent(choice)
         self._record_changes(choice)
+        if len(self._changes) == self.plan.world_size:
+            self._close_fetchers({at for change in self._changes for at in change.fetched})
+
+    def _close_fetchers(self, needed: Collection[int]) -> None:
+        """End fetchers in the background.
+
+        Args:
+            needed: Numbers of the cells whose fetchers stay.
+        """
+        ended = [self._fetchers.pop(at) for at in list(self._fetchers) if at not in needed]
+        if ended:
+            thread = threading.Thread(target=self._release, args=(ended,), name="taas-fetchers")
+            thread.start()
+            self._closing = [*(one for one in self._closing if one.is_alive()), thread]
+
+    def _release(self, fetchers: list[RunFetchers]) -> None:
+        events = [event for each in fetchers for event in each.release()]
+        with suppress(PoolError):  # the session has ended with its pool's process
+            if not self.has_ended:
+                self.connection.call(Relay(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
         # rank 0 comes last, so that its report on a name replaces those of other ranks
@@ -280,6 +327,8 @@ class Session:
         self._notes.append("you ended it")
         interrupts.attend(lambda: connection.halt(self.run_id, "interrupt"))
         interrupts.attend(lambda: self._over.wait(END_S))
+        for thread in self._closing:
+            interrupts.attend(partial(thread.join, END_S))
         if not self._over.is_set():
             raise PoolError(
                 f'session "{self.name}" did not end within {END_S:.0f} s; the pool ends its hosts'
@@ -295,6 +344,7 @@ class Session:
             self._notes.append(event.text)
         elif isinstance(event, RunEnded):
             self._ended = event
+            self._close_fetchers(())
             self._over.set()
             if self._connection is not None:
                 self._connection.forget(self.run_id)

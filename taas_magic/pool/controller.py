@@ -302,8 +302,6 @@ class Controller(SchedulerPlugin):
             until_end.callback(self._runs.pop, first.plan.run_id, None)
             try:
                 session = self._session_of(first)
-                if session is not None:
-                    until_end.enter_context(session.in_use())
                 if not (first.reads_only or first.is_session):
                     await _own_store(until_end, first.plan)
                 journal = _journal(first.folder, tell)
@@ -315,6 +313,8 @@ class Controller(SchedulerPlugin):
                         tell(event)
 
                 run = PoolRun(first, owner, self.members, publish, over, session)
+                if session is not None:
+                    until_end.enter_context(session.in_use(run))
                 hosts = await self._start(run, asked.said)
             except StoreError as error:
                 return Started(store_error=str(error))

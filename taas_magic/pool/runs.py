@@ -586,10 +586,13 @@ class PoolRun(Share):
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.over, self._session = over, session
-        self._cells = 0
+        self._cells: list[PoolRun] = []
         self._used_at = time.monotonic()
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
+        self._up: dict[int, FetcherStarted] = {}
+        """The start event of each fetcher that runs, by its number."""
+
         self._open_requests: dict[int, int] = {}
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
         self._ways = contextlib.AsyncExitStack()
@@ -617,13 +620,18 @@ class PoolRun(Share):
         return 0.0 if self._cells else time.monotonic() - self._used_at
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Count one cell as running in this session until the block ends."""
-        self._cells += 1
+    def in_use(self, cell: "PoolRun") -> Iterator[None]:
+        """Count a cell as running in this session until the block ends.
+
+        The cell gets the events of the session's fetchers.
+        """
+        self._cells.append(cell)
+        for started in self._up.values():
+            cell.publish(started)
         try:
             yield
         finally:
-            self._cells -= 1
+            self._cells.remove(cell)
             self._used_at = time.monotonic()
 
     def seats(self) -> list[PoolHost]:
@@ -674,18 +682,30 @@ class PoolRun(Share):
         )
 
     async def relay(self, events: Sequence[Event]) -> None:
-        """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts."""
+        """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
+
+        In a session, the fetchers stay, so that the session sends their addresses to the hosts. Its
+        newest cell publishes the events.
+        """
+        if self._session is not None:
+            await self._session.relay(events)
+            return
+        publish = self._cells[-1].publish if self._cells else self.publish
         for said in events:
             if isinstance(said, FetcherStarted | FetcherEnded):
                 if (about := (type(said), said.number, said.time)) in self._relayed:
                     continue  # sent again because the fetchers' owner has changed
                 self._relayed.add(about)
-                self.publish(structs.replace(said, entry=UNSET))
+                shown = structs.replace(said, entry=UNSET)
+                self._up.pop(said.number, None)
+                if isinstance(shown, FetcherStarted):
+                    self._up[said.number] = shown
+                publish(shown)
                 if said.entry:
                     self._fetchers[said.number] = said.entry
                     await self._send_to_all(PlaceFetcher(self.run_id, said.number, said.entry))
             else:
-                self.publish(said)
+                publish(said)
 
     async def answer_input(self, answer: AnswerInput) -> None:
         """Pass the user's line to the rank that asked for it, on its host."""

@@ -158,7 +158,7 @@ class Service:
         **changes: Unpack[FetcherChanges],
     ) -> None:
         self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
-        self.directory = FolderDirectory(folder / "data" / "fetchers")
+        self.directory = FolderDirectory(about.addresses_folder(folder), range(fetchers))
         self.processes: list[tuple[ForkServerProcess, Connection]] = []
         self.own: list[OwnServers] = []
         folder.mkdir(parents=True, exist_ok=True)
