@@ -954,9 +954,38 @@ class PauseClocks(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
+    A session stays with its kernel until the kernel ends.
+
     The response is "", or the reason why this is impossible.
     """
 
+    run_id: str
+
+
+class SessionState(Struct, kw_only=True):
+    """State of a session, for the kernel that takes it over.
+
+    Attributes:
+        error: Reason why the kernel cannot have the session; "" if it has it now.
+        cells: Number of cells that the session has begun.
+        fetchers: Number of fetchers that its cells have started.
+        cell: Run id of the cell that runs, or that has run without a kernel; "" for none.
+    """
+
+    error: str = ""
+    cells: int = 0
+    fetchers: int = 0
+    cell: str = ""
+
+
+class TakeSession(Request[SessionState]):
+    """A kernel takes over a detached session, and gets its events from now on.
+
+    Attributes:
+        owner: Id of the kernel's Dask client.
+    """
+
+    owner: str
     run_id: str
 
 

@@ -67,11 +67,28 @@ class RankNames:
         self._reads: dict[str, frozenset[str]] = {}
         self._told: dict[str, object] = {}
         self._brought: dict[str, int] = {}
+        self._code: set[str] = set()
 
     @property
     def all(self) -> set[str]:
         """All names that the ranks have."""
-        return {*self.owned, *(name for name in self._sent if name != _STATE)}
+        return {*self.owned, *self._code, *(name for name in self._sent if name != _STATE)}
+
+    def assume_state(self, state: dict[str, Any]) -> None:
+        """Record that the ranks have the notebook's process state. Only changes are sent later."""
+        self._sent[_STATE] = Sent(_digest_of(_pickled(state)))
+
+    def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
+        """Record what the ranks of a session have that another kernel has started.
+
+        Args:
+            variables: Digests (`plain_digest`) of the ranks' variables by name, "" for a variable
+                that is not plain. The ranks keep their values.
+            code: Names of the ranks' functions, classes and modules. The notebook's ones are sent
+                if a cell uses them.
+        """
+        self.owned |= variables
+        self._code = set(code)
 
     def choose(
         self,

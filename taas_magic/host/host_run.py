@@ -489,7 +489,7 @@ class HostRun(HostShare):
 
     def _run_processes(self) -> None:
         """Run one attempt, and the next when the controller commands it, until the run is over."""
-        self._use_addresses(self.spec.folder.path)
+        self.use_addresses(self.spec.folder.path)
         while not self._is_over:
             if (again := self._next) is not None:
                 self._next = None
@@ -498,7 +498,7 @@ class HostRun(HostShare):
             self._judge(attempt)
             attempt.close()
 
-    def _use_addresses(self, base: Path) -> None:
+    def use_addresses(self, base: Path) -> None:
         """Write the fetchers' addresses to `base` from now on (`service.addresses_folder`)."""
         self._addresses = service.addresses_folder(base)
         self._place_fetchers()

@@ -232,7 +232,7 @@ class HostSession(HostRun):
     def _start_ranks(self) -> Attempt:
         attempt = super()._start_ranks()
         # Cells come and go: the ranks read the addresses of all their fetchers in one place.
-        self._use_addresses(attempt.folder)
+        self.use_addresses(attempt.folder)
         self._started.set()
         return attempt
 

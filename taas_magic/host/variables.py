@@ -1,4 +1,4 @@
-"""Describe a session rank's variables and memory, for `%taas vars` and `%taas sessions`.
+"""Describe a session rank's variables and memory, for `%taas vars` and others.
 
 These functions run in the rank. The kernel compares the descriptions of all ranks.
 """
@@ -16,6 +16,7 @@ import psutil
 from msgspec import Struct
 
 from taas_magic.capture.digest import plain_digest
+from taas_magic.host.prompt import users_names
 from taas_magic.host.spec import HOST
 
 COMPARED_BYTES = 256 << 20
@@ -84,6 +85,25 @@ def describe(namespace: Mapping[str, Any]) -> Any:
             and not isinstance(value, _LEFT_OUT)
         }
     )
+
+
+def names(namespace: Mapping[str, Any]) -> Any:
+    """Return the names that a rank has, for a kernel that takes over the session.
+
+    Args:
+        namespace: The rank's variables.
+
+    Returns:
+        The digests (`plain_digest`) of the variables by name, "" for a variable that is not plain;
+        and the names of functions, classes and modules.
+    """
+    found = {
+        name: value
+        for name, value in users_names(namespace).items()
+        if not name.startswith("__") and name not in _SHELLS_OWN
+    }
+    code = [name for name, value in found.items() if isinstance(value, _LEFT_OUT)]
+    return {name: plain_digest(found[name]) for name in found.keys() - code}, code
 
 
 def memory() -> Any:

@@ -14,7 +14,7 @@ from IPython.core.inputtransformer2 import leading_empty_lines
 from msgspec import structs
 
 from taas_magic import registry
-from taas_magic.capture import modules, payload
+from taas_magic.capture import modules, payload, process_state
 from taas_magic.capture.known import RankNames
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import Cell, CellSource, Payload
@@ -26,7 +26,7 @@ from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageErr
 from taas_magic.host.spec import HostSpec, Origin, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.notebook import between_cells, pools, sessions
+from taas_magic.notebook import attach, between_cells, pools, runs, sessions
 from taas_magic.notebook.flags import check_ranks
 from taas_magic.notebook.run import Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
@@ -87,6 +87,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     if session is not None:
         flags = session.complete(flags)
         check_ranks(flags)
+        learn_names(session, shell, config)
         sessions.check_names(flags, shell.user_ns)
     pool = pools.named(flags.pool, config)
     plan = plan_of(flags, pool, config)
@@ -279,11 +280,14 @@ def carry_out(
     fetchers = None
     with RunFolder(driver.path).held(), Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
+            spec = structs.replace(spec, session=session.run_id) if session is not None else spec
             fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
         try:  # a run that never got hosts leaves no run folder
-            if not plan.prefill:
+            if session is not None and session.is_started:
+                connection = session.connection
+            elif not plan.prefill:
                 connection = pools.wait_for(pool, interrupts, len(plan.hosts))
             if fetchers:
                 fetchers.wait(interrupts, pools.print_line)
@@ -402,6 +406,45 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
     flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
     title = f"%taas debug {session.name} --rank {chosen}"
     execute(flags, Cell("%debug", f"<{title}>", "%debug", title=title), shell, config)
+
+
+def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
+    """Ask the ranks for their variables if this kernel has taken the session over.
+
+    Raises:
+        PoolError: The session has ended, or is running a cell.
+        RunError: The call failed.
+        KeyboardInterrupt: The user interrupted the call.
+    """
+    if not session.has_unknown_names:
+        return
+    session.names.assume_state(process_state.collect())
+    variables: dict[str, str] = {}
+    code: set[str] = set()
+    for digests, others in reversed(call_on_ranks(session, "names(globals())", shell, config)):
+        variables |= digests  # rank 0's digests come last
+        code |= {*others}
+    session.names.take_over(variables, code)
+    session.has_unknown_names = False
+
+
+def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
+    """Take over a detached session, and show the cell that runs or that has lost its kernel.
+
+    Args:
+        run: The session's own run.
+
+    Raises:
+        PoolError: The session has ended or is not detached, or the pool does not respond.
+        KeyboardInterrupt: The user interrupted the view of the cell, which goes on.
+    """
+    global last_run
+    session, cell = sessions.take_over(run, pools.of_session(run, config))
+    if cell:
+        last_run = runs.find(cell)
+        attach.attach(last_run)
+    learn_names(session, shell, config)
+    return session
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:

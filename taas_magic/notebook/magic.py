@@ -388,18 +388,39 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 
 
 def _attach(words: Sequence[str], settings: Config) -> str:
-    from taas_magic.notebook import attach, launch, runs
+    from IPython.core.getipython import get_ipython
 
-    run = runs.to_attach(_optional_word("attach", words), Path.cwd())
+    from taas_magic.notebook import attach, launch, runs, sessions
+
+    name = _optional_word("attach", words)
+    left = sessions.left_session(name) if name is not None else None
+    run = left or runs.to_attach(name, Path.cwd(), sessions.is_kept)
+    if run.is_active and sessions.flags_of(run) is not None:
+        if (shell := get_ipython()) is None:
+            raise UsageError(f"%taas attach {name}: only a notebook's kernel can have a session")
+        session = launch.take_session(run, shell, settings)
+        assert session.plan is not None
+        names = sorted(name for name in session.names.owned if not name.startswith("_"))
+        return (
+            f"Session {session.name} is in this kernel now: {session.plan.world_size} ranks with "
+            f"{', '.join(names) or 'no variables'}. Use it: %%taas --session {session.name}"
+        )
     launch.last_run = run
     attach.attach(run)
     return ""
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
-    from taas_magic.notebook import pools, runs
+    from taas_magic.notebook import pools, runs, sessions
 
-    run = runs.active(_optional_word("detach", words))
+    name = _optional_word("detach", words)
+    for session in sessions.live():
+        if session.name == name:
+            session.detach()
+            return (
+                f"Session {name} stays when its kernel ends: `%taas attach {name}` takes it over."
+            )
+    run = runs.active(name)
     pools.detach(run, settings)
     return f"Run {run.run_id} goes on without its kernel: `%taas attach {run.run_id}` shows it."
 
@@ -502,6 +523,9 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
             gpu = size_text(sum(of_gpus)) if of_gpus else "none"
         about = (session.plan.pool, str(session.plan.world_size), hosts, memory, gpu)
         rows.append((session.name, *about, duration(session.idle_s)))
+    for run, first in sessions.left_sessions():
+        about = (run.pool, str(run.world_size), "?", "?", "?")
+        rows.append((first.session, *about, f"%taas attach {first.session} takes it over"))
     return "\n".join(columns(rows)) if rows[1:] else "no sessions"
 
 
@@ -519,10 +543,16 @@ def _vars(words: Sequence[str], settings: Config) -> str:
 
 
 def _end(words: Sequence[str], settings: Config) -> str:
-    from taas_magic.notebook import sessions
+    from taas_magic.notebook import pools, sessions
     from taas_magic.notebook.run import Interrupts
 
-    session = sessions.named(_optional_word("end", words))
+    name = _optional_word("end", words)
+    own = [session.name for session in sessions.live()]
+    left = sessions.left_session(name) if name is not None and name not in own else None
+    if left is not None:
+        session, _ = sessions.take_over(left, pools.of_session(left, settings))
+    else:
+        session = sessions.named(name)
     with Interrupts() as interrupts:
         session.end(interrupts)
     return f"Session {session.name} has ended; its ranks are gone."
@@ -591,12 +621,13 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
     ),
     "attach": (
         "attach [RUN]",
-        "show a run's view again, live or ended; without RUN the newest of this project",
+        "show a run's view again, live or ended, or take over a detached session; without RUN "
+        "the newest of this project",
         _attach,
     ),
     "detach": (
         "detach [RUN]",
-        "let a run go on without its kernel, whose cell ends; without RUN the newest that runs",
+        "let a run, or a session, go on without its kernel; without RUN the newest that runs",
         _detach,
     ),
     "stacks": (
@@ -612,7 +643,11 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
         _pools,
     ),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
-    "sessions": ("sessions", "the sessions of this kernel: ranks, hosts, memory", _sessions),
+    "sessions": (
+        "sessions",
+        "the sessions of this kernel, and detached ones: ranks, hosts, memory",
+        _sessions,
+    ),
     "vars": ("vars [SESSION]", "a session's variables, and whether its ranks agree", _vars),
     "debug": (
         "debug [SESSION] [--rank R]",

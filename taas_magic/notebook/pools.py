@@ -159,9 +159,13 @@ def _joined(name: str, config: Config) -> PoolConnection:
     Raises:
         PoolError: The pool has no running process.
     """
-    found = named(name, config).join()
+    return _process_of(named(name, config))
+
+
+def _process_of(pool: Pool) -> PoolConnection:
+    found = pool.join()
     if found is None:
-        raise PoolError(f'pool "{name}" has no process: what ran on it has ended with it')
+        raise PoolError(f'pool "{pool.name}" has no process: what ran on it has ended with it')
     return found
 
 
@@ -173,6 +177,28 @@ class PoolRow:
     engine: str
     state: str
     status: PoolStatus
+
+
+def of_session(run: Run, config: Config) -> PoolConnection:
+    """Return a connection to the process of the pool that has a session; never start a process.
+
+    Args:
+        run: The session's own run.
+
+    Raises:
+        UsageError: taas.toml has no such pool any more.
+        PoolError: The pool's process has ended or does not respond, or the pool's settings have
+            changed.
+    """
+    pool, folder = named(run.pool, config), run.context.pool_folder
+    if str(pool.folder.path) != folder:  # the session is of another notebook's folder
+        pool = Pool(config.pool(run.pool), Path(run.context.project))
+    if str(pool.folder.path) != folder:
+        raise PoolError(
+            f'the settings of pool "{run.pool}" or the versions of this kernel are not those with '
+            f"which the session was started ({folder})"
+        )
+    return _process_of(pool)
 
 
 def rows(config: Config) -> list[PoolRow]:

@@ -313,6 +313,11 @@ class RunFetchers:
         )
         self._relay.start()
 
+    @property
+    def pool(self) -> str:
+        """Name of the pool that runs the fetchers."""
+        return self._pool.name
+
     def allow_restart(self) -> None:
         """Let the fetchers be started again once more, if all end."""
         self._restarts, self._max_restarts = 0, 1

@@ -4,7 +4,7 @@ Any process of the user can read a run, while it is active and long after its en
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from itertools import islice
@@ -494,21 +494,24 @@ def active(asked: str | None) -> Run:
     raise UsageError("No run is running. %taas status lists the newest.")
 
 
-def to_attach(asked: str | None, project: Path) -> Run:
+def to_attach(
+    asked: str | None, project: Path, is_kept: Callable[[Run], bool] = lambda run: False
+) -> Run:
     """Find the run that `%taas attach` shows.
 
     Args:
         asked: Id, beginning of an id, or name. None for the project's newest active run, or its
             newest run if none is active. If the project has no runs, all projects' runs count.
         project: Folder of the project.
+        is_kept: Returns whether a run is left out if `asked` is None.
 
     Raises:
         UsageError: There is no such run.
     """
     if asked is not None:
         return find(asked)
-    own = [run for run in newest() if run.context.project == str(project)]
-    among = own or runs()
+    found = [run for run in newest() if not is_kept(run)]
+    among = [run for run in found if run.context.project == str(project)] or found
     are_active = [run for run in among if run.is_active]
     return next(iter([*are_active, *among]), None) or find(None)
 

@@ -9,9 +9,10 @@ the session's cells.
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 
@@ -21,11 +22,25 @@ from taas_magic.config import closest
 from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.spec import HostSpec, Origin
-from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.messages import CellNames, Event, Note, RanksKilled, Relay, RunEnded
+from taas_magic.journal.folder import RunContext, RunFolder, state_dir
+from taas_magic.messages import (
+    CellNames,
+    Detach,
+    Detached,
+    Event,
+    Note,
+    RanksKilled,
+    Relay,
+    RunEnded,
+    pack,
+    unpack,
+)
+from taas_magic.notebook import runs
 from taas_magic.notebook.run import Interrupts, RunFetchers
+from taas_magic.notebook.runs import Run
 from taas_magic.plan import DataPlan, Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
+from taas_magic.shared_files import replacing
 
 END_S = 40.0
 """Seconds to wait until all ranks of a session have ended after the user ended the session."""
@@ -36,17 +51,20 @@ DEATH_SEEN_S = 15.0
 FIXED = {
     **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
     **{"store_writes": "--store-writes", "shared_writes": "--shared-writes"},
-    "uneven_hosts": "--uneven-hosts",
+    **{"uneven_hosts": "--uneven-hosts", "detach": "--detach"},
 }
 """Fields of `Flags` that a session's first cell sets for all its cells, with the flags' names."""
 
 NOT_IN_SESSIONS = {
-    **{"max_restarts": "--max-restarts", "detach": "--detach", "profile": "--profile"},
+    **{"max_restarts": "--max-restarts", "profile": "--profile"},
     **{"units": "--units", "prefill": "--prefill"},
 }
 """Fields of `Flags` that cells of a session must not set, with the flags' names."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+_FLAGS_FILE = "session.json"
+"""File in the folder of a session's own run that has the flags of the session's first cell."""
+
 _LISTED = 12
 _LOOK_S = 0.2
 _sessions: dict[str, "Session"] = {}
@@ -60,12 +78,15 @@ class Session:
         names: Record of the variables that the session's ranks have.
         failed_rank: The rank that failed first in the last cell that failed; None if none did.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
+        has_unknown_names: Whether this kernel has taken the session over and does not know yet
+            which variables the ranks have.
     """
 
     def __init__(self, flags: Flags) -> None:
         self.name, self.flags, self.names = flags.session, flags, RankNames()
         self.plan: Plan | None = None
         self.failed_rank: int | None = None
+        self.has_unknown_names = False
         self._connection: PoolConnection | None = None
         self._cells = self._n_fetchers = 0
         self._loaded: set[int] = set()
@@ -73,7 +94,7 @@ class Session:
         self._notes: list[str] = []
         self._ended: RunEnded | None = None
         self._over = threading.Event()
-        self._is_wanted = True
+        self._is_wanted, self._is_taken = True, False
         self._has_lost_ranks = False
         self._used_at = time.monotonic()
         self._fetchers: dict[int, RunFetchers] = {}
@@ -99,6 +120,11 @@ class Session:
         return self._connection
 
     @property
+    def is_detached(self) -> bool:
+        """Whether the ranks stay if this kernel ends."""
+        return self.flags.detach
+
+    @property
     def is_started(self) -> bool:
         """Whether the session's ranks were started."""
         return self._connection is not None
@@ -117,6 +143,8 @@ class Session:
         ended = self._ended
         if ended is not None and ended.first is not None:
             return headline(ended.first)
+        if self._is_taken:
+            return "another kernel has taken it over"
         if self._notes:
             return self._notes[-1]
         return (ended.why if ended is not None else "") or "it was ended"
@@ -204,11 +232,14 @@ class Session:
         folder = RunFolder.create(self.run_id, self.plan, cell)
         with folder.whole():
             folder.write_context(context)
+            _write_flags(folder, self.flags)
         requires = None if connection.config.engine == "local" else ()
         spec = HostSpec(self.plan, 0, str(folder.path), origin, requires=requires, idle_s=idle_s)
 
         def launch() -> None:
             connection.launch(spec, self._on_run_event)
+            if self.is_detached:
+                connection.call(Detach(self.run_id))
             if not self._is_wanted:
                 connection.halt(self.run_id, "kill")
 
@@ -220,10 +251,55 @@ class Session:
             raise
         self._connection = connection
 
+    def detach(self) -> None:
+        """Let the ranks stay when this kernel ends.
+
+        Raises:
+            UsageError: The session has fetchers in another pool, which would end with this kernel.
+            PoolError: The pool's process does not respond, or the session has ended.
+        """
+        for fetchers in self._fetchers.values():
+            if fetchers.pool != self.flags.pool:
+                raise UsageError(self._needs_own_pool(fetchers.pool))
+        if why := self.connection.call(Detach(self.run_id)):
+            raise PoolError(why)
+        self.flags = structs.replace(self.flags, detach=True)
+        _write_flags(RunFolder(state_dir() / "runs" / self.run_id), self.flags)
+
+    def _needs_own_pool(self, pool: str) -> str:
+        return (
+            f'fetchers in pool "{pool}" end with this kernel. The fetchers of a detached session '
+            f"must run in the session's own pool: --data-pool {self.flags.pool}"
+        )
+
+    def take_over(self, run: Run, connection: PoolConnection) -> str:
+        """Take over the ranks of a detached session.
+
+        Args:
+            run: The session's own run.
+            connection: Connection to the process of the ranks' pool.
+
+        Returns:
+            Run id of the cell that runs, or that has run without a kernel; "" for none.
+
+        Raises:
+            PoolError: The session has ended or is not detached, or the pool does not respond.
+        """
+        state = connection.take_session(run.run_id, self._on_run_event)
+        self.plan, self._connection, self.has_unknown_names = run.plan, connection, True
+        self._cells, self._n_fetchers = state.cells, state.fetchers
+        return state.cell
+
     def number_fetchers(self, data: DataPlan | None) -> DataPlan | None:
-        """Return a cell's plan of fetchers, with numbers that no other cell's fetchers have."""
+        """Return a cell's plan of fetchers, with numbers that no other cell's fetchers have.
+
+        Raises:
+            UsageError: The session is detached, and its fetchers would end with this kernel.
+        """
         if data is None:
             return None
+        if self.is_detached and data.pool != self.flags.pool:
+            raise UsageError(self._needs_own_pool(data.pool))
         first = self._n_fetchers
         self._n_fetchers += len(data.fetchers)
         fetchers = (structs.replace(it, number=first + it.number) for it in data.fetchers)
@@ -308,6 +384,11 @@ class Session:
             self._over.wait(_LOOK_S)
         if not self.has_ended:
             return ""
+        if self._is_taken:
+            return (
+                f'session "{self.name}": {self.why_ended()}; `%taas attach {self.name}` takes it '
+                "back"
+            )
         return (
             f'session "{self.name}" has ended: {self.why_ended()}. Lost with its ranks: '
             f"{self.lost_names()}. Start it again: %%taas --gpus {self.flags.gpus} "
@@ -342,8 +423,9 @@ class Session:
         """Record an event of the session's own run. Called in the Dask client's thread."""
         if isinstance(event, Note):
             self._notes.append(event.text)
-        elif isinstance(event, RunEnded):
-            self._ended = event
+        elif isinstance(event, RunEnded | Detached):
+            self._is_taken = isinstance(event, Detached)
+            self._ended = RunEnded(state="LOST") if isinstance(event, Detached) else event
             self._close_fetchers(())
             self._over.set()
             if self._connection is not None:
@@ -378,6 +460,11 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
         return known
     if not flags.gpus:
         raise UsageError(_why_none(flags.session, known))
+    if left_session(flags.session, Path.cwd()) is not None:
+        raise UsageError(
+            f'a detached session "{flags.session}" of this notebook\'s folder is running: `%taas '
+            f"attach {flags.session}` takes it over, `%taas end {flags.session}` ends it"
+        )
     new = Session(flags)
     if registers:
         _sessions[flags.session] = new
@@ -387,6 +474,8 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
 def _why_none(name: str, known: Session | None) -> str:
     if known is not None and known.is_started:
         return known.death(may_have_died=False)
+    if left_session(name) is not None:
+        return f'A detached session "{name}" is running: `%taas attach {name}` takes it over'
     hint = closest(name, [each.name for each in live()])
     return f'There is no session "{name}"{hint}. Start it: %%taas --gpus 2 --session {name}'
 
@@ -410,6 +499,68 @@ def restarted(name: str, interrupts: Interrupts) -> Session:
 def live() -> list[Session]:
     """Return the sessions whose ranks were started and have not ended."""
     return [one for one in _sessions.values() if one.is_started and not one.has_ended]
+
+
+def flags_of(run: Run) -> Flags | None:
+    """Return the flags of a session's first cell; None if the run is not a session's own run."""
+    with suppress(FileNotFoundError):
+        return unpack((run.path / _FLAGS_FILE).read_bytes(), Flags)
+    return None
+
+
+def _write_flags(folder: RunFolder, flags: Flags) -> None:
+    with replacing(folder.path / _FLAGS_FILE) as file:
+        file.write(pack(flags))
+
+
+def left_sessions() -> Iterator[tuple[Run, Flags]]:
+    """Yield the detached sessions that are running and that this kernel does not have."""
+    own = {session.run_id for session in live()}
+    for run in runs.newest():
+        flags = flags_of(run)
+        if flags is not None and flags.detach and run.run_id not in own and run.is_active:
+            yield run, flags
+
+
+def left_session(name: str, project: Path | None = None) -> Run | None:
+    """Return the newest detached session with this name that this kernel does not have.
+
+    Args:
+        name: Name of the session.
+        project: Folder of the notebooks whose sessions count; None for all.
+    """
+    for run, flags in left_sessions():
+        if flags.session == name and project in (None, Path(run.context.project)):
+            return run
+    return None
+
+
+def is_kept(run: Run) -> bool:
+    """Return whether a run is a session that only its kernel can use, or that this kernel has."""
+    flags = flags_of(run)
+    if flags is None:
+        return False
+    return not flags.detach or any(session.run_id == run.run_id for session in live())
+
+
+def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
+    """Take over a detached session from another kernel, which may be gone.
+
+    Returns:
+        The session, and what `Session.take_over` returns.
+
+    Raises:
+        PoolError: The session has ended or is not detached, or the pool does not respond.
+    """
+    flags = flags_of(run)
+    assert flags is not None
+    session = Session(flags)
+    try:
+        cell = session.take_over(run, connection)
+    except PoolError as error:
+        raise PoolError(f'session "{session.name}" cannot be taken over: {error}') from None
+    _sessions[session.name] = session
+    return session, cell
 
 
 def named(name: str | None) -> Session:

@@ -30,7 +30,9 @@ from taas_magic.messages import (
     PoolStatus,
     RegisterKernel,
     Request,
+    SessionState,
     Started,
+    TakeSession,
     WaitForHosts,
     cleaned,
     event_of,
@@ -316,6 +318,28 @@ class PoolConnection:
         if answer.store_error:
             raise StoreError(answer.store_error)
         return answer.hosts
+
+    def take_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
+        """Take over a detached session, and pass its events to `on_event`.
+
+        Returns:
+            The session's state.
+
+        Raises:
+            ConnectionEnded: The process has ended.
+            PoolError: The session has ended or is not detached, or the process does not respond.
+        """
+        self._listeners[run_id] = on_event
+        error = "the pool's process did not answer"
+        try:
+            state = self.call(TakeSession(self.id, run_id))
+            error = state.error
+        finally:
+            if error:
+                self.forget(run_id)
+        if error:
+            raise PoolError(error)
+        return state
 
     def require(self, answer: Started) -> None:
         """Raise PoolError if the response holds an error."""

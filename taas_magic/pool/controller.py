@@ -48,8 +48,10 @@ from taas_magic.messages import (
     Relay,
     RunEnded,
     RunStacks,
+    SessionState,
     Started,
     TakeFetchers,
+    TakeSession,
     WaitForHosts,
     answering,
     encode,
@@ -264,6 +266,7 @@ class Controller(SchedulerPlugin):
                 Launch: self.launch,
                 Relay: self.relay,
                 Detach: self.detach,
+                TakeSession: self.take_session,
                 TakeFetchers: self.take_fetchers,
                 Halt: self.halt,
                 AnswerInput: self.answer_input,
@@ -310,9 +313,10 @@ class Controller(SchedulerPlugin):
                 def publish(event: Event) -> None:
                     journal.append(event)
                     if run.owner:
-                        tell(event)
+                        run.tell(event)
 
                 run = PoolRun(first, owner, self.members, publish, over, session)
+                run.tell = tell
                 if session is not None:
                     until_end.enter_context(session.in_use(run))
                 hosts = await self._start(run, asked.said)
@@ -320,7 +324,7 @@ class Controller(SchedulerPlugin):
                 return Started(store_error=str(error))
             except (PoolError, OSError) as error:
                 return Started(error=str(error))
-            self._tasks.start(self._carry_out(run, journal, tell, until_end.pop_all()))
+            self._tasks.start(self._carry_out(run, journal, until_end.pop_all()))
         return Started(hosts=hosts)
 
     def _session_of(self, first: HostSpec) -> PoolRun | None:
@@ -346,12 +350,17 @@ class Controller(SchedulerPlugin):
     async def detach(self, asked: Detach) -> str:
         """Detach a run and its fetchers from the kernel, so that they continue without it.
 
+        A session stays with its kernel until the kernel ends.
+
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
         """
         run = self._runs.get(asked.run_id)
         if not isinstance(run, PoolRun):
             return f"run {asked.run_id} is not running in this pool (any more)"
+        if run.session_id == run.run_id:
+            run.stays = True
+            return ""
         if not run.owner:
             return ""
         try:
@@ -362,6 +371,52 @@ class Controller(SchedulerPlugin):
         run.owner = ""
         await run.refuse_input()
         return ""
+
+    async def take_session(self, asked: TakeSession) -> SessionState:
+        """Give a detached session to a kernel, and take it away from the kernel that has it."""
+        run = self._runs.get(asked.run_id)
+        if not isinstance(run, PoolRun) or run.is_halted:
+            return SessionState(error="it has ended")
+        if not run.stays:
+            return SessionState(error="it was started without --detach and belongs to its kernel")
+        if asked.owner not in self._kernels.connected:
+            return SessionState(error="the notebook's kernel is gone")
+        if run.owner and run.owner != asked.owner:
+            run.tell(Detached())
+        run.owner, run.tell = asked.owner, self._event_sender(asked.owner, run.run_id)
+        state, run.left_cell = run.state(), ""
+        return state
+
+    def _session_that_stays(self, share: Share) -> PoolRun | None:
+        """Return the detached session that ranks or fetchers belong to; None if there is none."""
+        session = self._runs.get(share.session_id)
+        return session if isinstance(session, PoolRun) and session.stays else None
+
+    def _leave(self, share: Share, session: PoolRun) -> None:
+        """Let a part of a detached session go on without its kernel, which is gone.
+
+        Args:
+            share: The session itself, a cell that it runs, or fetchers.
+            session: The session.
+        """
+        share.owner = ""
+        if isinstance(share, PoolFetchers):
+            share.publish = lambda event: self._tasks.start(session.relay([event]))
+        elif isinstance(share, PoolRun) and share is not session:
+            share.publish(Detached())
+            session.left_cell = share.run_id
+            self._fetchers_of[share.run_id] = _no_fetchers  # the cell's end calls `notify`
+            self._tasks.start(share.refuse_input())
+
+    async def _end_fetchers(self, run: PoolRun) -> None:
+        """End the fetchers of a detached run, or those that a session has without a kernel."""
+        if end_fetchers := self._fetchers_of.pop(run.run_id, None):
+            with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
+                await end_fetchers()
+        for share in list(self._runs.values()):
+            is_fetching = isinstance(share, PoolFetchers) and not share.owner
+            if is_fetching and share.session_id == run.run_id:
+                await share.halt("kill")
 
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
@@ -403,7 +458,7 @@ class Controller(SchedulerPlugin):
         return fetchers.said
 
     async def _carry_out(
-        self, run: PoolRun, journal: Writer, tell: Tell, until_end: contextlib.AsyncExitStack
+        self, run: PoolRun, journal: Writer, until_end: contextlib.AsyncExitStack
     ) -> None:
         """Wait for the end of a started run; then write its end to the journal and clean up.
 
@@ -411,7 +466,6 @@ class Controller(SchedulerPlugin):
         store is free for the next run.
 
         Args:
-            tell: Sends an event to the run's kernel.
             until_end: Closed when the run has ended: releases the store and closes the journal.
         """
         try:
@@ -421,11 +475,11 @@ class Controller(SchedulerPlugin):
             closing = asyncio.ensure_future(until_end.aclose())
             await asyncio.wait({closing}, timeout=END_S)  # the disk of the state folder may hang
         if run.owner:
-            tell(ended)
+            run.tell(ended)
         await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
-        if end_fetchers := self._fetchers_of.pop(run.run_id, None):
-            with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
-                await end_fetchers()
+        is_detached = run.run_id in self._fetchers_of
+        await self._end_fetchers(run)
+        if is_detached:
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, tell: Tell) -> None:
@@ -448,6 +502,9 @@ class Controller(SchedulerPlugin):
             # A `Halt` for the old fetchers would also end new ones on a host.
             await before.wait_until_ended()
         fetch = PoolFetchers(first, owner, self.members, self._event_sender(owner, first.share_id))
+        session = self._runs.get(first.session)
+        if isinstance(session, PoolRun) and first.plan.data is not None:
+            session.count_fetchers(first.plan.data)
 
         async def carry_out() -> None:
             await fetch.carry_out()
@@ -552,9 +609,11 @@ class Controller(SchedulerPlugin):
         self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the runs of a kernel that has left or died. Called by Dask."""
+        """End the runs of a kernel that has left or died, except detached ones. Called by Dask."""
         for run in self._runs.values():
-            if run.owner == client:
+            if run.owner == client and (session := self._session_that_stays(run)) is not None:
+                self._leave(run, session)
+            elif run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
                 self._tasks.start(run.halt("interrupt"))
         self._kernels.remove(client)

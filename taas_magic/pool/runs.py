@@ -58,6 +58,7 @@ from taas_magic.messages import (
     Restart,
     RunEnded,
     RunStacks,
+    SessionState,
     Settled,
     StateChanged,
 )
@@ -271,6 +272,16 @@ class Share(ABC):
     @abstractmethod
     def _lost(self, part: HostPart, why: str) -> None:
         """Publish the loss of a host and of its ranks or fetchers, with the reason `why`."""
+
+    @property
+    def session_id(self) -> str:
+        """Run id of the session that the ranks or fetchers belong to; "" for none."""
+        return self.run_id if self._spec.is_session else self._spec.session
+
+    @property
+    def cell_number(self) -> int:
+        """Number of the cell in its session; 0 if the run is no cell of a session."""
+        return self._spec.cell_number
 
     @property
     def folder(self) -> RunFolder:
@@ -586,7 +597,17 @@ class PoolRun(Share):
     ) -> None:
         super().__init__(spec, owner, members, publish)
         self.over, self._session = over, session
+        self.tell: Callable[[Event], None] = lambda event: None
+        """Function that sends an event to the owner."""
+
+        self.stays = False
+        """Whether this is a detached session, which goes on without its kernel."""
+
+        self.left_cell = ""
+        """Run id of the session's newest cell that has lost its kernel; "" for none."""
+
         self._cells: list[PoolRun] = []
+        self._n_cells = self._n_fetchers = 0
         self._used_at = time.monotonic()
         self._fetchers: dict[int, LoaderPlaces] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
@@ -626,6 +647,7 @@ class PoolRun(Share):
         The cell gets the events of the session's fetchers.
         """
         self._cells.append(cell)
+        self._n_cells = max(self._n_cells, cell.cell_number)
         for started in self._up.values():
             cell.publish(started)
         try:
@@ -633,6 +655,16 @@ class PoolRun(Share):
         finally:
             self._cells.remove(cell)
             self._used_at = time.monotonic()
+
+    def state(self) -> SessionState:
+        """Return a session's state for a kernel that takes the session over."""
+        cell = self._cells[-1].run_id if self._cells else self.left_cell
+        return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
+
+    def count_fetchers(self, data: DataPlan) -> None:
+        """Record the numbers of a cell's fetchers, so that later cells use other numbers."""
+        numbers = (fetcher.number + 1 for fetcher in data.fetchers)
+        self._n_fetchers = max(self._n_fetchers, *numbers)
 
     def seats(self) -> list[PoolHost]:
         """Return a session's hosts in the order of their ranks.

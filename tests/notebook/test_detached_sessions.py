@@ -1,0 +1,98 @@
+"""Sessions that stay when their kernel is gone: another kernel takes them over, and ends them."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.frontend import Frontend, kernel
+from tests.harness import left_of
+from tests.notebook.test_detach import kill
+from tests.notebook.test_sessions import (
+    LOADER,
+    error,
+    fetchers_of,
+    notes,
+    printed,
+    ranks_of,
+    value,
+)
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+START = """%%taas --gpus 2 --session exp --detach
+import os
+import time
+import torch
+rank, pid, lr = int(os.environ["RANK"]), os.getpid(), 0.1
+weights = torch.arange(3.0)
+"""
+WAITS = """%%taas --session exp --out done
+print("begun", flush=True)
+while not os.path.exists("{go}"):
+    time.sleep(0.05)
+done = rank + 10
+"""
+
+
+def started_and_killed(project: Path, go: Path) -> tuple[list[list[int]], list[psutil.Process]]:
+    """Start a session, and kill its kernel in the middle of a cell and of an epoch.
+
+    Returns:
+        The numbers that each rank got of the epoch, and the processes of the ranks and the fetcher.
+    """
+    with kernel(project, TAAS_WARM="0") as killed:
+        killed.run(START)
+        killed.run(LOADER)
+        killed.run(
+            "%%taas --session exp --cpus 1 --out got@all\n"
+            "batches = iter(loader)\ngot = next(batches).tolist()"
+        )
+        begun = value(killed, "got")
+        processes = [*fetchers_of(killed), *ranks_of(killed)]
+        assert len(processes) == 3
+        cell = killed.send(WAITS.format(go=go))
+        killed.wait(lambda: killed.text(cell).count("begun") == 2)
+        kill(killed)
+    return begun, processes
+
+
+def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
+    kernel_of_its_own: Frontend, tmp_path: Path
+) -> None:
+    project, go, other = tmp_path / "project", tmp_path / "go", kernel_of_its_own
+    begun, processes = started_and_killed(project, go)
+    assert 'A detached session "exp" is running' in error(other, "%%taas --session exp\npass")
+    said = error(other, "%%taas --gpus 2 --session exp\npass")
+    assert 'a detached session "exp" of this notebook' in said
+    assert "%taas attach exp takes it over" in other.text(other.run("%taas sessions"))
+
+    # the cell has gone on; the view of the attach shows it
+    request = other.send("import taas\nlr = 5\ndef twice(x): return 2 * x\n%taas attach exp")
+    other.wait(lambda: other.text(request).count("begun") == 2)
+    go.touch()
+    assert other.finish(request)["status"] == "ok"
+    assert "Session exp is in this kernel now: 2 ranks with " in other.text(request)
+    assert value(other, "taas.last_run.out") == {"done": 10}
+
+    # the ranks keep their variables; what they do not have comes from this notebook
+    cell = "weights += rank\nsame = os.getpid() == pid, twice(lr), weights.tolist()"
+    request = other.run(f"%%taas --session exp --out same@all\n{cell}")
+    assert value(other, "same") == [(True, 0.2, [0.0, 1.0, 2.0]), (True, 0.2, [1.0, 2.0, 3.0])]
+    assert "`lr` is assigned by cells of the session" in notes(other, request)
+    request = other.run(
+        "%%taas --session exp --out got@all\ngot = [b.tolist() for b in batches], lr"
+    )
+    assert "`lr`" not in notes(other, request)
+    left = [n for batches, _ in value(other, "got") for batch in batches for n in batch]
+    assert sorted([*left, *(n for first in begun for n in first)]) == list(range(32))
+
+    # a third kernel takes the session over and is killed, too
+    with kernel(project, TAAS_WARM="0") as third:
+        third.run("%taas attach exp")
+        assert printed(third, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+        assert "another kernel has taken it over" in error(other, "%%taas --session exp\npass")
+        kill(third)
+    assert all(process.is_running() for process in processes)
+    other.run("%taas end exp")
+    assert not left_of(processes)
