@@ -37,20 +37,20 @@ _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
 
 # Types of the keys; error messages show the descriptions.
-_Whole = Annotated[int, Meta(ge=1, le=10**9, description="a whole number from 1")]
-_WholeOrZero = Annotated[int, Meta(ge=0, le=10**9, description="a whole number from 0")]
+_Whole = Annotated[int, Meta(ge=1, le=10**9, description="a whole number, at least 1")]
+_WholeOrZero = Annotated[int, Meta(ge=0, le=10**9, description="a whole number, at least 0")]
 _Size = Annotated[
     int, Meta(ge=1, le=MOST_BYTES, description='a size such as "4GiB", "500MB" or 1000000')
 ]
 _Seconds = Annotated[float, Meta(gt=0, lt=1e9, description="a number of seconds above 0")]
-_SecondsOrZero = Annotated[float, Meta(ge=0, lt=1e9, description="a number of seconds from 0")]
+_SecondsOrZero = Annotated[float, Meta(ge=0, lt=1e9, description="a number of seconds, at least 0")]
 _FetchSeconds = Annotated[
     float,
-    Meta(ge=LEAST_FETCH_S, lt=1e9, description=f"a number of seconds from {LEAST_FETCH_S:g}"),
+    Meta(ge=LEAST_FETCH_S, lt=1e9, description=f"a number of seconds, at least {LEAST_FETCH_S:g}"),
 ]
 _Text = Annotated[str, Meta(min_length=1, description="a text")]
 _Texts = Annotated[
-    tuple[_Text, ...], Meta(description='a list of texts such as ["host1", "host2"]')
+    tuple[_Text, ...], Meta(description='a list of strings such as ["host1", "host2"]')
 ]
 _Modules = Annotated[
     tuple[Annotated[str, Meta(pattern=_MODULE)], ...],
@@ -282,8 +282,8 @@ def _read_own(path: Path) -> str:
         for place, status in seen:
             if why := _why_foreign(place, status):
                 raise UsageError(
-                    f"{path} is not trusted, as it may name programs to run: {why}, "
-                    "or keep it in ~/.config/taas"
+                    f"{path} is not trusted, because it can name programs to run: {why}, "
+                    "or keep the file in ~/.config/taas"
                 )
         return file.read()
 
@@ -378,7 +378,7 @@ def size_text(n_bytes: float, base: int = 1000) -> str:
         base: 1000 or 1024.
     """
     if n_bytes < base:
-        return f"{n_bytes:.0f} bytes"
+        return "1 byte" if round(n_bytes) == 1 else f"{n_bytes:.0f} bytes"
     for unit in ("kB", "MB", "GB") if base == 1000 else ("KiB", "MiB", "GiB"):
         n_bytes /= base
         if n_bytes < base - 0.05:
@@ -430,7 +430,7 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
         raise UsageError(f"{where} engine needs {_meta(_Engine)}; got {pool.engine!r}")
     if name == LOCAL and pool.engine != "local":
         raise UsageError(
-            f'{where} engine needs "local", as pool "local" is this machine; got {pool.engine!r}'
+            f'{where} engine needs "local": pool "local" is this machine; got {pool.engine!r}'
         )
     if pool.engine == "ssh" and not pool.hosts:
         raise UsageError(f'{where}: engine "ssh" needs hosts = ["host1", …]')

@@ -86,7 +86,7 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
     if len(for_data) < 2:
         return first, ""
     names = ", ".join(f'"{pool.name}"' for pool in for_data)
-    note = f'pools {names} have role "data": "{first.name}" is taken; --data-pool NAME chooses'
+    note = f'pools {names} have role "data": "{first.name}" is used; --data-pool NAME chooses'
     return first, note
 
 
@@ -134,7 +134,7 @@ def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
     shared = f"{fetchers} fetchers share {them}"
     if fetchers <= have:
         shared = "the loaders share fetchers"
-    return f'{asked} asks for {wanted} hosts, pool "{pool.name}" has {has}: {shared}'
+    return f'{asked} needs {wanted} hosts, but pool "{pool.name}" has {has}: {shared}'
 
 
 class Prefill(Struct, frozen=True):
@@ -389,7 +389,7 @@ def _check_fits(
         where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'
         each = f" ({max_hosts} hosts with {per_host} each)" if max_hosts > 1 else ""
         kind = "GPUs" if host.gpus else "CPU processes"
-        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you asked for {flags.gpus}")
+        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you requested {flags.gpus}")
     if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
             f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts with {per_host} "

@@ -330,7 +330,7 @@ def _unpack(bundle: str, sha256: str, into: str) -> str:
     with open(bundle, "rb") as file:
         seen = hashlib.sha256(file.read()).hexdigest()
     if seen != sha256:
-        return f"{bundle} did not arrive as it was sent"
+        return f"{bundle} was damaged in transit"
     with zipfile.ZipFile(bundle) as archive:
         archive.extractall(into)
     return ""
@@ -350,7 +350,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"pip was not done after {limit_s:.0f} s"
+        return f"pip did not finish within {limit_s:.0f} s"
     said = done.stdout.decode(errors="replace").strip()
     return said[-_SAID_CHARS:] or f"exit code {done.returncode}" if done.returncode else ""
 

@@ -274,12 +274,12 @@ def _check_kind(loader: Any, uneven: str) -> None:
         raise RegistrationError(f"register: {kind} is not iterable; give it a DataLoader")
     if isinstance(loader, Iterator):
         raise RegistrationError(
-            f"register: {kind} can be iterated only once; give it what it came from"
+            f"register: {kind} can be iterated only once; give it the object that it was made from"
         )
     if type(loader) in _BUILT_IN:
         raise RegistrationError(
-            f"register: {kind} would reach every rank whole; register a DataLoader of it "
-            "(DataLoader(data, batch_size=None) where its elements are the batches)"
+            f"register: every rank would get all of {kind}; register a DataLoader of it "
+            "(DataLoader(data, batch_size=None) if its elements are the batches)"
         )
     if (module := _iterated_by(type(loader))) is not None:
         raise RegistrationError(
@@ -343,8 +343,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
     """
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
-            f"`{name}` has loaded a state in the notebook (load_state_dict), and fetchers cannot "
-            "go on from a local loader's state: call state_dict() and load_state_dict() of the "
+            f"`{name}` has loaded a state in the notebook (load_state_dict), but fetchers cannot "
+            "resume from a local loader's state: call state_dict() and load_state_dict() of the "
             "registered loader inside the cell"
         )
 
@@ -490,13 +490,13 @@ def _warn_of_own_generators(loader: Any) -> None:
     kept = f'the dataset of loader "{name}" has a random generator of its own ({path})'
     if not isinstance(loader.dataset, IterableDataset):
         warnings.warn(
-            f"{kept}. It is not seeded for each batch: what it draws depends on --cpus. Draw from "
-            "torch, numpy.random or random, which are, or seed it in __getitem__",
+            f"{kept}. It is not seeded for each batch, so its numbers depend on --cpus. Draw from "
+            "torch, numpy.random or random, which are seeded, or seed it in __getitem__",
             stacklevel=3,
         )
     elif keeps_dataset(loader) and not _has(loader.dataset, "set_epoch"):
         warnings.warn(
-            f"{kept}. Every epoch begins with the dataset as it was registered, so that all are "
-            "alike: give it a method set_epoch(epoch) that seeds it",
+            f"{kept}. Every epoch begins with a copy of the registered dataset, so all epochs are "
+            "equal: give the dataset a method set_epoch(epoch) that seeds the generator",
             stacklevel=3,
         )

@@ -112,7 +112,7 @@ def _sentence(names: list[str]) -> str:
     shown = names[:_LISTED]
     return (
         f"{', '.join(shown)}{more} {was} changed in the ranks, not in the notebook; "
-        f"--out {','.join(shown)} brings {them} back"
+        f"--out {','.join(shown)} returns {them}"
     )
 
 

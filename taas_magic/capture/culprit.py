@@ -44,8 +44,8 @@ _ADVICE: Advice = {
 }
 _IN_THE_CELL = "create it inside the cell (or delete the attribute)"
 _PROCESS_BOUND = (
-    "it was made for one process and would act as process 0 of 1 in every rank; "
-    "make it inside the cell"
+    "it records the ranks that it found in the notebook, process 0 of 1, and every rank would use "
+    "that; create it inside the cell"
 )
 _COMPILED = "apply torch.compile inside the cell, or define the function there"
 _RESULT_ADVICE: Advice = {
@@ -55,16 +55,16 @@ _RESULT_ADVICE: Advice = {
     "make a list of its batches": ("DataLoaderIter",),
 }
 _MADE_WHERE_USED = (
-    "let the dataset make it where it is used (in `__getitem__` or `__iter__`, when it is None), "
-    "and set it to None here"
+    "set it to None here, and create it in the dataset's `__getitem__` or `__iter__` when it is "
+    "None"
 )
 _DEALS = (
-    "it gives one rank its share, and the batches of a registered loader are dealt to the ranks "
-    "already: leave it out (shuffle=True in place of a DistributedSampler, the dataset as it was "
-    "before it was split, the loader as it was before accelerate's prepare)"
+    "it selects one rank's share of the data, but taas-magic already divides the batches of a "
+    "registered loader among the ranks: remove it (use shuffle=True instead of a "
+    "DistributedSampler, the dataset before it was split, the loader before accelerate's prepare)"
 )
-_OF_ONE_PROCESS = "it was made for one process; a registered loader is run by others: leave it out"
-_PLAIN_RESULT = "bring back plain data instead (a list, a state_dict(), one of its attributes)"
+_OF_ONE_PROCESS = "it belongs to one process, but fetchers run a registered loader: remove it"
+_PLAIN_RESULT = "return plain data instead (a list, a state_dict(), one of its attributes)"
 
 
 def refusal(
@@ -87,7 +87,7 @@ def refusal(
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    said = f" (pickling it said: {type(error).__name__}: {_short(error)})"
+    said = f" (pickle raised {type(error).__name__}: {_short(error)})"
     what = f"`{path}` is {article} {kind} and cannot travel to the {to}"
     if _is_one_of(type(offender), _WIDGETS):
         return CaptureError(f"`{path}` is a widget; use `{path}.value`")

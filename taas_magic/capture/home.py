@@ -188,10 +188,10 @@ def load(
             namespace[name] = _came_along[name] = value
         elif owner.isidentifier() and name not in out and not _is_same(namespace.get(name), value):
             notes.append(
-                f"{owner} uses {name}, which the cell has set; the notebook keeps its own {name} "
-                f"({reprlib.repr(namespace.get(name))}): --out {owner},{name} brings the cell's"
+                f"{owner} uses {name}, which the cell changed; the notebook keeps its own value "
+                f"({reprlib.repr(namespace.get(name))}): --out {owner},{name} returns the cell's"
             )
-    raise EOFError("the file of results ends early")
+    raise EOFError("the results file is incomplete")
 
 
 def _is_same(here: Any, there: Any) -> bool:

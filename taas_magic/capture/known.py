@@ -218,10 +218,10 @@ class RankNames:
     ) -> list[str]:
         notes = []
         if kept:
-            what = "is assigned" if len(kept) == 1 else "are assigned"
+            values = "its value" if len(kept) == 1 else "their values"
             notes.append(
-                f"{_listed(kept)} {what} by cells of the session, which keep the ranks' "
-                f"value{'s' * (len(kept) > 1)}; `--send {','.join(kept)}` sends the notebook's"
+                f"cells of this session assigned {_listed(kept)}, so the ranks keep {values}; "
+                f"`--send {','.join(kept)}` sends the notebook's"
             )
         again = [
             name
@@ -229,7 +229,7 @@ class RankNames:
             if name in self._sent and name not in forced and not _is_module(namespace[name])
         ]
         if again:
-            notes.append(f"sent again, as the notebook has changed it: {_listed(again)}")
+            notes.append(f"changed in the notebook and sent again: {_listed(again)}")
         return notes
 
 

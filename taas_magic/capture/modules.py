@@ -166,9 +166,9 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
             is_same = type(here) is type(value) and here == value
             if not is_same and not re.search(rf"\b{constant}\s*=(?!=)", cell):
                 found.append(
-                    f"{name}.{constant} is {reprlib.repr(here)} in the notebook, "
-                    f"{reprlib.repr(value)} in the file, which the ranks import: set it in the "
-                    "%%taas cell too, or reload the module"
+                    f"{name}.{constant} is {reprlib.repr(here)} in the notebook, but "
+                    f"{reprlib.repr(value)} in the file that the ranks import: set it in the "
+                    "%%taas cell as well, or reload the module"
                 )
     more = len(found) - _MOST_DIFFERENCES
     rest = [f"{more} more constants of the project's modules differ"] if more > 0 else []
@@ -219,8 +219,8 @@ def patches(
                 waiting.append(value)
     for name in sorted(found)[:_MOST_DIFFERENCES]:
         yield (
-            f"{name} is a function of the notebook here, and the original in the ranks: set it in "
-            "the %%taas cell too"
+            f"{name} is a function of the notebook here, but the original in the ranks: replace it "
+            "in the %%taas cell as well"
         )
 
 

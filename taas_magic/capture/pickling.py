@@ -138,7 +138,7 @@ def read_archive(path: Path) -> Archive:
         mapped = None if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     spans = list(_spans(mapped)) if mapped is not None else []
     if mapped is None or not spans or spans[-1].stop > len(mapped):
-        raise CaptureError(f"{path} is not a whole payload; run the cell again")
+        raise CaptureError(f"the payload {path} is incomplete; run the cell again")
     view, (meta, pickled, *buffers) = memoryview(mapped), spans
     apart = [view[span] for span in buffers]
     return Archive(bytes(view[meta]), mapped, pickled.start, pickled.stop - pickled.start, apart)

@@ -165,7 +165,7 @@ class PlainWriter:
             number = write(value) if module in sys.modules else None
             if number is not None:
                 return number
-        raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is no plain data")
+        raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
     def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
         """Write a container; it gets its number before its parts, as these may refer to it."""
@@ -246,7 +246,7 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
                 made.append(container.make(node.items))
                 continue
             if any(not 0 <= number < len(made) for number in below):
-                raise ValueError("a node refers to one that does not come before it")
+                raise ValueError("a node refers to a node that does not precede it")
             depths.append(1 + max((depths[number] for number in below), default=0))
             if depths[-1] > MAX_DEPTH:
                 raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
@@ -322,7 +322,7 @@ def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     made_by = value.default_factory
     name = getattr(made_by, "__name__", "")
     if made_by is not None and _FACTORIES.get(name) is not made_by:
-        raise NotPlainError("a defaultdict whose values a function of the user's makes")
+        raise NotPlainError("a defaultdict with a default_factory of the user's")
     return [name, *_pairs(value)]
 
 
@@ -343,7 +343,7 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
 
 def _instant(value: datetime | time) -> list[Any]:
     if value.tzinfo is not None and type(value.tzinfo) is not timezone:
-        raise NotPlainError("a time with a time zone of its own")
+        raise NotPlainError("a time with a time zone class of the user's")
     return [value.isoformat(), value.fold]
 
 
@@ -405,10 +405,10 @@ def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
     shape, stride = form[: len(form) // 2], form[len(form) // 2 :]
     dtype = _dtype([name], memory)
     if not isinstance(storage, torch.UntypedStorage) or min([offset, *form]) < 0:
-        raise ValueError("no tensor is of that form")
+        raise ValueError("no tensor can have this form")
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes():
-        raise ValueError("a tensor lies outside of its storage")
+        raise ValueError("a tensor exceeds its storage")
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
     return tensor.requires_grad_(bool(requires_grad))
 
@@ -446,7 +446,7 @@ def _numpy_dtype(items: list[Any], memory: memoryview) -> Any:
 
     dtype = numpy.dtype(str(items[0]))
     if not _is_simple(dtype):
-        raise ValueError(f"arrays of {dtype} are no plain data")
+        raise ValueError(f"arrays of {dtype} are not plain data")
     return dtype
 
 

@@ -82,8 +82,8 @@ def _known_class(class_id: str, name: str) -> type:
     known = _classes.get(class_id)
     if known is None:
         raise CaptureError(
-            f"the result holds `{name}`, a class of the notebook that started the run and of which "
-            "this kernel knows nothing; load the run's payload first, or return a state_dict()"
+            f"the result contains `{name}`, a class of the notebook that started the run, which "
+            "this kernel does not have; load the run's payload first, or return a state_dict()"
         )
     return known
 
@@ -234,7 +234,7 @@ def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
 
 def _current_namespace() -> dict[str, Any]:
     namespace = _target.get()
-    assert namespace is not None, "only loads() and load_each() unpickle what dump() made"
+    assert namespace is not None, "use loads() or load_each() to unpickle the output of dump()"
     return namespace
 
 
@@ -246,7 +246,7 @@ def notebooks_own(name: str) -> Any:
     """
     namespace = _current_namespace()
     if name not in namespace:
-        raise CaptureError(f"the result uses `{name}` of the notebook, which has none any more")
+        raise CaptureError(f"the result uses `{name}`, which the notebook no longer has")
     return namespace[name]
 
 

@@ -48,9 +48,9 @@ _PAUSE_PER_SILENCE = 10
 """Pause of a silent fetcher, as a multiple of the time that the client waited for a response."""
 
 _OTHER_ORDER = (
-    "epoch {epoch}: the loader's sampler gives another order each time it is run, and the fetcher "
-    "that ran it for this epoch is gone, so the rest of the epoch is not known. Draw the order "
-    "from torch, numpy.random or random, which are seeded, and any fetcher can repeat it"
+    "epoch {epoch}: the fetcher that ran the loader's sampler for this epoch is gone, and the "
+    "sampler gives another order each time, so the rest of the epoch is unknown. Draw the order "
+    "from torch, numpy.random or random: these are seeded, so that any fetcher can repeat it"
 )
 
 
@@ -203,8 +203,8 @@ class Route:
             reasons = "; ".join(sorted(set(self._reasons.values()))[:4])
             raise RunLost(
                 f'no fetcher of loader "{self._loader}" has answered for {self._silent_s:.0f} s: '
-                f"{reasons}. See the fetchers' log in the run folder; fetch_s in taas.toml's "
-                "[data] is how long ranks wait"
+                f"{reasons}. See the fetchers' log in the run folder; fetch_s in [data] of "
+                "taas.toml sets how long ranks wait"
             )
         if not self._up():
             # Every fetcher is paused: wait until the first pause ends.
@@ -257,7 +257,7 @@ class Route:
 def _why_useless(error: Exception) -> str:
     """Return a phrase for messages that says how a fetcher has failed."""
     if isinstance(error, (Silent, TimeoutError)):
-        return "says nothing"
+        return "is silent"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
     return f"{kind} ({error})"
 
@@ -413,8 +413,8 @@ class Client:
         if ask.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
                 f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
-                f"{protocol.MAX_STATE_BYTES / 1e9:.1f} GB can be loaded again. Keep its large "
-                "parts out"
+                f"{protocol.MAX_STATE_BYTES / 1e9:.1f} GB can be loaded again. Leave large data "
+                "out of it"
             )
         return encode.from_bytes(bytes(body))
 
@@ -521,7 +521,7 @@ class Client:
         ask = asked[0] if len(asked) >= bodies else None
         if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
             raise ProtocolError(
-                f"{link.address} was asked {ask} and answered with batch {response.slot} of "
+                f"{link.address} was asked for {ask} and answered with batch {response.slot} of "
                 f"epoch {response.epoch}, and {response.more} more"
             )
         size = len(body) // bodies

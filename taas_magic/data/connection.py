@@ -281,7 +281,7 @@ class Inbox:
             ProtocolError: No descriptor was received.
         """
         if not self._descriptors:
-            raise ProtocolError("shared memory was announced and did not come")
+            raise ProtocolError("it announced shared memory and did not send it")
         return self._descriptors.popleft()
 
     def _large(self, now: protocol.ReceivedFrame, blocks: Blocks) -> tuple[FromServer, memoryview]:
@@ -394,7 +394,7 @@ def _check(response: Response, total: int) -> None:
     """
     if total != response.body_sum:
         where = f"batch {response.slot} of epoch {response.epoch}"
-        raise ProtocolError(f"{where} was damaged on its way")
+        raise ProtocolError(f"{where} was damaged in transit")
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:

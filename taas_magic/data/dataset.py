@@ -628,7 +628,7 @@ class Raised:
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")
         if issubclass(self.kind, StopIteration):
-            return RuntimeError(f"{text}\nIt would have ended the epoch of this rank alone.")
+            return RuntimeError(f"{text}\nUnnoticed, it would end the epoch of this rank only.")
         make: Callable[..., Exception] = self.kind
         try:
             if self.parts:

@@ -64,35 +64,35 @@ _EVERY_EPOCH_ALIKE = (
 )
 
 _ANOTHER_ORDER = (
-    'loader "{}": the loaded state is from the middle of epoch {}, and the epoch has another order '
-    "now: the sampler, the generator, batch_size or the dataset has changed. Register the loader "
-    "as it was when the state was saved, or start a new epoch (loader.set_epoch)"
+    'loader "{}": the loaded state is from the middle of epoch {}, but the order of this epoch is '
+    "different now: the sampler, the generator, batch_size or the dataset has changed. Register "
+    "the loader as it was when the state was saved, or start a new epoch (loader.set_epoch)"
 )
 
 
 _OWN_GENERATOR = (
     'worker_init_fn of loader "{}" gives the dataset a random generator of its own ({}). It is not '
-    "seeded for each batch: what it draws depends on --cpus and on where a resumed epoch begins. "
+    "seeded for each batch, so its numbers depend on --cpus and on where a resumed epoch begins. "
     "Draw from torch, numpy.random or random, which are seeded for each batch"
 )
 
 _OTHER_ORDER_HERE = (
-    'loader "{}": the sampler gives this rank another order of epoch {} than the other ranks, and '
-    "has no length, so that they cannot share one. Draw the order from torch, numpy.random or "
-    "random, which are seeded, or use --cpus 1: then one fetcher's order holds for all ranks"
+    'loader "{}": in epoch {}, the sampler gives this rank a different order than other ranks, and '
+    "it has no length, so the ranks cannot share one order. Draw the order from torch, "
+    "numpy.random or random, which are seeded, or use --cpus 1: all ranks then share one order"
 )
 
 _ANOTHER_STREAM = (
-    'loader "{}": epoch {} begins with another batch than when the state was saved, so samples may '
-    "come twice or not at all. The dataset draws from a random generator that is not seeded, or "
-    "its data have changed. Seed it, for example in a method set_epoch(epoch) of the dataset"
+    'loader "{}": epoch {} begins with a different batch than when the state was saved, so samples '
+    "may come twice or not at all. The dataset uses a random generator that is not seeded, or its "
+    "data have changed. Seed the generator, for example in the dataset's set_epoch(epoch)"
 )
 
 _STREAMS_DIFFER = (
-    'loader "{}": batch {} of epoch {} is another one on rank {} than on other ranks, so samples '
-    "may come twice or not at all. With --cpus 0 each rank reads the dataset itself, and the "
-    "dataset draws from a random generator that is not seeded. Use --cpus 1, where all ranks share "
-    "one stream, or seed the generator, for example in a method set_epoch(epoch) of the dataset"
+    'loader "{}": batch {} of epoch {} differs between rank {} and other ranks, so samples may '
+    "come twice or not at all. With --cpus 0 each rank reads the dataset itself, and the dataset "
+    "uses a random generator that is not seeded. Use --cpus 1, where all ranks share one stream, "
+    "or seed the generator, for example in the dataset's set_epoch(epoch)"
 )
 
 _KEPT_ORDERS = 3
@@ -420,7 +420,7 @@ class EpochRequests:
             return None
         received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
         if received.units == VOID:
-            raise ProtocolError(f"the fetchers announced batch {slot} and do not have it")
+            raise ProtocolError(f"the fetchers announced batch {slot}, but do not have it")
         if self._learns_late:
             self._schedule.record_units(slot, received.units)
         if received.size > self._largest_bytes:

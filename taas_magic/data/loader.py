@@ -353,7 +353,7 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(
                 f'load_state_dict of loader "{self.name}": the state is of batch {position} of '
                 f"epoch {state['epoch']}, in the middle of a step of {self.feed.world_size} ranks. "
-                "Go on with the number of ranks that saved it"
+                "Use the number of ranks that saved it"
             )
         self.next_epoch = state["epoch"]
         self.counts.resumed = self.counts.spent = state["units"]
@@ -374,13 +374,13 @@ class RemoteLoader(DataLoader[Any]):
             )
         if state["dataset"] != mine["dataset"]:
             theirs, ours = (_dataset_text(*one["dataset"]) for one in (state, mine))
-            raise ValueError(f"{about}: the state is of a dataset {theirs}, the loader's is {ours}")
+            raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
         if state["seed"] != self._seed:
             raise ValueError(
-                f"{about}: the state is of seed {state['seed']}, and this run's is {self._seed}, "
-                "under which the samples have another order. Go on with "
-                f"taas.register(loader, seed={state['seed']}) in the notebook; "
-                "a seed that is given from the start lets any kernel go on"
+                f"{about}: the state was saved with seed {state['seed']}, but this run has seed "
+                f"{self._seed}, which gives another order. Use taas.register(loader, "
+                f"seed={state['seed']}) in the notebook; with a fixed seed from the start, any "
+                "kernel can resume"
             )
         if state["streams_of"] != mine["streams_of"]:
             theirs, ours = (_streams_text(one["streams_of"]) for one in (state, mine))
@@ -537,9 +537,9 @@ class _LoaderOfRanks(DataLoader[Any]):
     def _refusal(self) -> RuntimeError:
         """Return the exception to raise for any use."""
         return RuntimeError(
-            f'loader "{self._taas_name}" feeds ranks, and process {os.getpid()} is none: a child '
-            "that a rank starts by spawn or forkserver cannot use it. Use it in the rank, or make "
-            "a DataLoader in the child"
+            f'loader "{self._taas_name}" works only in ranks, and process {os.getpid()} is a child '
+            "that a rank started by spawn or forkserver. Use the loader in the rank, or create a "
+            "DataLoader in the child"
         )
 
 
@@ -559,8 +559,7 @@ class _Sampler:
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            f'the sampler of loader "{self._loader.name}" is run by its fetchers: iterate the '
-            "loader instead"
+            f'fetchers run the sampler of loader "{self._loader.name}": iterate the loader instead'
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -661,8 +660,8 @@ class RemoteDataset(Dataset[Any]):
         if name not in _OURS:
             raise AttributeError(
                 f"cannot set {name!r} of {self._taas_path} in a rank: the loader's fetchers have "
-                "the dataset and would not see the change. Set it in the notebook, before the "
-                f"cell ({self._taas_path}.{name} = …)"
+                "their own copy of the dataset and would not see the change. Set it in the "
+                f"notebook, before the cell ({self._taas_path}.{name} = …)"
             )
         super().__setattr__(name, value)
 
@@ -672,8 +671,8 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            f"{self._taas_path} is iterable-style and is read by the loader's fetchers: iterate "
-            "the loader instead"
+            f"the loader's fetchers read the iterable-style {self._taas_path}: iterate the loader "
+            "instead"
         )
 
 
@@ -687,7 +686,7 @@ def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
         changed = [key for key, value in vars(dataset).items() if before.get(key, ...) is not value]
         if changed:
             warnings.warn(
-                f"{path}.{method.__name__}() changed {changed[0]!r} of this rank's copy only; the "
+                f"{path}.{method.__name__}() changed {changed[0]!r} only in this rank's copy; the "
                 "loader's fetchers do not see the change. Call it in the notebook, before the cell",
                 stacklevel=2,
             )

@@ -129,9 +129,9 @@ class Arena(Mapping):
             self._spans.give_back(offset)
             raise OSError(
                 errno.EFBIG,
-                f"the batches that a worker has prepared, {needed_mb:,.0f} MB, lie in one file of "
-                f"shared memory, and no file may be larger than {most_mb:,.0f} MB here (ulimit "
-                "-f): raise that limit where the pool is started",
+                f"a worker's prepared batches need {needed_mb:,.0f} MB in one file of shared "
+                f"memory, but files can have at most {most_mb:,.0f} MB here (ulimit -f): raise "
+                "that limit where the pool is started",
             )
         while self._spans.end > self._size:
             self._size = min(2 * self._size, self._most)

@@ -332,12 +332,12 @@ class ProtocolState:
             return None
         size, body_bytes, crc = _PREFIX.unpack_from(data)
         if zlib.crc32(data[:_BEFORE_MESSAGE]) != _CRC_OF_ALL:
-            raise ProtocolError("a frame's header is damaged, or is none: it has no valid checksum")
+            raise ProtocolError("a frame's header is damaged: its checksum does not match")
         now = self._now
         if size > now.most_bytes or body_bytes > now.most_body:
             raise ProtocolError(
-                f"a message of {size} bytes with a body of {body_bytes} is announced; the limit is "
-                f"{now.most_bytes} with {now.most_body}"
+                f"a message of {size} bytes with a body of {body_bytes} bytes is too long; the "
+                f"limits are {now.most_bytes} and {now.most_body}"
             )
         header_bytes = aligned(_BEFORE_MESSAGE + size)
         if len(data) < header_bytes:
@@ -362,7 +362,7 @@ class ProtocolState:
             return self._now.read(packed)
         except msgspec.DecodeError as error:
             raise ProtocolError(
-                f"a {self._role.value} that is {self._now.name} may not hear this, only "
+                f"a {self._role.value} in state {self._now.name} accepts only "
                 f"{self._now.names}: {error}"
             ) from None
 

@@ -806,8 +806,8 @@ def _given_up(request: LoaderRequest, said: str) -> Prepared:
         said: How the last worker ended.
     """
     text = (
-        f"batch {request.slot} of epoch {request.epoch} was asked for {_TRIES} times, and each "
-        f"time the worker that prepared it ended. The last time, {said}. Its data may crash the "
-        "process that reads it, or need more memory than the fetcher's host has"
+        f"batch {request.slot} of epoch {request.epoch}: in each of {_TRIES} attempts, the worker "
+        f"that prepared it ended. The last time, {said}. Its data may crash the process that reads "
+        "them, or need more memory than the fetcher's host has"
     ).encode()
     return Prepared(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)

@@ -443,14 +443,14 @@ class Server:
             try:
                 self._greet(sock)
             except OSError as error:
-                _log.info("a peer was gone at once: %s", error)
+                _log.info("a peer closed its new connection: %s", error)
                 sock.close()
 
     def _make_room_for_one(self) -> bool:
         """Close the oldest unauthenticated connection; return False if there is none."""
         if not self._unproved:
             return False
-        self._refuse(next(iter(self._unproved)), "too many at once")
+        self._refuse(next(iter(self._unproved)), "too many connections at once")
         return True
 
     def _greet(self, sock: socket.socket) -> None:
@@ -601,8 +601,9 @@ class Server:
         """
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
-            f"{self._where} has as many connections as it may have open files ({most}, ulimit -n): "
-            "raise that limit where the pool is started, or use more fetchers (--cpus)"
+            f"{self._where} cannot accept more connections, because it has reached its limit of "
+            f"open files ({most}, ulimit -n): raise that limit where the pool is started, or use "
+            "more fetchers (--cpus)"
         )
         if not self._is_full:
             self._notes.append(why)

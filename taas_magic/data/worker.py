@@ -250,7 +250,7 @@ class Worker:
         except Failed as failure:
             self._source = failure
         except (Exception, SystemExit) as error:
-            where = f'in {served.where} (loader "{served.name}", when it was unpickled)'
+            where = f'in {served.where} (loader "{served.name}", while it was being unpickled)'
             self._source = Failed(error, where)
         self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
@@ -332,7 +332,7 @@ class Worker:
             if (size := prepared[1].body_bytes) > protocol.MAX_BATCH_BYTES:
                 # Ranks would reject the response and repeat the request forever.
                 most_gb, where = protocol.MAX_BATCH_BYTES / 1e9, self._where(request)
-                text = f"it has {size / 1e9:.1f} GB, and a batch may have {most_gb:.1f} GB"
+                text = f"it has {size / 1e9:.1f} GB, but a batch can have at most {most_gb:.1f} GB"
                 raise Failed(ValueError(text), f"with {where}")
             return prepared
         except Ended:

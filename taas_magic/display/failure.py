@@ -24,9 +24,9 @@ LINE_CHARS = 120
 MAX_OTHERS = 10
 
 NO_GPU_ADVICE = (
-    "no GPU for this rank: its pool has none, or its torch cannot use it. Write "
-    '`.to(taas.device_type)` for `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
-    "`import taas`), pass DistributedDataParallel no device_ids, or take another pool by --pool"
+    "this rank has no GPU: its pool has none, or its torch cannot use it. Write "
+    '`.to(taas.device_type)` instead of `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
+    "`import taas`), give DistributedDataParallel no device_ids, or choose another pool (--pool)"
 )
 
 # Messages of torch without CUDA: a build for the CPU, or a machine without a GPU or its driver.
@@ -111,7 +111,7 @@ def details(failure: Failure) -> list[str]:
     if not traceback and "\n" in (message := cut(failure.message.strip())):
         lines += middle_cut(message.split("\n"))
     if stack := failure.stack:
-        lines += ["its Python stack when it was last seen:", *(f"    {line}" for line in stack)]
+        lines += ["its last known Python stack:", *(f"    {line}" for line in stack)]
     tail = [] if failure.how == "raised" else failure.tail
     if tail:
         lines += [f"last lines of rank {failure.rank}:"]
@@ -182,7 +182,7 @@ def _notebook_line(stack: Sequence[str]) -> str:
     """Return the innermost notebook line in a stack, or the innermost line if there is none."""
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
-        return "not seen in Python code yet"
+        return "not in Python code yet"
     at = ([i for i in frames if "Cell In[" in stack[i]] or frames)[-1]
     found = _FRAME.match(stack[at])
     assert found is not None

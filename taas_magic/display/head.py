@@ -578,8 +578,8 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     named = [
         ("rank 0 wrote", written if written or not kept else ["nothing"]),
         ("not saved (only rank 0 writes)", [item for item in kept if item not in lost]),
-        ("not saved, and not by rank 0 either", lost),
-        ("not brought to the store", [f"{p} ({why})" for p, why in receipt.not_sent.items()]),
+        ("not saved by any rank", lost),
+        ("not copied to the store", [f"{p} ({why})" for p, why in receipt.not_sent.items()]),
         ("open to all ranks", list(receipt.shared)),
     ]
     shown = []
@@ -588,9 +588,9 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
         if items:
             shown.append((label, ", ".join(items[:MAX_FILES]) + more))
     if kept and receipt.means:
-        shown.append(("held by", receipt.means))
+        shown.append(("protected by", receipt.means))
     if not receipt.complete:
-        shown.append(("store", "too large to scan: files that subprocesses wrote may be missing"))
+        shown.append(("store", "too large to search: files that subprocesses wrote may be missing"))
     return shown
 
 

@@ -288,16 +288,16 @@ class _Shown:
         where = f"full log: {state.run_dir / 'logs'}"
         if not state.has_ended:
             size = size_text(self._left_out_bytes)
-            return [f"… {size} of the log came before this; {where}", *self._merged()]
+            return [f"… {size} of earlier log lines are not shown; {where}", *self._merged()]
         first = _cut(self._first)
         last = _cut([line for block in reversed(self._tail) for line in block.lines()[::-1]], True)
         erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
         pieces: list[Piece] = [
             *(event for _, event in first),
-            f"… the lines between are left out; {where}",
+            f"… the lines between are not shown; {where}",
         ]
         if errors := _errors_of(erring, first, last):
-            pieces += ["lines among them that look like errors:", *errors]
+            pieces += ["those of them that look like errors:", *errors]
         pieces += [event for _, event in self._kept]
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 

@@ -233,7 +233,9 @@ def _make_cluster(
             f'pool "{pool.name}": {pool.engine} refuses its options: {error}'
         ) from error
     if cluster.new_spec is None:
-        raise UsageError(f'pool "{pool.name}": {pool.engine} says not how to start one more worker')
+        raise UsageError(
+            f'pool "{pool.name}": {pool.engine} does not say how to start one more worker'
+        )
     return cluster
 
 
@@ -539,5 +541,5 @@ class Vehicles:
 
     def _about(self, job: BatchJob | None, is_up: bool) -> str:
         said = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
-        said += ["its Dask worker has joined, the agent starts"] * is_up
-        return "; ".join(said) or "asked for"
+        said += ["its Dask worker has joined, and the agent starts"] * is_up
+        return "; ".join(said) or "requested"

@@ -66,7 +66,7 @@ class Peer(NamedTuple):
             if (kind, scheme) == ("URI", _SCHEME):
                 role, _, name = rest.partition(":")
                 return cls(PeerRole(role), unquote(name))
-        raise ValueError("a certificate that does not say whose it is")
+        raise ValueError("the certificate does not name its owner")
 
 
 class Keys:

@@ -244,7 +244,7 @@ class _SshHost(Host):
         if self._stop.is_set():
             raise PoolError("the start of this host was cancelled")
         if not failures:
-            raise PoolError("all of its hosts are taken")
+            raise PoolError("all of its hosts are in use")
         raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:

@@ -336,7 +336,7 @@ class Farm:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._why_over = self._why_over or "it is closed"
+        self._why_over = self._why_over or "you closed it"
         self.cancel(self._unfinished())
         self._ended.put(None)
         disconnect(self._client)
@@ -373,7 +373,7 @@ class Farm:
         from taas_magic.farms.worker import run_job
 
         if self._why_over:
-            raise PoolError(f"{self.name} takes no jobs: {self._why_over}; make another farm")
+            raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
         if not calls:
             return []
         given = {"retries": retries, "fresh": fresh}
@@ -549,7 +549,7 @@ class Farm:
             job.host = self.state.host_of(ended.node)
             head = f"job {job.name} on host {job.host}: {error}".removesuffix(": ")
         elif isinstance(error, KilledWorker):
-            head = f"job {job.name} was on {LOST_NODES + 1} nodes that were lost"
+            head = f"job {job.name} ran on {LOST_NODES + 1} nodes, and each was lost"
         else:
             head = f"job {job.name} {error!r}"
         log = job.folder / "output.log"
@@ -690,7 +690,7 @@ def _below(folder: Path, name: str) -> Path:
         ProtocolError: The path may be outside the job's folder.
     """
     if why := why_astray(name):
-        raise ProtocolError(f"a farm's node brought {name!r} for a job's folder: {why}")
+        raise ProtocolError(f"a farm's node sent {name!r} for a job's folder: {why}")
     return folder / name
 
 
@@ -728,14 +728,14 @@ def farm(
     for name in names:
         if not config.pool(name).trusted:
             raise UsageError(
-                f"pool {name!r} is not trusted, and a farm unpickles what its hosts send: set "
-                "trusted = true for it in taas.toml, or use %%taas"
+                f"pool {name!r} is not trusted, but a farm unpickles the results of its hosts: set "
+                "trusted = true for the pool in taas.toml, or use %%taas"
             )
         offers = pools.named(name, config).capacity()
         if gpus < 0 or gpus > offers.gpus:
-            raise UsageError(f"gpus=0 to {offers.gpus} in pool {name!r}; got {gpus}")
+            raise UsageError(f"gpus must be 0 to {offers.gpus} in pool {name!r}; got {gpus}")
         if not 1 <= cpus <= offers.cores:
-            raise UsageError(f"cpus=1 to {offers.cores} in pool {name!r}; got {cpus}")
+            raise UsageError(f"cpus must be 1 to {offers.cores} in pool {name!r}; got {cpus}")
     rule = store.choose(
         os.getcwd(), config.store.path or "", "discard", (), config.store.limit_bytes
     )
@@ -758,8 +758,8 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     )
     if not 0 <= least <= most or not 1 <= most <= hosts:
         raise UsageError(
-            f"nodes=(least, most) with 0 <= least <= most <= {hosts}, the hosts there are; "
-            f"got {nodes}"
+            f"nodes must be (least, most) with 0 <= least <= most <= {hosts}, the number of "
+            f"hosts; got {nodes}"
         )
     return least, most
 

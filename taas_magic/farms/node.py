@@ -110,7 +110,7 @@ def run_node(terms: NodeSettings) -> None:
         node.stdin.flush()
         if not wait_for_start(node, reader, terms.start_timeout_s):
             limit = f"start_timeout_s = {terms.start_timeout_s:g}"
-            raise RuntimeError(f"the farm's node did nothing for {limit} s, and did not start")
+            raise RuntimeError(f"the farm's node did not start: it did nothing for {limit} s")
         code = node.wait()
     except KeyboardInterrupt:  # the agent ends a run by SIGINT
         code = 0

@@ -265,7 +265,7 @@ class Fleet(SchedulerPlugin):
             if node.state != "coming":
                 return
             if self._failed >= FAILED_STARTS:
-                why = f"{FAILED_STARTS} nodes did not start, no more are: {self._why}"
+                why = f"{FAILED_STARTS} nodes did not start, so no more are requested: {self._why}"
                 self._report_node_state(name, "given up", why)
                 return
             # choose the pool with a free host and the fewest recent failures

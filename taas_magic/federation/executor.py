@@ -117,12 +117,12 @@ class _Forks:
             SystemExit: The task was already started `STARTS` times.
         """
         if spec.task_type not in _FORKED:
-            return LaunchResult.failed(f"{spec.task_type} does not run here")
+            return LaunchResult.failed(f"this host runs no {spec.task_type}")
         self._starts[spec.task_id] += 1
         if self._starts[spec.task_id] > STARTS:
             sys.exit(
-                f"Flower has started the {spec.task_type} of task {spec.task_id} {STARTS} times, "
-                "and it did not answer: this host is too slow, or its processes are killed"
+                f"Flower started the {spec.task_type} of task {spec.task_id} {STARTS} times, but "
+                "it did not answer: this host is too slow, or a program kills its processes"
             )
         process = multiprocessing.get_context("fork").Process(target=_run_app, args=(spec,))
         process.start()

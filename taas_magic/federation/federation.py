@@ -108,7 +108,7 @@ def _check(*said: Mapping[str, Any]) -> None:
     for name, value in (item for each in said for item in each.items()):
         if not isinstance(value, str | bool | int | float):
             raise UsageError(
-                f"config and per_host have texts, numbers and truth values; got a "
+                f"config and per_host can contain strings, numbers and booleans; got a "
                 f"{type(value).__name__} for {name!r}"
             )
 

@@ -92,7 +92,7 @@ def take_part(terms: FederationSettings, server_app: Any, client_app: Any) -> An
     """
     for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
         if not isinstance(app, kind):
-            raise TypeError(f"run(server_app, client_app): {app!r} is no Flower {kind.__name__}")
+            raise TypeError(f"run(server_app, client_app): {app!r} is not a Flower {kind.__name__}")
     meeting = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -307,7 +307,9 @@ class _Host:
     def _start(self, name: str, *command: str) -> None:
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
-            raise RuntimeError(f"no {command[0]} beside {sys.executable}: pip install flwr there")
+            raise RuntimeError(
+                f"{command[0]} is not installed beside {sys.executable}: pip install flwr there"
+            )
         # a SuperExec keeps the default level, because its apps inherit it
         quiet = {} if "SuperExec" in name else {"FLWR_LOG_LEVEL": "WARNING"}
         environ = {**self._environ, **quiet}
@@ -358,8 +360,8 @@ class _Host:
                 return
             raise
         raise RuntimeError(
-            f"Flower's SuperLink lets in who has no key: flwr {version('flwr')} is not fit for "
-            "this; pip install 'taas-magic[federated]' brings one that is"
+            f"Flower's SuperLink of flwr {version('flwr')} accepts peers without a key and cannot "
+            "be used: pip install 'taas-magic[federated]' installs a suitable version"
         )
 
     @contextlib.contextmanager

@@ -154,7 +154,7 @@ def end_agent(lease_s: float) -> None:
     Args:
         lease_s: Length of the lease, for the log.
     """
-    sys.stderr.write(f"taas-magic: heard nothing of the pool for {lease_s:g} s: the host ends\n")
+    sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
 

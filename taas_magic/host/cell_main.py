@@ -99,9 +99,9 @@ def _find(name: str) -> Any:
     if name in main:
         return main[name]
     raise AttributeError(
-        f"{name!r} is not defined in this child process: it has what earlier cells define, and of "
-        "the %%taas cell its imports, functions, classes and constants (all of its top level, if "
-        'the cell has an `if __name__ == "__main__":`)'
+        f"{name!r} is not defined in this child process. A child process has the names of earlier "
+        "cells, and from the %%taas cell only imports, functions, classes and constants (its whole "
+        'top level if the cell has an `if __name__ == "__main__":`)'
     )
 
 

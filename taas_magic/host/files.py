@@ -170,7 +170,7 @@ class RunFolderCopy:
             file.seek(left_out)
             sent = 0
             data = (
-                f"… {left_out:,} bytes before this are left out …\n".encode() if left_out else b""
+                f"… {left_out:,} bytes before this are not shown …\n".encode() if left_out else b""
             )
             while True:
                 data += file.read(self._sizer.size)
@@ -317,7 +317,7 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
         named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
         more = len(manifest.skipped) - len(named)
         more_text = f" and {more:,} more" if more else ""
-        note(f"not taken along from the project store: {', '.join(named)}{more_text}")
+        note(f"not copied from the project store: {', '.join(named)}{more_text}")
 
 
 def _sends(spec: HostSpec) -> Sequence[str] | None:
@@ -487,7 +487,7 @@ class FileServer:
         if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
             return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
         if self._is_closed or self._spec.plan.store is None:
-            raise ProtocolError("the run has no project store (any more)")
+            raise ProtocolError("the run has no project store, or has ended")
         loop = asyncio.get_running_loop()
         answer = self._answer_of_store
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
@@ -513,7 +513,7 @@ class FileServer:
                 return self._read(asked)
             case WriteRunFile():
                 if not owned.has(asked.name, self._spec.fetches):
-                    what = f"brought {asked.name!r} for its folder"
+                    what = f"sent {asked.name!r} for the run's folder"
                     raise ProtocolError(f"host {host_rank} of the run {what}")
                 return self._write(host_rank, asked)
 

@@ -150,7 +150,8 @@ def _watch() -> None:
         else:
             stopped_at = None
             if (timer := _starting) is not None and timer.idle_s() >= _start_timeout_s:
-                what = f"imported {name}" if (name := importing()[0]) else "was to start a process"
+                name = importing()[0]
+                what = f"imported {name}" if name else "was starting a process"
                 limit = f"for start_timeout_s = {_start_timeout_s:g}"
                 _end(
                     _servers()[0],

@@ -160,7 +160,7 @@ class HostShare(ABC):
             try:
                 step()
             except Exception as error:
-                text = f"not all of the run could be cleaned up: {type(error).__name__}: {error}"
+                text = f"part of the run could not be cleaned up: {type(error).__name__}: {error}"
                 self.note(text)
         try:
             self._files.send_back()
@@ -212,7 +212,7 @@ class HostShare(ABC):
     def _sweep(self) -> None:
         found = leftovers(self.spec.share_id, self._held(), self._alone())
         if left := end_at_once(found):
-            self.note(f"host {self.host}: the run left what could not be ended: {named(left)}")
+            self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
 
     def note(self, text: str) -> None:
         """Send a note to the user."""

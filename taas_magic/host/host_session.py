@@ -161,8 +161,8 @@ class CellAttempt(Attempt):
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
         text = (
-            f"rank {ranks} on host {self._place.host} did not return within "
-            f"{RETURN_S:.0f} s of its interrupt and was killed: the session ends"
+            f"rank {ranks} on host {self._place.host} did not end its cell within "
+            f"{RETURN_S:.0f} s of the interrupt and was killed: the session ends"
         )
         self._emit(Note(text=text))
 

@@ -25,18 +25,16 @@ from taas_magic.host.link import LineReader, Link
 from taas_magic.messages import AnswerInput, InputRequested
 
 NOBODY_CAN_TYPE = (
-    "nobody can type here, as in a detached run or a notebook that runs without a person: set a "
+    "nobody can type here, because the run is detached or the notebook runs unattended: set a "
     "variable in an earlier cell and use it here"
 )
 NO_DEBUGGER = (
-    "the debugger cannot be used here, because nobody can type, as in a detached run or a notebook "
-    "that runs without a person; print what you want to see"
+    "the debugger cannot be used here: nobody can type, because the run is detached or the "
+    "notebook runs unattended; print what you want to see"
 )
-USER_QUIT = "you ended the debugger, which ends the cell; `continue` would have let it go on"
-_CHILD_CANNOT_ASK = (
-    "a process that a rank has started has no keyboard; only the rank itself has one"
-)
-_ONE_LINE = "only single lines can be typed here: use input() or sys.stdin.readline()"
+USER_QUIT = "you quit the debugger, which ends the cell; use `continue` to let the cell continue"
+_CHILD_CANNOT_ASK = "a child process of a rank cannot read input; only the rank itself can"
+_ONE_LINE = "only single lines can be read here: use input() or sys.stdin.readline()"
 
 _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).decode
 

@@ -501,8 +501,8 @@ class _MessageStream:
             return messages.of_rank(b"".join(parts))
         except DecodeError:
             is_first, self._is_broken = not self._is_broken, True
-        text = f"something on rank {self.rank} wrote what is no message where its messages go"
-        return Note(text=f"{text}: not shown") if is_first else None
+        text = f"a process of rank {self.rank} wrote to the pipe of taas-magic's own messages"
+        return Note(text=f"{text}: its text is not shown") if is_first else None
 
     def close(self) -> None:
         self.is_open = False

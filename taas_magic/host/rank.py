@@ -102,7 +102,7 @@ notebook's values that it uses include the class of these objects.
 """
 
 HIDDEN_DISPLAYS = (
-    "some ranks displayed something that is not shown; --logs all shows the displays of all ranks"
+    "some ranks displayed outputs that are not shown; --logs all shows the displays of all ranks"
 )
 
 _kept: list[Any] = []
@@ -367,8 +367,8 @@ def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
         return ""
     names = " and ".join(changed)
     return (
-        f"the program has changed {names} while TORCHELASTIC_USE_AGENT_STORE is set: then no rank "
-        f"listens there, and all wait. Leave {names} unchanged, or delete "
+        f"the program changed {names} while TORCHELASTIC_USE_AGENT_STORE is set, so that no rank "
+        f"listens at this address and all ranks wait. Leave {names} unchanged, or delete "
         "TORCHELASTIC_USE_AGENT_STORE from os.environ first"
     )
 
@@ -707,8 +707,8 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
             kept[form] = value
         else:
             notes.append(
-                f"[{form} of {size / 1e6:,.0f} MB is not shown, as it has more than "
-                f"{limit / 1e6:.0f} MB: save it to a file]"
+                f"[{form} of {size / 1e6:,.0f} MB is not shown: the limit is "
+                f"{limit / 1e6:.0f} MB; save it to a file]"
             )
     plain = tracebacks.cut(str(kept.get("text/plain", "")), PLAIN_LIMIT_CHARS)
     if plain or notes:

@@ -86,9 +86,9 @@ def reach(address: str, port: int) -> None:
         socket.create_connection((address, port), REACH_TIMEOUT_S).close()
     except OSError as error:
         raise PoolError(
-            f"the run's first host cannot be reached from here at {address}, port {port}: ranks of "
-            f"several hosts must reach each other; name the network that they share with "
-            f"`interface` in taas.toml ({error})"
+            f"this host cannot reach the run's first host at {address}, port {port} ({error}): the "
+            f"ranks' hosts must reach each other; name the network interface that they share in "
+            f"taas.toml (`interface`)"
         ) from error
 
 
@@ -215,7 +215,7 @@ def _serve_horovod(address: str) -> str:
         The server's port as decimal digits, or the reason why there is no server.
     """
     if not has_horovod():
-        return "the run's first host has no horovod"
+        return "horovod is not installed on the run's first host"
     try:
         http_server = importlib.import_module(_HOROVOD_SERVER)
         handler = http_server.RendezvousHandler
@@ -246,7 +246,7 @@ def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> di
     said = store.get(_HOROVOD_KEY).decode()
     if said.isdigit():
         return horovod_variables(environ, said)
-    note(f"{said}: its ranks will not find each other")
+    note(f"{said}: horovod's ranks will not find each other")
     return {}
 
 

@@ -93,7 +93,7 @@ def _refusal(where: str, pool: str) -> str:
     """
     return (
         f'loading it would run code from {where}, and pool "{pool}" is not trusted. Return plain '
-        "data (tensors, arrays, numbers, texts, and containers of them, such as "
+        "data (tensors, arrays, numbers, strings, and containers of them, such as "
         "model.state_dict()), or set trusted = true for the pool in taas.toml"
     )
 
@@ -196,7 +196,7 @@ class _ResultPickler(HomePickler):
             self.unwrapped = True
             return _itself, (obj.module,)
         if isinstance(obj, self._sharded):
-            raise TypeError(f"this rank has only its part of a {type(obj).__name__}")
+            raise TypeError(f"this rank has only a part of the {type(obj).__name__}")
         return super().reducer_override(obj)
 
 
@@ -337,7 +337,7 @@ class ResultSender:
             self._miss(name, why)
         elif keeps:
             if _has_model(value):
-                self._note(f"--out {name}: of a sharded model its full state_dict() comes")
+                self._note(f"--out {name}: a sharded model is returned as its full state_dict()")
             self._put({name: whole})
 
     def _write(self, pickled: Pickled, about: ResultsHeader) -> None:
@@ -450,7 +450,7 @@ def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exceptio
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)
-        return f"`{path}` is a {kind}, of which each rank has a part; gather it {GATHER}"
+        return f"`{path}` is a {kind}, and each rank has only a part of it; gather it {GATHER}"
     return str(refusal(name, value, pickler.probe, error, to="notebook"))
 
 

@@ -83,6 +83,9 @@ _WAITING = {
 """Descriptions of what a thread waits for, by the file of the standard library in which it
 waits."""
 
+_DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
+"""Descriptions of what the processes of a fetcher wait for, by the module in which they wait."""
+
 _CPUS_LEAST_S = 0.5
 """Shortest time in seconds over which the ranks' CPU time is measured (`StackSample.cpus`)."""
 
@@ -98,7 +101,8 @@ class StackSample:
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
         threads: Frames of each thread by its name, outermost first; the main thread comes first.
-        answers: Whether the process responds itself, for which it needs the interpreter's lock.
+        answers: Whether the process responds itself, for which it needs the interpreter's lock;
+            None if nothing asked it, because it is not a rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
         cpus: Processors that a rank and its descendants used while the data was collected.
     """
@@ -108,7 +112,7 @@ class StackSample:
     state: str = ""
     threads: dict[str, list[StackFrame]] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
-    answers: bool = False
+    answers: bool | None = None
     has_finished: bool = False
     children: list["StackSample"] = field(default_factory=list)
     memory_bytes: int = 0
@@ -156,11 +160,11 @@ def waits_for(sample: StackSample) -> str:
     if sample.state == _GONE:
         return "nothing: it has ended"
     if sample.state == psutil.STATUS_STOPPED:
-        return "SIGCONT: it was stopped from outside"
+        return "SIGCONT: another program stopped it (SIGSTOP)"
     if sample.state == psutil.STATUS_DISK_SLEEP:
         return "an uninterruptible system call"
     if sample.has_finished:
-        return "the end of its process: its threads, or what atexit calls"
+        return "the end of its process: its threads, or functions registered by atexit"
     called = next((frame for frame in sample.main if _C10D.search(frame.file)), None)
     if called is not None:
         return _named_collective(called.function, sample.pending)
@@ -170,17 +174,17 @@ def waits_for(sample: StackSample) -> str:
     if who.endswith(_DATALOADER):
         return "a DataLoader's worker" + _busy_child(sample)
     if f"{_OURS}data/" in who:
-        return "batches of a registered loader"
+        return _DATA_WAITING.get(who.rpartition("/")[2], "batches of a registered loader")
     if any(frame.file.endswith(_KEYBOARD) for frame in sample.main):
         return "your input"
     if waiting in _WAITING:
         return _WAITING[waiting]
     if sample.pending:
         return _named_collective(sample.pending[0], [])
-    if sample.threads and not sample.answers and not sample.command:
+    if sample.threads and sample.answers is False:
         return "a C call that holds the interpreter's lock"
     if sample.state == psutil.STATUS_RUNNING:
-        return "nothing: it uses a core"
+        return "nothing: it is running"
     return "a C call" if sample.threads else "an unknown event"
 
 

@@ -111,7 +111,7 @@ def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
                 agent.stdin.write(heard[: heard.index(b"\n") + 1])
                 agent.stdin.close()
     if not ready:
-        sys.stderr.write(f"nothing heard from the pool for {lease_s} s: this host ends\n")
+        sys.stderr.write(f"no message from the pool for {lease_s} s: this host ends\n")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
@@ -174,7 +174,7 @@ def _make(prefix: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
         raise PoolError(
-            f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}; "
+            f"cannot create a folder in {tempfile.gettempdir()}: {reason_of(error)}; "
             f"make room there, or set TMPDIR to another folder before the kernel starts"
         ) from error
 

@@ -379,13 +379,13 @@ _SHELL, _OURS = "/IPython/core/", "/taas_magic/"
 _ADVICE = {
     "SIGKILL": "something on the host killed it; the system's log (dmesg) may say why",
     "SIGSEGV": "native code crashed; the Python stack above is where it was called",
-    "SIGBUS": "often shared memory is full: `df -h /dev/shm` on that host",
+    "SIGBUS": "shared memory may be full: check `df -h /dev/shm` on that host",
     "SIGABRT": "native code called abort(); its last output is above",
     "left": "end a rank by letting the cell end; all ranks must take the same number of steps",
     "exit": "os._exit ends a rank before the cell's end; raise an exception instead",
-    "end": "it failed after the cell's last line: in atexit, a thread, or native code",
-    "stopped": "it was stopped from outside (SIGSTOP); nothing that it did can have caused that",
-    "timeout": "raise --timeout, or look at the lines above, where the ranks were",
+    "end": "it failed after the cell's last line: in an atexit function, a thread, or native code",
+    "stopped": "another program stopped it (SIGSTOP); the cell itself did not cause this",
+    "timeout": "raise --timeout, or look at the lines above: they show where the ranks were",
 }
 
 
@@ -416,7 +416,7 @@ def failure_of(
         how=kind,
         etype=state.etype if kind == "raised" else "",
         etype_module=state.etype_module if kind == "raised" else "",
-        message=f"exceeded --timeout {timeout_s:g}s" if kind == "timeout" else said,
+        message=f"exceeded --timeout {timeout_s:g} s" if kind == "timeout" else said,
         traceback=state.traceback,
         stack=[] if state.traceback else state.stack or _lines_of(state.beat.stack),
         signal=by_signal,

@@ -9,7 +9,7 @@ so the caller passes the arrival time of each event, and ranks and workers measu
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -311,11 +311,12 @@ def _because(load: Load) -> str:
     if load.working < _BUSY * load.workers:
         streams = round(load.working)
         return (
-            f"its dataset is cut into {streams} stream{'s' * (streams > 1)} for {load.workers:.0f} "
+            f"its dataset has only {streams} stream{'s' * (streams > 1)} for {load.workers:.0f} "
             f"workers; num_workers={load.workers:.0f} in the DataLoader would use them all"
         )
     if load.cpu < _MOST_CPU and load.cores < _FULL:
-        return f"its storage is slow; {_more(load, math.inf)}"
+        # processes that wait for storage need no cores of their own
+        return f"its storage is slow; {_more(replace(load, room=math.inf), math.inf)}"
     # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
     more = _more(load, free) if free >= _WORTH else _on_other_hosts(load, _CORES_IN_USE)
@@ -331,7 +332,7 @@ def _prepared_by_ranks(load: Load) -> str:
     faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
     cores = ", with cores of their own," if load.receiving >= _MOST_CPU else ""
     return (
-        f"it is prepared in the ranks themselves; --cpus {fetchers}{cores} would make it about "
+        f"the ranks prepare it themselves; --cpus {fetchers}{cores} would make it about "
         f"{_times(faster)} as fast"
     )
 
@@ -339,15 +340,15 @@ def _prepared_by_ranks(load: Load) -> str:
 def _delivery(load: Load) -> str:
     if load.receiving >= _MOST_CPU:
         return (
-            f"the ranks' own receiving ({load.mb_per_s:,.0f} MB/s) bounds it; smaller batches "
-            "(uint8 instead of float32) help, no flag does"
+            f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
+            "smaller batches do (uint8 instead of float32)"
         )
     if not load.crosses:
         return (
-            "its workers have time left, and no network lies between; they work further ahead "
-            'with a larger buffer ([data] buffer = "4GiB" in taas.toml)'
+            "its workers are not busy, and no network limits it; a larger buffer lets them work "
+            'further ahead ([data] buffer = "4GiB" in taas.toml)'
         )
-    brings = f"the network brings {load.mb_per_s:,.0f} MB/s while its workers have time left; "
+    brings = f"the network limits it to {load.mb_per_s:,.0f} MB/s, and its workers are not busy; "
     if load.room < load.fetchers + 1:
         return brings + _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _scaled(load, math.inf, 1.0)
@@ -490,7 +491,7 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
         raise UsageError(f"plot needs matplotlib ({error}): pip install matplotlib") from error
     found = {name: curve for name, curve in curves(events).items() if curve}
     if not found:
-        raise UsageError(f"{title}: nothing to plot; no registered loader was used for a second")
+        raise UsageError(f"{title}: nothing to plot: no registered loader was used for 1 s or more")
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 4.2), layout="tight")
     for name, curve in found.items():
         seconds = [time for time, _ in curve]

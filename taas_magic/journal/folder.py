@@ -124,8 +124,8 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
             f"raise its limit (`ulimit -n`)"
         )
     return PoolError(
-        f"runs and pools are kept in {path}, which cannot be written: {reason_of(error)}; "
-        f"mend that, or set TAAS_STATE_DIR to another folder before the kernel starts"
+        f"cannot write to {path}, the folder of runs and pools: {reason_of(error)}; "
+        f"correct this, or set TAAS_STATE_DIR to another folder before the kernel starts"
     )
 
 
@@ -284,7 +284,7 @@ KEPT_FREE_BYTES = 64 << 20
 """Bytes that logs and the journal leave free on a large disk; on a small disk it is less."""
 
 GRANT_BYTES = 256 << 10
-NO_ROOM = "its file system is almost full, and the rest is kept for the run's results"
+NO_ROOM = "its file system is almost full, and the rest is reserved for the run's results"
 
 
 class DiskRoom:
@@ -376,9 +376,9 @@ class Writer:
 
     def _why_full(self, size: int) -> str:
         if self._appended_bytes + size > self._limit_bytes:
-            return f"it has {self._limit_bytes >> 20} MiB; what ranks print goes on in their logs"
+            return f"it has reached {self._limit_bytes >> 20} MiB; the ranks' logs have all lines"
         if self._appended_bytes - self._handled_bytes + size > WAITING_BYTES:
-            return f"the disk does not keep up ({WAITING_BYTES >> 20} MiB wait)"
+            return f"the disk is too slow ({WAITING_BYTES >> 20} MiB are waiting)"
         return ""
 
     def _run(self) -> None:

@@ -63,10 +63,10 @@ def nothing_below(raw_cell: str) -> str:
     found = head(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
-        return "The cell has no lines below its first one: there is nothing to run."
+        return "The cell has only its first line: there is nothing to run."
     return (
-        f'"#!{pool[1]}" holds for its own cell only, and there is nothing below it. Make it the '
-        'first line of the cell that is to run there, with "#pragma taas --gpus 2" as the second.'
+        f'"#!{pool[1]}" applies only to its own cell, and this cell has nothing below it. Make it '
+        'the first line of the cell to run, with "#pragma taas --gpus 2" as the second line.'
     )
 
 
@@ -76,7 +76,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
         return
     lines = raw_cell.splitlines()
     used = (head(lines) or ("", 0))[1]
-    how = "runs as its first lines say" if used else "runs in the notebook itself, not as ranks"
+    how = "uses only its first lines" if used else "runs in the notebook itself, not as ranks"
     with suppress(tokenize.TokenError, SyntaxError):  # read up to the first invalid line
         for token in tokenize.generate_tokens(io.StringIO(raw_cell).readline):
             number = token.start[0]
@@ -202,7 +202,7 @@ def variable(text: str) -> tuple[str, str]:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
     if key in OF_EACH_RANK:
-        raise UsageError(f"--env {text}: each rank has a {key} of its own; choose another name")
+        raise UsageError(f"--env {text}: taas-magic sets {key} for each rank; choose another name")
     return key, value
 
 
@@ -279,7 +279,7 @@ FLAGS = (
         "N",
         whole(1),
         "a number (--gpus 2)",
-        "Ranks in all, one a GPU; without GPUs, CPU ranks.",
+        "Number of ranks, one per GPU; without GPUs, CPU ranks.",
         ("8", "1", "2", "4", "16"),
     ),
     Flag(
@@ -287,7 +287,7 @@ FLAGS = (
         "M",
         whole(0),
         "a number (--cpus 4)",
-        "CPU hosts that run the registered loaders; 0 (default): the ranks do.",
+        "Number of CPU hosts that run the registered loaders; 0 (default): the ranks do.",
         ("4", "0", "1", "2", "8"),
     ),
     Flag(
@@ -295,7 +295,7 @@ FLAGS = (
         "K",
         count,
         "a number (--units 20480000, 20_480_000, 20M or 1.5G)",
-        "Bound on the units (batches) that all ranks together are given.",
+        "Limit on the units (batches) that all ranks together get.",
         ("20M", "10K", "1_000_000"),
     ),
     Flag(
@@ -303,7 +303,7 @@ FLAGS = (
         "NAME",
         str,
         "a pool's name (--pool g2.8)",
-        "Where the ranks run; default local: this machine; see %taas pools.",
+        "Pool of the ranks; default: local, this machine; see %taas pools.",
         ("g2.8",),
     ),
     Flag(
@@ -311,7 +311,7 @@ FLAGS = (
         "NAME",
         str,
         "a pool's name (--data-pool c1.4)",
-        'Where fetchers run; default: the pool with role = "data", else that of the ranks.',
+        'Pool of the fetchers; default: the pool with role = "data", else the pool of the ranks.',
         ("c1.4",),
     ),
     Flag(
@@ -319,19 +319,19 @@ FLAGS = (
         "SIZE",
         prefill,
         "a size (--prefill 500MB), a number of batches (--prefill 200), or all",
-        "What fetchers must have ready before ranks start; default: both start together.",
+        "Data that fetchers prepare before ranks start; default: both start together.",
         ("500MB", "200", "all"),
     ),
     Flag(
         "--uneven-hosts",
-        help="Let hosts have different numbers of ranks, where they do not divide evenly.",
+        help="Allow hosts to have different numbers of ranks if they do not divide evenly.",
     ),
     Flag(
         "--out",
         "NAMES",
         names,
         "names of variables, each once (--out model,history,losses@last)",
-        "Variables that come back: rank 0's; NAME@3, NAME@last: another rank's; NAME@all: a list.",
+        "Variables to return: NAME: rank 0's; NAME@3, NAME@last: that rank's; NAME@all: a list.",
         ("model,history", "model,losses@last", "loss@all"),
     ),
     Flag(
@@ -339,7 +339,7 @@ FLAGS = (
         "NAME",
         str,
         "a name (--session exp)",
-        "The cell runs on ranks that stay and keep their variables; with --gpus, it starts them.",
+        "Run the cell on ranks that stay and keep their variables; with --gpus, start them.",
         ("exp",),
     ),
     Flag(
@@ -347,7 +347,7 @@ FLAGS = (
         "RANKS",
         some_ranks,
         "ranks (--ranks 0 or --ranks 1,3)",
-        "Only these ranks of the session run the cell; default: all.",
+        "Ranks of the session that run the cell; default: all.",
         ("0", "1,3"),
     ),
     Flag(
@@ -355,15 +355,15 @@ FLAGS = (
         "NAMES",
         variables,
         "names of variables (--send lr,data)",
-        "Variables that the session's ranks get from the notebook although they have their own.",
+        "Variables to send from the notebook although the session's ranks have their own.",
         ("lr",),
     ),
     Flag(
         "--name",
         "TEXT",
         str,
-        "a text, in quotes where it has spaces (--name 'first try')",
-        "What the run is called in lists.",
+        "a text, in quotes if it has spaces (--name 'first try')",
+        "Name of the run in lists.",
         ('"first try"',),
     ),
     Flag(
@@ -371,7 +371,7 @@ FLAGS = (
         "R",
         whole(0),
         "a number (--max-restarts 2)",
-        "How often all ranks may start again after one died; default 0.",
+        "Number of times that all ranks start again after one failed; default 0.",
         ("2", "1", "5"),
     ),
     Flag(
@@ -379,7 +379,7 @@ FLAGS = (
         "T",
         duration_s,
         "a time above 0 (--timeout 90s, 5m or 2h)",
-        "Ends the run after so long.",
+        "Limit on the time of the run, which then ends.",
         ("2h", "90s", "30m"),
     ),
     Flag(
@@ -387,7 +387,7 @@ FLAGS = (
         "T",
         hang_s,
         "a time such as 90, 90s, 5m or 2h, or 0 for never",
-        "Time without progress of any rank after which the head says where they are; default 60s.",
+        "Time without progress of any rank after which the head shows their lines; default 60s.",
         ("5m", "0", "20s"),
     ),
     Flag(
@@ -395,15 +395,15 @@ FLAGS = (
         "N",
         whole(1, MAX_PROFILED_STEPS),
         f"a number of steps from 1 to {MAX_PROFILED_STEPS} (--profile 5)",
-        "Records N steps of every rank by torch.profiler; taas.last_run.timeline() shows them.",
+        "Record N steps of every rank by torch.profiler; taas.last_run.timeline() shows them.",
         ("5", "3", "10"),
     ),
     Flag(
         "--env",
         "KEY=VALUE",
         variable,
-        "KEY=VALUE, in quotes where it has spaces (--env NCCL_DEBUG=INFO)",
-        "An environment variable of the ranks; may be repeated.",
+        "KEY=VALUE, in quotes if it has spaces (--env NCCL_DEBUG=INFO)",
+        "Environment variable of the ranks; may be repeated.",
         ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
     ),
     Flag(
@@ -411,7 +411,7 @@ FLAGS = (
         "RANKS",
         ranks,
         "ranks (--logs 0,2-5), or all",
-        "Whose lines and displays to show; default: the lines of all ranks, rank 0's displays.",
+        "Ranks whose lines and displays to show; default: all lines, and rank 0's displays.",
         ("0,2-5", "all", "0"),
     ),
     Flag(
@@ -419,7 +419,7 @@ FLAGS = (
         "PATH",
         str,
         "a folder (--store results)",
-        "The project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
+        "Project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
         ("results",),
     ),
     Flag(
@@ -435,21 +435,21 @@ FLAGS = (
         "PATH",
         str,
         "a folder in the project store (--shared-writes checkpoints)",
-        "A folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
+        "Folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
         ("checkpoints",),
     ),
     Flag(
         "--detach",
-        help="End the cell when the ranks have started; the run goes on, also without the kernel.",
+        help="End the cell when the ranks have started; the run continues even without the kernel.",
     ),
-    Flag("--dry-run", help="Print what would run and what would travel, and start nothing."),
+    Flag("--dry-run", help="Print the plan and the objects that would be sent; start nothing."),
     Flag(
         "--rehearse",
         "K",
         whole(1),
         "a number of batches (--rehearse 3)",
-        "Runs the cell here on two CPU ranks, with K batches of each registered loader (3), and "
-        "reports what the pool would need; writes nothing to the project store.",
+        "Run the cell here on two CPU ranks with K batches (default 3) of each registered loader, "
+        "and report what the pool would need; write nothing to the project store.",
         ("3", "1", "10"),
         if_alone=REHEARSED_BATCHES,
     ),
@@ -484,8 +484,8 @@ _PARSER = FlagParser(
 
 Every rank runs the cell with the notebook's functions, classes and variables that the cell
 uses, under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). Logs appear
-below the cell; the first failure becomes the cell's exception; --out brings values back.
-{expressions} and $variables of the notebook are filled in.
+below the cell; the first failure becomes the cell's exception; --out returns values.
+IPython fills in {expressions} and $variables of the notebook.
 
 Examples::
 
@@ -498,7 +498,7 @@ The same as a comment, so that the cell stays plain Python::
     #!g2.8
     #pragma taas --gpus 8 --out model
 
-`%taas?` tells of status, logs, stacks, stop, pools, warm and down.
+`%taas?` describes status, logs, stacks, stop, pools, warm and down.
 """,
 )
 HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # the one that is required
@@ -518,8 +518,8 @@ def parse(line: str, config: Config) -> Flags:
         found["gpus"] = 0  # means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
-            "--gpus is missing: say how many processes run the cell, "
-            "%%taas --gpus 2 (as a comment: #pragma taas --gpus 2)"
+            "--gpus is missing: give the number of ranks, %%taas --gpus 2 "
+            "(as a comment: #pragma taas --gpus 2)"
         )
     flags = Flags(**found)
     if flags.rehearse:
@@ -561,15 +561,15 @@ def check_ranks(flags: Flags) -> None:
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
     """Raise UsageError if fetchers could never prepare what `--prefill` asks for."""
     if prefill.unit == "all" and flags.units is None:
-        raise UsageError("--prefill all needs --units (--units 20M), which says how much all is")
+        raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")
     if not flags.cpus:
-        raise UsageError("--prefill needs --cpus (--cpus 2): hosts that prepare the data")
+        raise UsageError("--prefill needs hosts that prepare the data: add --cpus (--cpus 2)")
     most = flags.cpus * memory.buffer_bytes
     if prefill.unit == "bytes" and prefill.amount > most:
         raise UsageError(
             f"--prefill: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} can hold {most:,} bytes; "
-            f"you asked for {prefill.amount:,}. Ask for less, or for more --cpus, or set a larger "
-            "buffer in taas.toml's [data]"
+            f"you requested {prefill.amount:,}. Request less, use more --cpus, or set a larger "
+            "buffer in [data] of taas.toml"
         )
 
 
@@ -602,7 +602,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     given = [word.partition("=")[0] for word in words]
     for name in BY_NAME:
         if given.count(name) > 1 and name not in REPEATED:
-            raise UsageError(f"{name} is given twice; give it once")
+            raise UsageError(f"{name} is there twice; give it once")
     settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
     settings["shared_writes"] = tuple(settings.get("shared_writes", ()))

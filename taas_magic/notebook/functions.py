@@ -142,7 +142,7 @@ def run_script(words: Sequence[str]) -> None:
     """
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if at is None or not Path(words[at]).is_file():
-        what = "no script is named" if at is None else f"there is no file {words[at]}"
+        what = "the script is missing" if at is None else f"there is no file {words[at]}"
         raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
     shell, settings = _shell(), load_config(Path.cwd())
     asked = flags.parse(shlex.join(words[:at]), settings)
@@ -190,7 +190,7 @@ def _shell() -> InteractiveShell:
         )
     if getattr(shell, "link", None) is not None:  # a rank's shell has a link to its agent
         raise UsageError(
-            "taas.run was called on a rank. Call it in the notebook; run a script that calls it "
-            "with `python script.py`"
+            "taas.run cannot be called on a rank. Call it in the notebook, or run the script that "
+            "calls it with `python script.py`"
         )
     return shell

@@ -26,7 +26,7 @@ ANSWER_LIMIT_BYTES = 4000
 """Maximum size of an encoded answer. The agent writes it to the rank's pipe at once, and Linux
 guarantees that only up to PIPE_BUF (4096) bytes."""
 
-_TOO_LONG = "(that line was too long; at most about 3,900 characters) "
+_TOO_LONG = "(the line is too long; at most about 3,900 characters) "
 _CHECK_S = 0.25
 """Seconds between calls of `is_void`."""
 

@@ -53,7 +53,7 @@ last_run: Run | None = None
 """The run that this kernel started or attached last; None before the first one."""
 
 NO_LOADER = (
-    "without effect, as the cell uses no registered loader; write taas.register(loader) in an "
+    "no effect, because the cell uses no registered loader; write taas.register(loader) in an "
     "earlier cell"
 )
 
@@ -400,8 +400,8 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
     chosen = session.failed_rank if rank is None else rank
     if chosen is None:
         raise UsageError(
-            f'no cell of session "{session.name}" has failed, so there is nothing to debug; '
-            "`breakpoint()` in a cell stops there"
+            f'no cell of session "{session.name}" has failed, so there is nothing to debug; use '
+            "`breakpoint()` in a cell to stop there"
         )
     flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
     title = f"%taas debug {session.name} --rank {chosen}"
@@ -639,13 +639,13 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _payload_lines(captured: Payload) -> list[str]:
-    lines = [f"travels, {size_text(captured.size_bytes, 1024)} in all:"]
+    lines = [f"sent to each host, {size_text(captured.size_bytes, 1024)} in total:"]
     for value in captured.captured:
         size = size_text(value.size_bytes, 1024)
         lines.append(f"  {value.name}: {value.type_name}, {size} ({value.why})")
     if not captured.captured:
         lines.append("  nothing")
     if captured.modules:
-        lines.append("the project's modules that travel:")
+        lines.append("modules of the project that are sent:")
         lines += [f"  {name}: {module.path}" for name, module in captured.modules.items()]
     return lines

@@ -217,8 +217,7 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
 
 
 TAAS_IS_HERE = (
-    "taas: `import taas` gives taas-magic, which is here already, and not pip's package of that "
-    "name. No restart is needed."
+    "taas: `import taas` imports taas-magic, not pip's package of that name. No restart is needed."
 )
 INSTALLS_TAAS = re.compile(
     r"^\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s"
@@ -259,7 +258,7 @@ def load(shell: "InteractiveShell") -> None:
     _loaded[shell] = remove
     if claim_taas():
         _print_line(
-            "taas: another package `taas` is imported; run `import taas` again to get taas-magic"
+            "taas: another package named `taas` is imported; run `import taas` again for taas-magic"
         )
     if os.environ.get("TAAS_WARM") != "0":
         _warm_local(magics)
@@ -317,7 +316,7 @@ def _warm_local(magics: TaasMagics) -> None:
     try:
         settings = magics.settings()
     except UsageError as error:
-        sys.stderr.write(f"taas: nothing is warmed up: {error}\n")
+        sys.stderr.write(f"taas: cannot warm up a pool: {error}\n")
         return
     _warm_ups.append(_WarmUp(settings))
     _warm_ups[-1].start()
@@ -422,7 +421,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
             )
     run = runs.active(name)
     pools.detach(run, settings)
-    return f"Run {run.run_id} goes on without its kernel: `%taas attach {run.run_id}` shows it."
+    return f"Run {run.run_id} continues without its kernel: `%taas attach {run.run_id}` shows it."
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:
@@ -487,8 +486,8 @@ def _pools(words: Sequence[str], settings: Config) -> str:
         if pool.status.gpu_hours
     ]
     refused = [
-        f'pool "{pool.name}": refused {pool.status.refused:,} connections or messages, of '
-        "strangers or too late"
+        f'pool "{pool.name}": refused {pool.status.refused:,} connections or messages that were '
+        "not authenticated or came too late"
         for pool in found
         if pool.status.refused
     ]
@@ -500,7 +499,7 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 
     pool = settings.pool(_optional_word("warm", words) or LOCAL)
     pools.warm(settings, pool.name)
-    return f'Pool "{pool.name}" warms up in the background; %taas pools says when it is ready.'
+    return f'Pool "{pool.name}" warms up in the background; %taas pools shows when it is ready.'
 
 
 def _sessions(words: Sequence[str], settings: Config) -> str:
@@ -555,7 +554,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
         session = sessions.named(name)
     with Interrupts() as interrupts:
         session.end(interrupts)
-    return f"Session {session.name} has ended; its ranks are gone."
+    return f"Session {session.name} has ended, and so have its ranks."
 
 
 _DEBUG_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank 3)")])
@@ -613,42 +612,43 @@ def _report(words: Sequence[str], settings: Config) -> str:
 
 
 _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = {
-    "status": ("status", "your newest runs, of any kernel", _status),
+    "status": ("status", "list your newest runs, of any kernel", _status),
     "logs": (
         "logs [RUN] [--rank R] [--tail N] [--grep PATTERN]",
-        "what a rank wrote, and its traceback; the newest run, the rank that failed or 0",
+        "show what a rank wrote; default: of the newest run, the rank that failed first, else 0",
         _logs,
     ),
     "attach": (
         "attach [RUN]",
-        "show a run's view again, live or ended, or take over a detached session; without RUN "
-        "the newest of this project",
+        "show a run again, live or ended, or take over a detached session; default: the newest "
+        "run of this project",
         _attach,
     ),
     "detach": (
         "detach [RUN]",
-        "let a run, or a session, go on without its kernel; without RUN the newest that runs",
+        "let a run or a session continue without its kernel; the cell ends; default: the newest "
+        "active run",
         _detach,
     ),
     "stacks": (
         "stacks [RUN]",
-        "where ranks, their children and fetchers are: their stacks",
+        "show the stacks of ranks, their children and fetchers",
         _stacks,
     ),
-    "ranks": ("ranks [RUN]", "CPU, memory, batches and line of each rank of a run", _ranks),
-    "stop": ("stop [RUN]", "end a run; without RUN the newest that runs", _stop),
+    "ranks": ("ranks [RUN]", "show CPU, memory, batches and line of each rank", _ranks),
+    "stop": ("stop [RUN]", "end a run; default: the newest active run", _stop),
     "pools": (
         "pools [--check [POOL]]",
-        "the pools; with --check whether their hosts are fit, and why not",
+        "list the pools; --check shows which hosts cannot run cells, and why",
         _pools,
     ),
     "warm": ("warm [POOL]", "make a pool ready, so that the next cell starts at once", _warm),
     "sessions": (
         "sessions",
-        "the sessions of this kernel, and detached ones: ranks, hosts, memory",
+        "list the sessions of this kernel, and detached ones: ranks, hosts, memory",
         _sessions,
     ),
-    "vars": ("vars [SESSION]", "a session's variables, and whether its ranks agree", _vars),
+    "vars": ("vars [SESSION]", "list a session's variables, and whether its ranks agree", _vars),
     "debug": (
         "debug [SESSION] [--rank R]",
         "open the debugger at the exception that a session's rank raised",

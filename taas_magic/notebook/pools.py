@@ -76,7 +76,9 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
     if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
         return ready
     for versions in pool.folder.of_other_versions():
-        print_line(f'another kernel uses pool "{pool.name}" with {versions}: it is not joined')
+        print_line(
+            f'another kernel uses pool "{pool.name}" with {versions}; this kernel starts its own'
+        )
     print_line(f'waiting for pool "{pool.name}" to warm up …')
     try:
         return Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, print_line)
@@ -165,7 +167,7 @@ def _joined(name: str, config: Config) -> PoolConnection:
 def _process_of(pool: Pool) -> PoolConnection:
     found = pool.join()
     if found is None:
-        raise PoolError(f'pool "{pool.name}" has no process: what ran on it has ended with it')
+        raise PoolError(f'pool "{pool.name}" has no process, so its runs have ended')
     return found
 
 
@@ -284,8 +286,8 @@ def ask_hosts(
             agents = _joined(pool.name, config).call(question)
             found += [facts.judged(pool, each, here, packages) for each in agents]
         elif pool.name not in known:
-            todo = f"%taas warm {pool.name} takes one now"
-            todo = f"They are checked when a run takes them; {todo}"
+            todo = f"%taas warm {pool.name} requests one now"
+            todo = f"Hosts are checked when a run requests them; {todo}"
             none_up = Finding(REMARK, "no host is up", todo)
             found.append(Row(pool.name, "", None, (none_up,)))
     return found
@@ -356,7 +358,7 @@ def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
         f"{seen.ahead_s:+.1f} s",
         # ranks will use the interface at which the host was reached
         f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
-        f"{store}, held by {means}" if means else store,
+        f"{store}, protected by {means}" if means else store,
     )
 
 
@@ -367,7 +369,7 @@ def _ours(seen: Facts, here: Kernel) -> str:
     if not parcels:
         return "installed"
     there = all(name in seen.sites for name in parcels)
-    return "in its cache" if there else "comes on first use"
+    return "in its cache" if there else "sent on first use"
 
 
 def down(name: str, config: Config) -> None:

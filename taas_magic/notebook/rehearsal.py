@@ -254,7 +254,7 @@ def _host_rows(found: Findings) -> list[tuple[str, str]]:
     fit = [row for row in found.host_rows if row.is_fit and row.host]
     if fit:
         hosts = [row for row in found.host_rows if row.host]
-        what = "have a fit Python, torch, and all modules that the cell imports"
+        what = "have a suitable Python, torch, and all modules that the cell imports"
         rows.append(("hosts", f"{len(fit)} of {len(hosts)} hosts {what}"))
     for row in found.host_rows:
         if not row.host:
@@ -287,9 +287,9 @@ def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
         if value.type_name.endswith(".DataLoader") and value.name not in found.loader_bytes
     ]
     if plain:
-        which = f"{_listed(plain)}, which taas.register has not registered"
+        which = f"{_listed(plain)}, because it is not registered (taas.register)"
     elif not found.loader_bytes:
-        which = "loops of the cell, as it uses no registered loader"
+        which = "loops of the cell, because it uses no registered loader"
     else:
         return
     yield "not cut short", f"{which}; the cell can read K from os.environ['{BATCHES_VARIABLE}']"
@@ -309,7 +309,7 @@ def estimate(flow: LoaderFlow, ranks: int) -> str:
     of_fetcher = flow.stock("workers") * prepared / work_s
     said = f"one fetcher prepares {_rate(of_fetcher)} batches/s here"
     if not received:
-        return f"{said}; no rank took one"
+        return f"{said}; no rank used one"
     if busy_s / received < _MIN_STEP_S:
         return f"{said}; a rank does too little with a batch to estimate --cpus"
     speed = received / busy_s

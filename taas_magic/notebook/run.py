@@ -278,9 +278,7 @@ class RunFetchers:
             return last
         self._restarts += 1
         count = f"{self._restarts} of {self._max_restarts}"
-        self.record_event(
-            Note(text=f"all fetchers have ended; they are started again (restart {count})")
-        )
+        self.record_event(Note(text=f"all fetchers have ended and start again (restart {count})"))
         threading.Thread(target=self._start_again, name="taas-fetchers", daemon=True).start()
         soon = {name: LoaderAddresses(fetchers=plan.cpus) for name in last.entry}
         return structs.replace(last, entry=soon)
@@ -510,7 +508,7 @@ class RunDriver:
             if deadline is not None and time.monotonic() > deadline:
                 stands = filling.event("")
                 came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
-                raise PoolError(f"exceeded --timeout {limit_s:g}s: --prefill had {came}")
+                raise PoolError(f"exceeded --timeout {limit_s:g} s: --prefill had {came}")
 
     @contextmanager
     def ending_on_error(self, view: View | NoView) -> Iterator[None]:
@@ -756,7 +754,7 @@ class RunDriver:
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
-            lease = f"{connection.config.lease_s:g} s after the pool's last sign of life"
+            lease = f"{connection.config.lease_s:g} s after the pool's last message"
             why += f"they are killed at the latest {lease}: {connection.silence()}"
         else:
             why += f"they are killed within {HALT_S:.0f} s"

@@ -295,7 +295,7 @@ class Run:
         try:
             while self.is_active:
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"run {self.run_id} goes on after {timeout:g} s")
+                    raise TimeoutError(f"run {self.run_id} has not ended after {timeout:g} s")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             raise interrupted(still_active_message(self.run_id)) from None
@@ -327,7 +327,7 @@ class Run:
         if self.missing:
             came = f"; these were returned: {names}" if names else ""
             lines = [f"    {name}: {why}" for name, why in self.missing.items()]
-            what = "not all of --out could be returned"
+            what = "some names of --out could not be returned"
             if RETURNED in self.missing:
                 what = "the value of the function could not be returned"
             text = f"run {self.run_id} succeeded, but {what}{came}\n"
@@ -408,7 +408,7 @@ def _names_of_notebook() -> dict[str, Any]:
 def still_active_message(run_id: str) -> str:
     """Return the message for a user who stops watching an active run."""
     return (
-        f"Run {run_id} goes on: `%taas attach {run_id}` shows it again, "
+        f"Run {run_id} continues: `%taas attach {run_id}` shows it again, "
         f"`%taas stop {run_id}` ends it."
     )
 

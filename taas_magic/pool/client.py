@@ -107,7 +107,7 @@ class Wait:
         if self.is_given_up:
             raise PoolError(f'pool "{self._pool.name}": the wait for its hosts was cancelled')
         if self.is_over:
-            raise PoolError(f'pool "{self._pool.name}" was ended while this waited for it')
+            raise PoolError(f'pool "{self._pool.name}": this kernel ended it during the wait')
 
 
 def disconnect(client: "Client") -> None:
@@ -370,7 +370,7 @@ class PoolConnection:
         Raises:
             PoolError: The process does not respond, or does not end within `END_S`.
         """
-        self._ending = f'pool "{self.config.name}" was ended by this kernel'
+        self._ending = f'this kernel ended pool "{self.config.name}"'
         with suppress(ConnectionEnded):
             self.call(EndPool())
             self.process.wait_for_end(END_S)
@@ -425,7 +425,7 @@ class PoolConnection:
     def silence(self) -> str:
         """Return a message for the user about a process that runs but sends no beats."""
         return (
-            f"its process {self.process.pid} has not been heard for {self.silent_s:.0f} s; it is "
+            f"its process {self.process.pid} has been silent for {self.silent_s:.0f} s; it is "
             f"stopped or hangs: the next cell replaces it, and `%taas down {self.config.name}` "
             f"ends it"
         )
@@ -477,7 +477,7 @@ class PoolConnection:
     def _how_process_ended(self) -> str:
         said = (
             f'pool "{self.config.name}": its process {self.process.pid} {self.process.state()}. '
-            f"What ran on it is gone; run the cell again to start another process."
+            f"Its runs have ended; run the cell again to start another process."
         )
         # If the process was killed, its log ends with its hosts' later messages, not with a cause.
         has_failed = (self.process.exit_code or 0) > 0
@@ -487,7 +487,7 @@ class PoolConnection:
     def _broken(self) -> str:
         return (
             f'pool "{self.config.name}": the connection to its process {self.process.pid} broke, '
-            f"and the process ends what ran for this kernel; run the cell again. Log: {self._log}"
+            f"so the process ends this kernel's runs; run the cell again. Log: {self._log}"
         )
 
 
@@ -645,13 +645,13 @@ class Pool:
             try:
                 found = self._enter(process, wait, tell)
             except OSError:  # the process is stopped or hangs
-                tell([f'pool "{self.name}" did not answer: it is ended and started again'])
+                tell([f'pool "{self.name}" did not answer: its process is replaced'])
                 process.kill()
                 continue
             if found is not None:
                 self._connection = found
                 return found
-        raise self._error("did not start: its processes end, or do not answer")
+        raise self._error("did not start: each of its processes ended or did not answer")
 
     def _enter(
         self, process: PoolProcess, wait: Wait, tell: Callable[[list[str]], None]
@@ -714,7 +714,7 @@ class Pool:
             if process is not None or not (starts or self.folder.is_locked):
                 return process
             if time.monotonic() > deadline:  # another kernel was stopped while starting a process
-                raise self._error(f"did not start: {self.folder.path}/lock is held by no process")
+                raise self._error(f"did not start: no process holds {self.folder.path}/lock")
             time.sleep(_POLL_S)
 
     def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
@@ -740,7 +740,9 @@ class Pool:
         return place
 
     def _waits_for(self, process: PoolProcess, what: str) -> str:
-        return f'pool "{self.name}": waits for its process {process.pid} {what} ({self.folder.log})'
+        return (
+            f'pool "{self.name}": waiting for its process {process.pid} {what} ({self.folder.log})'
+        )
 
     def _error(self, what: str) -> PoolError:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')

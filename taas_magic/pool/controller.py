@@ -134,14 +134,21 @@ class Kernels:
             await waiting
             return Started()
         except PoolError as error:
-            return Started(error=str(error))
+            return Started(error=self.why_not_started(error))
         except asyncio.CancelledError:
             if not waiting.cancelled():
                 raise
-            why = "it was interrupted, or a kernel told the pool to end (`%taas down`)"
-            return Started(error=f"the wait for its hosts was cancelled: {why}")
+            interrupted = PoolError("the wait for its hosts was interrupted")
+            return Started(error=self.why_not_started(interrupted))
         finally:
             self._waiting.pop(asked.wait, None)
+
+    def why_not_started(self, error: Exception) -> str:
+        """Return the message for a kernel whose wait or start failed.
+
+        Hosts report various errors while the pool ends them: the message names the pool's end then.
+        """
+        return "a kernel ended the pool (`%taas down`)" if self.is_ending else str(error)
 
     async def give_up_all(self) -> None:
         """Cancel all waits for hosts, and wait until their kernels have got responses."""
@@ -323,7 +330,7 @@ class Controller(SchedulerPlugin):
             except StoreError as error:
                 return Started(store_error=str(error))
             except (PoolError, OSError) as error:
-                return Started(error=str(error))
+                return Started(error=self._kernels.why_not_started(error))
             self._tasks.start(self._carry_out(run, journal, until_end.pop_all()))
         return Started(hosts=hosts)
 
@@ -344,7 +351,7 @@ class Controller(SchedulerPlugin):
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.is_idle and not run.is_halted:
                 idle = f"it had no cell for {run.idle_for_s:.0f} s (session_idle_s in taas.toml)"
-                run.publish(Note(text=f"session {run.plan.session} is ended: {idle}"))
+                run.publish(Note(text=f"session {run.plan.session} ends: {idle}"))
                 self._tasks.start(run.halt("interrupt"))
 
     async def detach(self, asked: Detach) -> str:
@@ -357,7 +364,7 @@ class Controller(SchedulerPlugin):
         """
         run = self._runs.get(asked.run_id)
         if not isinstance(run, PoolRun):
-            return f"run {asked.run_id} is not running in this pool (any more)"
+            return f"run {asked.run_id} has ended, or is not in this pool"
         if run.session_id == run.run_id:
             run.stays = True
             return ""
@@ -494,7 +501,7 @@ class Controller(SchedulerPlugin):
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.is_halted and run.owner not in others:
-                tell(Note(text=f"waits for run {run.run_id} to end, which was interrupted"))
+                tell(Note(text=f"waiting for the interrupted run {run.run_id} to end"))
                 await run.over.wait()
 
     async def _fetch(self, owner: str, first: HostSpec) -> Started:
@@ -515,7 +522,7 @@ class Controller(SchedulerPlugin):
             hosts = await self._start(fetch)
         except PoolError as error:
             await fetch.halt("kill")
-            return Started(error=str(error))
+            return Started(error=self._kernels.why_not_started(error))
         finally:
             self._tasks.start(carry_out())
         return Started(hosts=hosts)
@@ -590,7 +597,7 @@ class Controller(SchedulerPlugin):
     async def _answer_host(self, agent: str, asked: FileRequest[Any]) -> object:
         run, host = self._runs.get(asked.run_id), self.members.named(agent)
         if run is None or host is None:
-            raise ProtocolError(f"there is no run {asked.run_id} (any more)")
+            raise ProtocolError(f"run {asked.run_id} has ended, or never was")
         return await run.answer(host.address, asked)
 
     async def facts(self, asked: GetFacts) -> list[Facts]:
@@ -614,7 +621,7 @@ class Controller(SchedulerPlugin):
             if run.owner == client and (session := self._session_that_stays(run)) is not None:
                 self._leave(run, session)
             elif run.owner == client:
-                run.publish(Note(text="the notebook's kernel is gone: the run is ended"))
+                run.publish(Note(text="the notebook's kernel is gone, so the run ends"))
                 self._tasks.start(run.halt("interrupt"))
         self._kernels.remove(client)
 

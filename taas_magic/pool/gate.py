@@ -159,10 +159,10 @@ def check(peer: Peer, message: Any) -> None:
         if op not in may:
             raise ProtocolError(f"a {peer.role.value} may not ask for {op!r}")
         if "worker" in part:  # Dask would trust this name instead of the stream's own peer
-            raise ProtocolError(f"it spoke for {part['worker']!r}")
+            raise ProtocolError(f"it sent a message in the name of {part['worker']!r}")
         joins = op == "register-worker" and peer.role is PeerRole.HOST
         if joins and str(name) != peer.name:
-            raise ProtocolError(f"it wanted to join as {name!r}")
+            raise ProtocolError(f"it tried to join as {name!r}")
 
 
 class Gate(Listener):
@@ -222,7 +222,7 @@ class Gate(Listener):
             comm = await asyncio.wait_for(self._prove(stream, address), PROVE_S)
         except (OSError, ValueError, TypeError, KeyError, asyncio.TimeoutError) as error:
             self.refused += 1
-            logger.info("a connection from %s proved nothing: %r", address, error)
+            logger.info("a connection from %s was not authenticated: %r", address, error)
             stream.close()
             return
         finally:
@@ -350,7 +350,7 @@ class HeadScheduler(Scheduler):
         """
         is_agent = comm.peer.role is PeerRole.HOST
         if AGENT in extra and not is_agent:
-            raise ProtocolError(f"a {comm.peer.role.value} wanted to join as an agent")
+            raise ProtocolError(f"a {comm.peer.role.value} tried to join as an agent")
         await super().add_worker(
             comm,
             **{name: said[name] for name in JOINS_WITH},
@@ -373,6 +373,6 @@ class HeadScheduler(Scheduler):
         """
         known = self.workers.get(self.coerce_address(address))
         if known and comm.peer.role is PeerRole.HOST and str(known.name) != comm.peer.name:
-            raise ProtocolError(f"{comm.peer} spoke for {known.name}")
+            raise ProtocolError(f"{comm.peer} sent a message in the name of {known.name}")
         beat: dict[str, Any] = self.heartbeat_worker(address=address, metrics=METRICS)
         return beat

@@ -209,13 +209,13 @@ class PoolHosts(SchedulerPlugin):
         def tell() -> None:
             silent_s = time.monotonic() - member.heard_at
             heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-            why = "which is not ready yet"
+            why = "not ready yet"
             if silent_s >= NAMED_AFTER_S:
                 why = (
-                    f"last heard at {heard_at}, {silent_s:.0f} s ago; "
-                    f"silent for {self._lease_s + LOST_AFTER_S:g} s, it is replaced"
+                    f"silent since {heard_at} ({silent_s:.0f} s); after "
+                    f"{self._lease_s + LOST_AFTER_S:g} s another host replaces it"
                 )
-            line = f"waits for host {member.name}, {why}"
+            line = f"waiting for host {member.name}: {why}"
             if say is None:
                 self._publish_lines([line])
             else:
@@ -317,7 +317,7 @@ class PoolHosts(SchedulerPlugin):
             for member in list(self._members.values()):
                 member.excused_s += stalled_s
                 if looked - member.heard_at - member.excused_s > limit_s:
-                    why = f"nothing was heard of it for {limit_s:g} s: it, or its network, failed"
+                    why = f"it was silent for {limit_s:g} s: the host or its network failed"
                     await self.drop(member.address, why)
 
     async def drop(self, address: str, why: str) -> None:

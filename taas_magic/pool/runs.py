@@ -323,7 +323,7 @@ class Share(ABC):
         """
         part = self._part(address)
         if part is None:
-            raise ProtocolError(f"run {self.run_id} is not on the host at {address} (any more)")
+            raise ProtocolError(f"run {self.run_id} has ended on the host at {address}")
         part.heard_at = time.monotonic()
         return await self._files.answer(part.host_rank, self._owned(part), asked)
 
@@ -405,7 +405,7 @@ class Share(ABC):
                     raise
                 if str(error) != said:
                     said = str(error)
-                    line = f"waits at most {patience_s:g} s for another host: {said}"
+                    line = f"waiting up to {patience_s:g} s for another host: {said}"
                     self.publish(Note(text=line))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._halted.wait(), AGAIN_S)
@@ -568,7 +568,7 @@ class PoolFetchers(Share):
         numbers, host = self._numbers(part), part.member.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         are_others = len(self._running()) > 1
-        others = "their batches come from the others" if are_others else "no other is left"
+        others = "other fetchers provide their batches" if are_others else "no fetcher is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
         for fetcher in self._data.on(part.host_rank):
             ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
@@ -782,7 +782,7 @@ class PoolRun(Share):
         self.publish(event)
         if isinstance(event, Settled) and event.cause == "host":
             first = first_failure(event.failures)
-            why = first.message if first else "it can run nothing any more"
+            why = first.message if first else "it cannot run anything"
             self._tasks.start(self._members.drop(part.member.address, why))
         elif isinstance(event, Settled) and event.attempt == self.attempt:
             self._report(part, event.state, event.cause, event.failures)

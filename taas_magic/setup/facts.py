@@ -111,7 +111,7 @@ def call_probe(
             'python = "…" in the pool\'s table'
         )
     else:
-        what = f"{python or DEFAULT_PYTHON!r} did not run our program (exit code {done.code})"
+        what = f"{python or DEFAULT_PYTHON!r} did not run a test program (exit code {done.code})"
     said = done.err.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
     raise PoolError("\n".join([f"host {shell.host}: {what}", *(f"    {line}" for line in said)]))
 
@@ -307,8 +307,8 @@ def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
 def _other_python(facts: Facts, here: Kernel) -> Finding:
     return Finding(
         ERROR,
-        f"Python {facts.python} there, {here.python} in this kernel: what is pickled here cannot "
-        "be read there",
+        f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
+        "this kernel",
         f'Name a Python {minor(here.python)} of that host (python = "…" in the pool\'s table), '
         f"or use a kernel with Python {minor(facts.python)}",
     )
@@ -355,7 +355,7 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
     own = facts.own_addresses
     if not own or all(address.startswith(("127.", "::1")) for address in own):
         what = f"its own name {facts.hostname} resolves to {own[0] if own else 'nothing'} there"
-        yield Finding(REMARK, f"{what}; nothing to do: ranks are told their interface")
+        yield Finding(REMARK, f"{what}; nothing to do: taas-magic gives ranks their interface")
 
 
 def _warnings(
@@ -371,15 +371,15 @@ def _warnings(
     if abs(facts.ahead_s) > CLOCK_S:
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
-        yield Finding(WARNING, what, "Runs do not mind; times in files will: set it, or use NTP")
+        yield Finding(WARNING, what, "Runs work, but times of files are wrong: set it, or use NTP")
     other = [  # packages of the host's environment that ours will shadow on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
         if facts.versions.get(each.name)
     ]
     if other:
-        what = f"other versions than taas-magic needs: {', '.join(other)}"
-        yield Finding(WARNING, what, "Ranks will see those of here; install them there to choose")
+        what = f"its packages have other versions than taas-magic needs: {', '.join(other)}"
+        yield Finding(WARNING, what, "Ranks use this machine's; to avoid it, install these there")
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict
     if (ours := find(PROJECT)) is None:
         folder = Path(__file__).parents[2]
         raise PoolError(
-            f"what hosts need is not known: {sys.executable} runs taas-magic from {folder}, where "
-            f"it is not installed. Install it: {sys.executable} -m pip install -e {folder}"
+            f"cannot tell which packages hosts need: {sys.executable} runs taas-magic from "
+            f"{folder} without installing it. Run: {sys.executable} -m pip install -e {folder}"
         )
     found: dict[str, SpecifierSet] = {}
     with _parsing:
@@ -241,11 +241,11 @@ def why_unlike(facts: Facts) -> str:
     """Return why packages of this machine may not work on a host; "" if they work."""
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:
-        return f"its processor is {facts.machine}, and this machine's is {machine}"
+        return f"its processor is {facts.machine}, but this machine's is {machine}"
     if facts.glibc == glibc or (facts.glibc and glibc and Version(facts.glibc) > Version(glibc)):
         return ""
     there, here = (f"glibc {number}" if number else "not glibc" for number in (facts.glibc, glibc))
-    return f"its C library is {there}, and this machine's is {here}"
+    return f"its C library is {there}, but this machine's is {here}"
 
 
 def _not_sent(facts: Facts, pins: Sequence[str], why: str) -> PoolError:
@@ -301,7 +301,7 @@ def downloaded(pins: Sequence[str], facts: Facts) -> Files:
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
     if error := probe.install(str(kept), pins, limit_s=DOWNLOAD_LIMIT_S):
         tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
-        raise _not_sent(facts, pins, "\n    ".join(["This machine's pip failed, too:", *tail]))
+        raise _not_sent(facts, pins, "\n    ".join(["This machine's pip failed as well:", *tail]))
     paths = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
     return {
         inside.as_posix(): path.read_bytes()

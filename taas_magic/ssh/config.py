@@ -174,9 +174,9 @@ def find_target(
     """
     match = _HOST.fullmatch(host)
     if match is None:
-        raise UsageError(f'"{host}" is no host: write name, user@name or user@name:port')
+        raise UsageError(f'"{host}" is not a host: write name, user@name or user@name:port')
     if host in through or len(through) > MAX_JUMPS:
-        raise UsageError(f"ProxyJump leads in a circle: {' through '.join((*through, host))}")
+        raise UsageError(f"ProxyJump forms a circle: {' through '.join((*through, host))}")
     name, user, written_port = match["bracketed"] or match["name"], match["user"], match["port"]
     if shutil.which("ssh"):
         options = {
@@ -263,7 +263,7 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
                     raise _failed(
                         host,
                         command,
-                        f"was not done after {_SSH_S:.0f} s, so it was ended",
+                        f"did not finish within {_SSH_S:.0f} s, so taas-magic ended it",
                         "In the SSH configuration, look at `Match exec` commands and at "
                         "CanonicalizeHostname, which asks name servers",
                     )
@@ -418,22 +418,22 @@ class KnownHosts(MissingHostKeyPolicy):
         )
         text = base64.b64encode(key.asbytes()).decode()
         if any(text in line for line in self._revoked):
-            raise PoolError(f"{shown} is marked @revoked in known_hosts: it is refused")
+            raise PoolError(f"{shown} is marked @revoked in known_hosts, so it is refused")
         known = self._known or self._of_any_port
         if any(own.asbytes() == key.asbytes() for _, own in known):
             return
         for path, own in self._known:
             forget = f"ssh-keygen -R {shlex.quote(target.known_as)} -f {shlex.quote(path)}"
             raise PoolError(
-                f"{shown} is not the one that {path} has ({own.fingerprint}): the host was set up "
-                "anew, or somebody is in between; nothing was sent to it.\n"
+                f"{shown} differs from the key in {path} ({own.fingerprint}): the host was "
+                "reinstalled, or somebody intercepts the connection; nothing was sent to it.\n"
                 + _how_to_accept(target, key, forget)
             )
         if target.adds_new_keys and not known:
             self._store(key)
             return
         raise PoolError(
-            f"{shown} is not known; nothing was sent to it.\n{_how_to_accept(target, key)}"
+            f"{shown} is unknown; nothing was sent to it.\n{_how_to_accept(target, key)}"
         )
 
     def _store(self, key: PKey) -> None:
@@ -497,8 +497,8 @@ def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
         scan = f"ssh-keyscan {port}-t {kind} {target.hostname}{name_it}"
         accept = f"{scan} >> {shlex.quote(into)}"
     check = (
-        "Compare the fingerprint with what its owner says, or on the host itself with "
-        f"`ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub`, then:"
+        "Compare the fingerprint with the one from the host's owner, or with the output of "
+        f"`ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub` on the host, then run:"
     )
     return "\n  ".join([check, *commands, accept])
 
@@ -585,7 +585,9 @@ def _load(path: str) -> PKey:
             name = shlex.quote(path)
             advice = f"it has a passphrase: `ssh-add {name}` unlocks it for the ssh agent"
             if not os.path.exists(f"{path}.pub"):
-                advice += f"; `ssh-keygen -y -f {name} > {name}.pub` says which of its keys it is"
+                advice += (
+                    f"; `ssh-keygen -y -f {name} > {name}.pub` lets taas-magic find it in the agent"
+                )
             raise SSHException(advice) from error
         raise SSHException(f"cannot be read: {error}") from error
 

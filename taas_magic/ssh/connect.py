@@ -250,7 +250,7 @@ class _Patience:
         if self.is_over:
             raise PoolError(
                 f"host {self.target.label}: no answer from {self.target.address} within "
-                f"{self.timeout_s:.0f} s ({doing}); is it up, and is this the way to it?"
+                f"{self.timeout_s:.0f} s ({doing}); is it up, and is this its address?"
             )
 
 
@@ -292,7 +292,7 @@ def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[N
         if isinstance(error, AuthFailure):
             raise PoolError(refusal(target, error)) from error
         raise PoolError(
-            f"host {target.label}: {target.address} does not speak SSH with us: "
+            f"host {target.label}: the SSH handshake with {target.address} failed: "
             f"{error or type(error).__name__}"
         ) from error
     finally:
@@ -554,10 +554,10 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
         raise connection.lost("no port was forwarded", error) from error
     except SSHException as error:
         raise PoolError(
-            f"host {connection.host}: its sshd refuses to forward a port ({error}), by "
-            "which its ranks would report; its /etc/ssh/sshd_config must have "
+            f"host {connection.host}: its sshd refuses to forward a port ({error}), but taas-magic "
+            "needs one to reach its agent; its /etc/ssh/sshd_config must have "
             "`AllowTcpForwarding yes` (or `remote`), `DisableForwarding no`, and no `PermitListen` "
-            "that leaves out localhost"
+            "that excludes localhost"
         ) from error
     connection.tunnels[opened] = host, port
     return opened

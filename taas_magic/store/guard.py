@@ -43,8 +43,8 @@ from taas_magic.store.rule import StoreRule, is_below
 _PROBE_TIMEOUT_S = 20
 
 HELD_BY_PYTHON = (
-    "this host has neither mount namespaces nor Landlock: that only rank 0 writes to the project "
-    "store is held by Python alone (docs/store.md)"
+    "this host has neither mount namespaces nor Landlock: only Python prevents ranks other than 0 "
+    "from writing to the project store (docs/store.md)"
 )
 
 

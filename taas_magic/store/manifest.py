@@ -199,9 +199,9 @@ class Ignore:
         if self.is_secret(path):
             return "it may hold a secret"
         if is_believed(path):
-            return "shells, ssh, git, Python or taas-magic would believe it"
+            return "shells, ssh, git, Python or taas-magic would trust it"
         if _ALWAYS.leaves_out_within(path):
-            return "caches and version control do not travel"
+            return "caches and version control are not copied"
         return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
@@ -464,7 +464,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
             return False
         why = why_unsafe(seen.path) or seen.oddity
         if not why and (other := cases.clash(seen.path)):
-            why = f"its name differs from {other} by case alone"
+            why = f"its name differs from {other} only by case"
         if why:
             skipped[shown(seen.path)] = why
         return not why
@@ -474,7 +474,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
     if secrets:
         first, others = secrets[0], len(secrets) - 1
         more = f", like {others:,} more" if others else ""
-        why = f"it may hold a secret{more}; to take it along, write !{first} in {FILE_NAME}"
+        why = f"it may hold a secret{more}; to copy it, write !{first} in {FILE_NAME}"
         skipped = {first: why} | skipped
     entries = list(_hashed(tree, found, hashes, skipped))
     hashes.keep_only({entry.path for entry in entries})
@@ -498,15 +498,15 @@ def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
         raise StoreError(
             f"the project store {store} is not on this pool's hosts, and its "
-            f"{size_text(size_bytes, 1024)} are more than the {size_text(limit_bytes, 1024)} that "
-            f"may travel: {_biggest(files)}. Name what the ranks do not need in "
-            f"{store}/{FILE_NAME}, or raise [store] limit in taas.toml"
+            f"{size_text(size_bytes, 1024)} are more than the limit of copies, "
+            f"{size_text(limit_bytes, 1024)}: {_biggest(files)}. Name the files that ranks do not "
+            f"need in {store}/{FILE_NAME}, or raise [store] limit in taas.toml"
         )
     if len(files) > MAX_FILES:
         raise StoreError(
             f"the project store {store} is not on this pool's hosts, and its {len(files):,} "
-            f"files are more than the {MAX_FILES:,} that may travel: name what the ranks do not "
-            f"need in {store}/{FILE_NAME}, or put it into one file"
+            f"files are more than the limit of copies, {MAX_FILES:,}: name the files that ranks do "
+            f"not need in {store}/{FILE_NAME}, or pack files into one"
         )
 
 

@@ -107,7 +107,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
                     os.utime(folder / "lock")
                     return Mirror(folder, opening.pop_all())
     except OSError as error:
-        raise StoreError(f"no copy of the project store can be made in {cache}: {error}") from error
+        raise StoreError(f"cannot copy the project store to {cache}: {error}") from error
     raise StoreError(f"all {MAX_MIRRORS} copies of the project store {store} in {cache} are in use")
 
 
@@ -170,8 +170,8 @@ def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
             mirror.hashes.save()
             return want
     raise StoreError(
-        f"of the project store, {', '.join(damaged[:5])} did not arrive whole in {ATTEMPTS} "
-        "attempts: it is damaged on its way, or is being written all the time"
+        f"{', '.join(damaged[:5])} of the project store could not be copied in {ATTEMPTS} "
+        "attempts: a program keeps writing it, or it is damaged in transit"
     )
 
 
@@ -351,7 +351,7 @@ class StoreUpdater:
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         for path, error in _fetch(self._mirror, new, self._ask).items():
             if not isinstance(error, DamagedError):  # damaged: it changed, and will be listed again
-                self._note(f"{shown(path)}, of another host, did not get here: {error.strerror}")
+                self._note(f"{shown(path)} of another host is not copied here: {error.strerror}")
         self._number = told.number
 
     def _remove(self, path: str) -> bool:
@@ -375,7 +375,7 @@ class StoreUpdater:
                 return True
             if stat.S_ISDIR(status.st_mode) is not is_folder and not self._remove(path):
                 name = shown(path)
-                what = "is a file in the project store, and a folder that is not empty here"
+                what = "is a file in the project store, but a folder with files here"
                 self._note(f"{name} {what}")
                 return False
         return True
@@ -385,4 +385,4 @@ class StoreUpdater:
             while not self._over.wait(ASK_S):
                 self.catch_up()
         except (OSError, TaasError) as error:
-            self._note(f"what other hosts write to the project store no longer comes here: {error}")
+            self._note(f"other hosts' writes to the project store no longer arrive here: {error}")

@@ -360,7 +360,7 @@ class _Sender:
             return
         self.refused[path] = why
         if why not in self._stays:
-            self._note(f"{shown(path)} did not get into the project store: {why}")
+            self._note(f"{shown(path)} was not copied to the project store: {why}")
         self._stays.add(why)  # one note for each reason: there may be thousands of files
 
 
@@ -424,7 +424,7 @@ class Outbound:
             self._mark(self._watch.wait(0)[0], everything=True)
             self._sender.send_all(self._in_order({*self._due}))
         except (OSError, TaasError) as error:
-            self._note(f"what is written no longer gets into the project store: {error}")
+            self._note(f"rank 0's writes are no longer copied to the project store: {error}")
 
     def _mark(self, paths: Iterable[str], everything: bool) -> None:
         """Schedule checks of paths.

@@ -28,10 +28,10 @@ KEPT_BESIDE = ".from-host"
 """Suffix of the name of rank 0's version of a user's file."""
 
 OVERWRITE = "[store] overwrite in taas.toml names files that hosts may write"
-_YOURS = "no run made the file that is there, or it was changed since"
-WHY_BESIDE = f"{_YOURS}: rank 0's is kept with {KEPT_BESIDE} at the end of its name; {OVERWRITE}"
-WHY_NOT_KEPT = f"{_YOURS}, and so is the one with {KEPT_BESIDE} at its end; {OVERWRITE}"
-WHY_NOT_REMOVED = f"{_YOURS}, so no host removes it; {OVERWRITE}"
+_YOURS = "the existing file is not from a run, or was changed since"
+WHY_BESIDE = f"{_YOURS}: rank 0's file is kept as NAME{KEPT_BESIDE}; {OVERWRITE}"
+WHY_NOT_KEPT = f"{_YOURS}, and the same is true of NAME{KEPT_BESIDE}; {OVERWRITE}"
+WHY_NOT_REMOVED = f"{_YOURS}, so no host can remove it; {OVERWRITE}"
 WHY_NOT_NEW = f"a new hidden file, program, module or start-up file; {OVERWRITE}"
 
 _DATA = re.compile(r"\.(?:metadata|z(?:array|attrs|group|metadata)|hydra|complete|done|success)")

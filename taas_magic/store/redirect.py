@@ -344,8 +344,8 @@ class Discarded(Watched):
 
     def _copy(self, place: str, path: str) -> None:
         if os.path.getsize(place) > COPY_LIMIT_BYTES:
-            limit = f"over {COPY_LIMIT_BYTES >> 20} MiB is not copied for it: open it for reading"
-            text = f"{self._who} may not change it: {limit}"
+            limit = f"files over {COPY_LIMIT_BYTES >> 20} MiB are not copied for ranks"
+            text = f"{self._who} cannot change it: {limit}; open it for reading"
             raise PermissionError(errno.EACCES, text, place)
         shutil.copyfile(place, path)
 
@@ -925,9 +925,9 @@ def _warn_about_locks(view: Discarded) -> None:
         path = _path_of(file if isinstance(file, int) else file.fileno())
         if view.is_own(path) and not operation & fcntl.LOCK_UN:
             said = (
-                f"the lock on {os.path.basename(path)} keeps no other rank out: only rank 0 "
-                "writes to the project store, and this rank locks a file of its own. Lock a "
-                "file outside the store, or of a folder of --shared-writes"
+                f"the lock on {os.path.basename(path)} does not exclude other ranks: only rank 0 "
+                "writes to the project store, and other ranks lock their own copies. Lock a file "
+                "outside the store, or in a folder of --shared-writes"
             )
             warnings.warn(said, RuntimeWarning, stacklevel=3)
         return real(file, operation, *args)

@@ -87,8 +87,8 @@ def choose(
     runs = os.path.realpath(state_dir() / "runs")
     if is_below(store, runs):
         raise StoreError(
-            f"the project store {store} lies inside the run folder {runs}, "
-            f"which is cleared in time: {_ANOTHER}"
+            f"the project store {store} is inside the folder of runs {runs}, "
+            f"where old files are removed: {_ANOTHER}"
         )
     folders = tuple(_shared_folder(store, name) for name in shared)
     return StoreRule(store, writes, folders, limit_bytes, overwrite)
@@ -122,14 +122,15 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
     said = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
         said.append(
-            f"the project store {rule.path} is, or holds, your home folder: rank 0 may write all "
-            f"of it, and hosts of other pools get a copy, but for what may hold secrets; {_ANOTHER}"
+            f"the project store {rule.path} is or contains your home folder: rank 0 can write all "
+            f"of it, and hosts of other pools get a copy, except files that may hold secrets; "
+            f"{_ANOTHER}"
         )
     if world_size > 1 and (links := _links_out(rule.path)):
         more = f" and {len(links) - 1} more" if len(links) > 1 else ""
         said.append(
-            f"not held: {links[0]}{more} lead{'s' * (not more)} out of the project store, so that "
-            "ranks other than 0 can write there too (docs/store.md)"
+            f"{links[0]}{more} lead{'s' * (not more)} out of the project store, so ranks other "
+            "than 0 can write there (docs/store.md)"
         )
     return said
 
@@ -171,7 +172,7 @@ def _try_to_write(store: str) -> None:
     except OSError as error:
         raise StoreError(
             f"rank 0 could not write to the project store {store}: {reason_of(error)}; "
-            f"mend that, or {_ANOTHER}"
+            f"correct this, or {_ANOTHER}"
         ) from error
 
 

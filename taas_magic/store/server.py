@@ -132,7 +132,7 @@ class StoreServer:
             StoreError: The store is too large to be copied to a host.
         """
         if self._is_closed:
-            raise ProtocolError("the run has ended: its project store takes nothing more")
+            raise ProtocolError("the run has ended: its project store accepts no more files")
         try:
             answer: _T = self._answers[type(asked)](host_rank, asked)
         except ValueError as error:
@@ -269,7 +269,7 @@ class StoreServer:
         if why := self._ignore.why_not_back(path):
             raise UnsafeError(path, why)
         if other := self._cases.clash(path):
-            raise UnsafeError(path, f"its name differs from {shown(other)} by case alone")
+            raise UnsafeError(path, f"its name differs from {shown(other)} only by case")
 
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or a missing parent folder of it."""
@@ -362,7 +362,7 @@ class StoreServer:
             self._drop(key)
             n_open = sum(rank == host_rank for rank, _ in self._arriving)
             if not entry.sha256 and n_open >= MAX_OPEN:
-                raise UnsafeError(path, f"more than {MAX_OPEN} files are on their way already")
+                raise UnsafeError(path, f"more than {MAX_OPEN} files are being sent already")
             self._make_folders(parted(path)[0])
             with self._tree.folder(parted(path)[0]) as here:
                 self._arriving[key] = Arrival(here)
@@ -370,7 +370,7 @@ class StoreServer:
                 self._checks[key] = PathFileCheck()
         arrival = self._arriving.get(key)
         if arrival is None or arrival.received != piece.offset:
-            raise UnsafeError(path, f"its part at {piece.offset:,} does not follow on")
+            raise UnsafeError(path, f"its part at {piece.offset:,} does not continue the last part")
         try:
             arrival.write(piece.data)
             if (check := self._checks.get(key)) is not None:
@@ -404,7 +404,7 @@ class StoreServer:
             flushed.result()
             check = self._checks.pop((host_rank, path), None)
             if check is not None and not check.is_checkpoint:
-                raise UnsafeError(path, "a .pth that is no checkpoint: Python runs such")
+                raise UnsafeError(path, "a .pth file that is not a checkpoint: Python would run it")
             is_exception = self._exceptions.has(path)
             if entry.executable and is_program(arrival.begins) and not is_exception:
                 raise UnsafeError(path, WHY_NOT_NEW)

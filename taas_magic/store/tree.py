@@ -47,7 +47,7 @@ def why_astray(path: str) -> str:
     if not path:
         return "it has no name"
     if "\0" in path:
-        return "a NUL in its name"
+        return "its name contains a NUL"
     if path.startswith("/"):
         return "an absolute path"
     if any(part in ("", ".", "..") for part in path.split("/")):
@@ -323,7 +323,7 @@ class DamagedError(UnsafeError):
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
-        super().__init__(path, f"{path} was damaged on its way: {what}")
+        super().__init__(path, f"{path} was damaged in transit: {what}")
 
 
 _BEGINS_BYTES = 16
@@ -393,7 +393,7 @@ class Arrival:
         """
         old = tree.status(path)
         if old is not None and (what := oddity(old)):
-            raise UnsafeError(path, f"{what} of that name is there")
+            raise UnsafeError(path, f"{what} of this name exists")
         # without an old file, the mode that this process's umask gives new files
         mode = (old or os.fstat(self.file)).st_mode & 0o777
         may_run = (mode & 0o444) >> 2

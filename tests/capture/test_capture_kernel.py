@@ -385,8 +385,8 @@ def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Fr
     frontend.run("assert scale(1) == 3\nFACTOR = 4")
     text = frontend.text(frontend.run(cell.format(5)))
     assert (
-        "scale uses FACTOR, which the cell has set; the notebook keeps its own FACTOR (4): "
-        "--out scale,FACTOR brings the cell's\n" in text
+        "scale uses FACTOR, which the cell changed; the notebook keeps its own value (4): "
+        "--out scale,FACTOR returns the cell's\n" in text
     )
     frontend.run("assert scale(1) == 4")
     text = frontend.text(frontend.run(cell.format(5).replace("scale\n", "scale,FACTOR\n")))
@@ -552,8 +552,8 @@ def test_what_was_made_for_one_process_is_refused_before_the_start(frontend: Fro
         assert message.startswith(f"`{path}` is a"), message
         assert f"{kind} and cannot travel to the ranks" in message
         assert message.endswith(
-            "it was made for one process and would act as process 0 of 1 in every rank; "
-            "make it inside the cell and run again"
+            "it records the ranks that it found in the notebook, process 0 of 1, and every rank "
+            "would use that; create it inside the cell and run again"
         )
     frontend.run("assert launch.last_run is before")
     frontend.run(
@@ -690,7 +690,7 @@ def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend)
         "import threading, types\nmodel = types.SimpleNamespace(lock=threading.Lock())"
     )
     assert "`model.lock` is a _thread.lock and cannot travel to the notebook" in reply["evalue"]
-    assert "bring back plain data instead" in reply["evalue"]
+    assert "return plain data instead" in reply["evalue"]
     assert "inside the cell" not in reply["evalue"]
 
 
@@ -711,7 +711,7 @@ def test_a_constant_that_the_notebook_has_set_in_a_module_is_told(frontend: Fron
     cell = frontend.run("%%taas --gpus 1\nits.NAME = 'c'\nprint(its.DEPTH, its.NAME, its.seen)")
     assert "2 c None" in frontend.text(cell)
     shown = str(frontend.outputs[cell])
-    assert "settings_of_it.DEPTH is 3 in the notebook, 2 in the file, which the ranks" in shown
+    assert "settings_of_it.DEPTH is 3 in the notebook, but 2 in the file that the ranks" in shown
     assert "NAME is" not in shown and "seen is" not in shown
     again = "%%taas --gpus 1\nits.DEPTH"
     shown = str(frontend.outputs[frontend.run(again)])

@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(path: Path, keep: int) -> None:
 
 def test_another_kind_of_file_is_named(path: Path) -> None:
     path.write_bytes(bytes(100))
-    with pytest.raises(CaptureError, match="not a whole payload"):
+    with pytest.raises(CaptureError, match="is incomplete"):
         pickling.read_archive(path)
 
 

@@ -32,7 +32,7 @@ CELLS = (
 DEEDS = ("kill pool", "down", "interrupt", "restart kernel", "kill kernel")
 CLEAR = {
     "kill pool": r'pool "local"(:| did not start:) (its|the connection to its) process \d+ ',
-    "down": r'KeyboardInterrupt|pool "local"( was ended|: nobody waits for its hosts any more)',
+    "down": r"KeyboardInterrupt|this kernel ended|a kernel ended the pool",
     "interrupt": "KeyboardInterrupt|aborted",
 }
 """Patterns for the message of a cell that failed, by the deed."""

@@ -157,4 +157,4 @@ def test_a_limit_on_file_sizes_bounds_batches_and_no_more(notebook: Notebook) ->
     notebook.define(BLOCKS)
     outcome = notebook.run(LIMITED, "--cpus 0", gpus=1)
     assert outcome.lines[0] == ["40"]
-    assert "no file may be larger than 67 MB here (ulimit -f)" in outcome.shown
+    assert "files can have at most 67 MB here (ulimit -f)" in outcome.shown

@@ -199,7 +199,7 @@ def test_a_fetcher_that_answers_nothing_fails_the_run_with_its_name(
     outcome = notebook.run(STOPS, "--cpus 1")
     assert isinstance(outcome.error, RankFailed)
     assert 'no fetcher of loader "loader" has answered for ' in outcome.shown
-    assert "fetcher 0 on this host says nothing" in outcome.shown
+    assert "fetcher 0 on this host is silent" in outcome.shown
 
 
 SAYS_PARENT = """
@@ -232,5 +232,5 @@ def test_the_last_fetcher_that_ends_is_started_again_as_often_as_ranks_are(
     assert again.error is None and again.run is not None, again.shown
     assert again.run.result == list(range(2000))
     notes = [note["text"] for note in again.of_kind("note")]
-    assert "all fetchers have ended; they are started again (restart 1 of 1)" in notes
+    assert "all fetchers have ended and start again (restart 1 of 1)" in notes
     assert not again.of_kind("restart")

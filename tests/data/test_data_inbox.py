@@ -146,7 +146,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
         batch = client.reply(SlotRequest(slot, True)).batch
         assert batch.tolist() == [slot] * 100
         assert batch.untyped_storage().nbytes() <= sizes[0][1]
-    with pytest.raises(ProtocolError, match=r"was asked None .* and 2 more"):
+    with pytest.raises(ProtocolError, match=r"was asked for None .* and 2 more"):
         client._store_response(link, response, memoryview(bytearray().join(bodies)))
 
 
@@ -212,7 +212,7 @@ def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -
         descriptor = box.descriptor()
         assert os.path.samestat(os.fstat(descriptor), os.fstat(one.fileno()))
         os.close(descriptor)
-    with pytest.raises(ProtocolError, match="did not come"):
+    with pytest.raises(ProtocolError, match="did not send it"):
         box.descriptor()
 
 
@@ -221,7 +221,7 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
     with server, rank:
         response = Response(ResponseKind.BATCH, 0, 0)
         server.sendall(protocol.pack(response, protocol.MAX_BATCH_BYTES))
-        with pytest.raises(ProtocolError, match="is announced; the limit is 2048 with 0"):
+        with pytest.raises(ProtocolError, match="is too long; the limits are 2048 and 0"):
             Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(Blocks(0))
 
 
@@ -352,4 +352,4 @@ def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
             route.failed(tried[-1], Silent(), silent_s=route.patience_s)
     assert sorted(tried) == [0, 1, 2]
     for number in range(3):
-        assert f"fetcher {number} at cpu1:{7000 + number} says nothing" in str(lost.value)
+        assert f"fetcher {number} at cpu1:{7000 + number} is silent" in str(lost.value)

@@ -33,7 +33,7 @@ def test_fewer_hosts_are_shared_and_it_is_said() -> None:
     plan, note = place_fetchers(["train"], 4, pool(2), cores=8)
     assert [fetcher.host for fetcher in plan.fetchers] == [0, 1, 0, 1]
     assert plan.cores == 4
-    assert note == '--cpus 4 asks for 4 hosts, pool "c" has 2 hosts: 4 fetchers share them'
+    assert note == '--cpus 4 needs 4 hosts, but pool "c" has 2 hosts: 4 fetchers share them'
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_fewer_hosts_are_shared_and_it_is_said() -> None:
         (
             3,
             [("a", "b"), ("a", "b")],
-            '--cpus 2 for 2 loaders asks for 4 hosts, pool "c" has 3 hosts: '
+            '--cpus 2 for 2 loaders needs 4 hosts, but pool "c" has 3 hosts: '
             "the loaders share fetchers",
         ),
     ],
@@ -97,4 +97,4 @@ def test_of_two_pools_for_data_the_first_is_taken_and_it_is_said() -> None:
     first, second = pool(1, "c1"), pool(1, "c2")
     chosen, note = choose_data_pool("local", "", config(first, second))
     assert chosen == first
-    assert note == 'pools "c1", "c2" have role "data": "c1" is taken; --data-pool NAME chooses'
+    assert note == 'pools "c1", "c2" have role "data": "c1" is used; --data-pool NAME chooses'

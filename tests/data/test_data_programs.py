@@ -272,4 +272,4 @@ def test_a_child_that_is_spawned_finds_all_names_but_the_batches(notebook: Noteb
     notebook.define(SPAWNS)
     batches, worked, refused = run(notebook, SPAWNED, 1)
     assert (batches, worked) == ("batches 2", "worked [0, 10, 20]")
-    assert refused.startswith('refused loader "loader" feeds ranks, and process ')
+    assert refused.startswith('refused loader "loader" works only in ranks, and process ')

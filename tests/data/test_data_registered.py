@@ -78,11 +78,23 @@ STATE = "for _ in zip(range(3), loader): pass\nloader.state_dict()"
 
 
 OTHERS = [
-    (0, "DataLoader(Numbers(24), 2, shuffle=True), seed=6", "is of seed 5, and this run's is 6"),
-    (1, "DataLoader(Numbers(24), 2, shuffle=True), seed=6", "is of seed 5, and this run's is 6"),
-    (0, "DataLoader(Numbers(26), 2, shuffle=True), seed=5", "of 24 samples, the loader's is"),
-    (1, "DataLoader(Numbers(24), 3, shuffle=True), seed=5", "the epoch has another order now"),
-    (0, "DataLoader(Numbers(24), 2), seed=5", "the epoch has another order now"),
+    (
+        0,
+        "DataLoader(Numbers(24), 2, shuffle=True), seed=6",
+        "was saved with seed 5, but this run has seed 6",
+    ),
+    (
+        1,
+        "DataLoader(Numbers(24), 2, shuffle=True), seed=6",
+        "was saved with seed 5, but this run has seed 6",
+    ),
+    (0, "DataLoader(Numbers(26), 2, shuffle=True), seed=5", "of 24 samples, the loader has"),
+    (
+        1,
+        "DataLoader(Numbers(24), 3, shuffle=True), seed=5",
+        "the order of this epoch is different now",
+    ),
+    (0, "DataLoader(Numbers(24), 2), seed=5", "the order of this epoch is different now"),
 ]
 """A number of fetchers, another loader, and how the state of the first is refused."""
 
@@ -177,7 +189,7 @@ def test_double_sharding_is_refused(defined: Notebook, made: str, says: str) -> 
     )
     said = refusal(defined, "taas.register(loader)")
     assert says in said
-    assert "dealt to the ranks already: leave it out" in said
+    assert "among the ranks: remove it" in said
 
 
 def test_a_refusal_is_one_line_with_none_of_the_pickling(
@@ -302,7 +314,7 @@ def test_a_method_that_changes_only_the_ranks_copy_is_said(defined: Notebook) ->
     outcome = defined.run("loader.dataset.evaluate()\nprint(loader.dataset.half())", gpus=1)
     assert outcome.error is None, outcome.shown
     said = " ".join(outcome.lines[0])
-    assert "loader.dataset.evaluate() changed 'mode' of this rank's copy" in said
+    assert "loader.dataset.evaluate() changed 'mode' only in this rank's copy" in said
     assert outcome.lines[0][-1] == "4"
 
 

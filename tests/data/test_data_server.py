@@ -110,7 +110,7 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
         for stranger in strangers:  # who comes after them is not the one that has waited longest
             with suppress(ConnectionError):
                 stranger.recv(1)
-        full = f"fetcher 0 .* may have open files .{most}, ulimit -n"
+        full = f"fetcher 0 .* limit of open files .{most}, ulimit -n"
         with pytest.raises(ProtocolError, match=f"refused: {full}"):
             while len(links) < most:
                 links.append(linked(running))
@@ -130,7 +130,7 @@ def test_a_rank_that_comes_alone_is_told_that_a_server_has_no_room(tmp_path: Pat
         server = psutil.Process(running.processes[0][0].pid)
         most = server.num_fds() + 10
         server.rlimit(psutil.RLIMIT_NOFILE, (most, most))
-        with pytest.raises(ProtocolError, match=f"may have open files .{most}, ulimit -n"):
+        with pytest.raises(ProtocolError, match=f"limit of open files .{most}, ulimit -n"):
             linked(running)
 
 

@@ -132,7 +132,7 @@ def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None
             assert outcome.run.plan.notes[1:] == ()
         if flags == "--cpus 3":
             assert (len(hosts), len(set(hosts.values()))) == (3, 2)
-            shared = '--cpus 3 asks for 3 hosts, pool "data" has 2 hosts: 3 fetchers share them'
+            shared = '--cpus 3 needs 3 hosts, but pool "data" has 2 hosts: 3 fetchers share them'
             assert outcome.run.plan.notes[-1] == shared
     assert all(weights == seen["--cpus 0"] for weights in seen.values())
     assert seen["--cpus 0"][0] > 0
@@ -191,7 +191,7 @@ def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
     assert ledger.audit(lines) == []
     assert ledger.missing(lines, 200) == []
     (gone,) = (note["text"] for note in outcome.of_kind("note") if "is gone" in note["text"])
-    assert gone.endswith("their batches come from the others")
+    assert gone.endswith("other fetchers provide their batches")
     assert "with fetcher " in gone
 
 
@@ -207,7 +207,7 @@ def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     assert isinstance(outcome.error, RankFailed)
     assert re.search('no fetcher of loader "slow" is left: host .* is gone: ', outcome.shown)
     notes = [note["text"] for note in outcome.of_kind("note")]
-    assert any(text.endswith("no other is left") for text in notes)
+    assert any(text.endswith("no fetcher is left") for text in notes)
 
 
 def test_hosts_with_fetchers_die_before_these_listen(

@@ -96,9 +96,9 @@ def test_hosts_make_one_receipt() -> None:
     assert receipt_lines(receipt) == [
         ("rank 0 wrote", "m.pt (7 bytes)"),
         ("not saved (only rank 0 writes)", "m.pt from ranks 1,3"),
-        ("not saved, and not by rank 0 either", "m-4.pt from rank 4"),
-        ("held by", "Landlock"),
-        ("store", "too large to scan: files that subprocesses wrote may be missing"),
+        ("not saved by any rank", "m-4.pt from rank 4"),
+        ("protected by", "Landlock"),
+        ("store", "too large to search: files that subprocesses wrote may be missing"),
     ]
 
 

@@ -200,7 +200,7 @@ time.sleep(600)
     outcome = run(several, ALL_REDUCE + source)
     assert isinstance(outcome.error, RunLost)
     ended = outcome.of_kind("ended")[0]["first"]
-    assert "nothing was heard of it for 9 s" in ended["message"]
+    assert "it was silent for 9 s" in ended["message"]
     started = {event["host"]: event["pids"] for event in outcome.of_kind("started")}
     assert set(started[ended["host"]]) == {"2", "3"}
     pids = [pid for pids in started.values() for pid in pids.values()]

@@ -71,7 +71,7 @@ def test_a_job_that_ends_early_is_an_error_once(vehicles: Vehicles, system: Told
     ) as error:
         look(vehicles)
     assert "no module named torch" in str(error.value)
-    assert look(vehicles) == ["hpc-0: asked for"], "another job is to come"
+    assert look(vehicles) == ["hpc-0: requested"], "another job is to come"
 
 
 def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, system: Told) -> None:
@@ -83,13 +83,13 @@ def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, syste
 def test_jobs_that_nobody_wants_any_more_may_end(vehicles: Vehicles, system: Told) -> None:
     vehicles.forget(kept=[])
     system.jobs["1"] = FAILED
-    assert look(vehicles) == ["hpc-0: asked for"]
+    assert look(vehicles) == ["hpc-0: requested"]
 
 
 def test_a_job_whose_host_has_served_may_end(vehicles: Vehicles, system: Told) -> None:
     system.jobs["1"] = BatchJob("1", "TIMEOUT", "TimeLimit", ended=True)
     assert asyncio.run(vehicles.why_lost("hpc-0")) == "Slurm job 1 is TIMEOUT (TimeLimit)"
-    assert look(vehicles) == ["hpc-0: asked for"]
+    assert look(vehicles) == ["hpc-0: requested"]
 
 
 def test_a_lost_hosts_job_is_given_time_to_settle(
@@ -111,7 +111,7 @@ def test_a_lost_hosts_job_is_given_time_to_settle(
 def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
     vehicles = Vehicles(None, None)
     vehicles.note([("hpc-0", worker)])
-    assert look(vehicles) == ["hpc-0: asked for"]
+    assert look(vehicles) == ["hpc-0: requested"]
     assert asyncio.run(vehicles.why_lost("hpc-0")) == ""
 
 

@@ -371,7 +371,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
             came = hanging.status().ready
             node.kill()
             until(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
-    assert "the farm's node did nothing for" in ended[0].why
+    assert "the farm's node did not start: it did nothing for" in ended[0].why
     until(lambda: nodes_of(hanging)[-1] is not ended[0])
     _, alive = psutil.wait_procs([node], timeout=WAIT_S)
     assert not alive
@@ -398,7 +398,7 @@ def test_jobs_fail_when_no_node_comes(
     assert isinstance(never, Farm)
     error = never.submit(train, 1).exception(WAIT_S)
     assert isinstance(error, PoolError)
-    assert "3 nodes did not start, no more are: " in str(error)
+    assert "3 nodes did not start, so no more are requested: " in str(error)
     assert "the farm's node ended with exit code 1; its log says why" in str(error)
     never.close()
 
@@ -614,7 +614,7 @@ job = gives_up.submit(len, Slow())
 def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3"):
         taas.farm("many", nodes=(1, 9))
-    with pytest.raises(UsageError, match=r"gpus=0 to 2"):
+    with pytest.raises(UsageError, match=r"gpus must be 0 to 2"):
         taas.farm("many", gpus=3)
 
 
@@ -681,7 +681,7 @@ def a_farm_whose_process_dies_says_so_of_each_job(
     process.kill()
     with pytest.raises(PoolError, match=rf"{job.name} of {dying.name}: its process ended"):
         job.result()
-    with pytest.raises(PoolError, match="make another farm"):
+    with pytest.raises(PoolError, match="create another farm"):
         dying.submit(wait, "never")
     dying.close()
 

@@ -112,7 +112,7 @@ dist.all_reduce(torch.ones(1))
     assert first(outcome)["rank"] == 1
     assert first(outcome)["how"] == "stopped"
     assert any("Cell In[" in line for line in first(outcome)["stack"])
-    assert "its Python stack when it was last seen" in outcome.shown
+    assert "its last known Python stack" in outcome.shown
 
 
 def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:

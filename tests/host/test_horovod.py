@@ -74,7 +74,9 @@ def meeting() -> Iterator[Rendezvous]:
 def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
     notes: list[str] = []
     assert query_horovod(environ(meeting.port), notes.append) == {}
-    assert notes == ["the run's first host has no horovod: its ranks will not find each other"]
+    assert notes == [
+        "horovod is not installed on the run's first host: horovod's ranks will not find each other"
+    ]
 
 
 @needs_horovod

@@ -76,4 +76,4 @@ asyncio.run(hang())
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN_S, check=False
     )
     assert done.returncode == EXPIRED
-    assert "heard nothing of the pool for 0.5 s: the host ends" in done.stderr
+    assert "no message from the pool for 0.5 s: this host ends" in done.stderr

@@ -146,6 +146,6 @@ for number in range(60_000):
         assert notebook.shell.user_ns["x"][-1] == 9_999
         assert outcome.run is not None and outcome.run.state == "SUCCEEDED"
         [note] = {note for note in outcome.run.head.notes if "the log of rank 0" in note}
-        assert "kept for the run's results" in note and "rank-0.log" in note
+        assert "reserved for the run's results" in note and "rank-0.log" in note
     finally:
         subprocess.run(["umount", "-l", runs], check=True)

@@ -110,7 +110,7 @@ def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) ->
     rank.say(RankReported())
     rank.heard_all(2)
     note, reported = rank.messages
-    assert isinstance(note, Note) and note.text.startswith("something on rank 0 wrote what is no")
+    assert isinstance(note, Note) and note.text.startswith("a process of rank 0 wrote to the pipe")
     assert reported == RankReported()
 
 

@@ -161,7 +161,7 @@ def test_a_cell_that_wants_a_gpu_where_there_is_none_is_told_what_to_write(
     outcome = notebook.run("import torch\nmodel = torch.nn.Linear(1, 1).cuda()", gpus=1)
     assert isinstance(outcome.error, RankFailed)
     assert outcome.error.etype == ("RuntimeError" if torch.version.cuda else "AssertionError")
-    assert "no GPU for this rank" in outcome.shown and "taas.device_type" in outcome.shown
+    assert "this rank has no GPU" in outcome.shown and "taas.device_type" in outcome.shown
     source = (
         "import taas, torch\ntorch.nn.Linear(1, 1).to(taas.device_type)\nprint(taas.device_type)"
     )

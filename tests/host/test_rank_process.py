@@ -242,7 +242,7 @@ def test_a_debugger_in_a_cell_says_why_not(module: str, notebook: Notebook) -> N
     source = f"from {module} import set_trace\nset_trace()\nprint('not reached')"
     outcome = notebook.run(source, gpus=1)
     assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "BdbQuit"
-    assert "the debugger cannot be used here, because nobody can type" in outcome.shown
+    assert "the debugger cannot be used here: nobody can type" in outcome.shown
     assert "taas_magic" not in outcome.shown and "os._exit" not in outcome.shown
 
 

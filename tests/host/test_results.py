@@ -168,7 +168,7 @@ def test_sharded_values_are_gathered(notebook: Notebook) -> None:
         assert value.equal(space["model"][name])
     assert space["part"]["rank"] == 1
     assert space["part"]["weights"][0].equal(space["whole"]["weight"])
-    assert any("full state_dict() comes" in event["text"] for event in outcome.of_kind("note"))
+    assert any("as its full state_dict()" in event["text"] for event in outcome.of_kind("note"))
 
 
 def test_what_is_sharded_when_the_process_group_is_closed_is_named(notebook: Notebook) -> None:

@@ -319,7 +319,7 @@ def test_a_process_that_computes_gets_no_signal(tmp_path: Path) -> None:
         eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_RUNNING)
         samples = [of_fetcher(process.pid, written) for _ in range(20)]
         process.kill()
-    assert {waits_for(sample) for sample in samples} == {"nothing: it uses a core"}
+    assert {waits_for(sample) for sample in samples} == {"nothing: it is running"}
     assert not any(sample.threads for sample in samples)
     assert not written.read_text()
 
@@ -491,7 +491,7 @@ def test_stacks_of_a_rank_that_is_stopped(
         on_event(monkeypatch, lambda it: it["kind"] == "lines", look),
     ):
         notebook.run(source, gpus=1)
-    assert "waits for SIGCONT: it was stopped from outside (stopped" in shown[0]
+    assert "waits for SIGCONT: another program stopped it (SIGSTOP) (stopped" in shown[0]
     assert (
         "MainThread, when it was last seen:\n    Cell In[1], line 12: os.read(told, 1)" in shown[0]
     )
@@ -501,7 +501,7 @@ def test_stacks_of_a_rank_that_is_stopped(
     ("state", "words"),
     [
         ("disk-sleep", "an uninterruptible system call"),
-        ("running", "nothing: it uses a core"),
+        ("running", "nothing: it is running"),
         ("sleeping", "a C call"),
     ],
 )

@@ -92,7 +92,7 @@ def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
             lived = supervisor.poll() is None
             supervisor.wait(WITHIN_S)
             assert supervisor.stderr is not None
-            assert "nothing heard from the pool for 2.0 s" in supervisor.stderr.read().decode()
+            assert "no message from the pool for 2.0 s" in supervisor.stderr.read().decode()
     assert lived
 
 

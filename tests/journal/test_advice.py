@@ -38,23 +38,30 @@ CASES = {
     "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
     "storage, cores for one more": (
         replace(STORAGE, room=2),
-        "its storage is slow; --cpus 2 instead of 1 would make it about 2.0x as fast",
+        "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as",
     ),
     "storage, no core for one more": (
         replace(STORAGE, room=1),
+        "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as",
+    ),
+    "cpu, no core for one more": (
+        replace(CPU, room=1),
         "this host already has a worker for each core; fetchers on hosts of their own",
     ),
     "one stream": (
         replace(STORAGE, workers=4, working=1.05),
-        "cut into 1 stream for 4 workers; num_workers=4 in the DataLoader",
+        "has only 1 stream for 4 workers; num_workers=4 in the DataLoader",
     ),
-    "network": (IDLE, "the network brings 110 MB/s while its workers have time left; --cpus 3"),
+    "network": (IDLE, "limits it to 110 MB/s, and its workers are not busy; --cpus 3"),
     "network, no core for one more": (
         replace(IDLE, room=1),
-        "110 MB/s while its workers have time",
+        "110 MB/s, and its workers are not busy",
     ),
-    "one host": (replace(IDLE, crosses=False), "no network lies between; they work further ahead"),
-    "receiving": (replace(IDLE, receiving=0.9), "the ranks' own receiving (110 MB/s) bounds it"),
+    "one host": (
+        replace(IDLE, crosses=False),
+        "no network limits it; a larger buffer lets them work",
+    ),
+    "receiving": (replace(IDLE, receiving=0.9), "the ranks cannot receive more than 110 MB/s"),
     "first batch": (
         replace(STORAGE, waited=0.3, first=0.28),
         "most of it for the first batch; --prefill 2 would start",
@@ -66,7 +73,7 @@ CASES = {
     "first batch, no fetchers": (replace(ALONE, first=0.6), "--cpus 1 would prepare it while"),
     "in the ranks": (
         ALONE,
-        "prepared in the ranks themselves; --cpus 4 would make it about 2.6x as fast",
+        "the ranks prepare it themselves; --cpus 4 would make it about 2.6x as fast",
     ),
     "in the ranks, on their cores": (
         replace(ALONE, receiving=0.9),
@@ -74,7 +81,7 @@ CASES = {
     ),
     "in the ranks, on a host of two cores": (
         replace(ALONE, room=2),
-        "prepared in the ranks themselves; --cpus 2 would make it about 1.6x as fast",
+        "the ranks prepare it themselves; --cpus 2 would make it about 1.6x as fast",
     ),
     "in many ranks": (
         replace(ALONE, ranks=64, waited=0.95),
@@ -139,8 +146,8 @@ def test_the_sums_of_a_run_decide() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
-    """On one host, with fetchers and without."""
-    flow = run_of(waited_s=9.9, cpu_s=0.5, host="gpu1")
+    """On one host, with fetchers and without, unless the workers only wait for slow storage."""
+    flow = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
     flow.fetchers[0].cores = cores
     alone = Flow()
     counts = {"batches": 9.0, "span_s": 10.0, "waited_s": 9.9, "workers": 1.0}
@@ -151,3 +158,6 @@ def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
             assert "fetchers on hosts of their own" in said
         else:
             assert int(words[words.index("--cpus") + 1]) == min(cores, 8)
+    slow = run_of(waited_s=9.9, cpu_s=0.5, host="gpu1")
+    slow.fetchers[0].cores = cores
+    assert "its storage is slow; --cpus 8 instead of 1" in advice(slow)

@@ -223,7 +223,7 @@ def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
     writer.append(event("ended", state="SUCCEEDED"))
     writer.close()
     assert folder.events.stat().st_size < 6 << 20
-    assert said == ["it has 5 MiB; what ranks print goes on in their logs"]
+    assert said == ["it has reached 5 MiB; the ranks' logs have all lines"]
     assert runs.find("r1").state == "SUCCEEDED"
 
 
@@ -290,7 +290,7 @@ def test_a_run_of_an_older_version_is_read_whole() -> None:
     shown = text(head, 0.0)
     assert "restarts 1 (rank 1 on host gpu1 (pid 26719): ZeroDivisionError: division by ze" in shown
     assert "rank 0: RuntimeError: [/__w/" in shown and "(a consequence)" in shown
-    assert "rank 0 wrote: file-0 (1 bytes)\n" in shown
+    assert "rank 0 wrote: file-0 (1 byte)\n" in shown
     assert "file-1 from rank 1" in shown
 
 

@@ -107,7 +107,7 @@ def test_logs_ledgers_and_the_result_go_back(
     (far.here / "profile" / "0-1.json.gz").write_bytes(b"trace")
     far.files.send_back()
     assert (home.results / "0-0-0").read_bytes() == result
-    assert home.log(0).read_bytes() == "… 4 bytes before this are left out …\n".encode() + log[4:]
+    assert home.log(0).read_bytes() == "… 4 bytes before this are not shown …\n".encode() + log[4:]
     assert home.log(1).read_bytes() == b""
     assert (home.path / "data" / "ledger" / "ledger-0-1").read_bytes() == b"counts"
     assert (home.path / "profile" / "0-1.json.gz").read_bytes() == b"trace"

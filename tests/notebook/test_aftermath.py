@@ -111,7 +111,10 @@ def a_home_that_cannot_be_written_is_told_in_one_line(frontend: Frontend) -> Non
     for cell in (NEXT, "%taas status", "%taas down"):
         refused = frontend.send(cell)
         frontend.finish(refused)
-        assert re.fullmatch(r"PoolError: runs and pools are kept in .*", error(frontend, refused))
+        assert re.fullmatch(
+            r"PoolError: cannot write to .*, the folder of runs and pools: .*",
+            error(frontend, refused),
+        )
 
 
 def a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene, frontend: Frontend) -> None:
@@ -120,7 +123,7 @@ def a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene, frontend: Frontend) 
         cell = f"%%taas --gpus 1 {flags}\nfor batch in loader: print('a batch')"
         request = frontend.send(cell)
         assert frontend.finish(request)["status"] == "error"
-        assert f"no folder can be made in {scene.tmp}" in error(frontend, request)
+        assert f"cannot create a folder in {scene.tmp}" in error(frontend, request)
         assert "its file system is full" in error(frontend, request)
         for path in made:
             path.unlink()
@@ -290,7 +293,8 @@ def a_pool_of_another_torch_is_not_joined(scene: Scene, old: Frontend) -> None:
     with scene.kernel(PYTHONPATH=paths, TAAS_WARM="0") as new:
         request = new.run(NEXT)
         assert re.search(
-            r'another kernel uses pool "local" with Python \S+, torch 2\.\S+: it is not joined',
+            r'another kernel uses pool "local" with Python \S+, torch 2\.\S+; '
+            "this kernel starts its own",
             new.text(request),
         )
         assert only(new, "taas_magic.pool.process").pid != first.pid

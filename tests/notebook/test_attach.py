@@ -65,7 +65,9 @@ def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
         assert "ranks 2 · pool local" in head(other, seen)
         other.manager.interrupt_kernel()
         reply = other.finish(seen)
-        assert reply["ename"] == "KeyboardInterrupt" and "goes on: `%taas attach" in reply["evalue"]
+        assert (
+            reply["ename"] == "KeyboardInterrupt" and "continues: `%taas attach" in reply["evalue"]
+        )
         assert head(other, seen).startswith("NOT ATTACHED slow")
         assert "%taas stop" in head(other, seen)
 

@@ -29,12 +29,12 @@ def test_a_row_says_what_a_host_is_like() -> None:
     found = cells(row(facts), means="Landlock")
     assert found["python"] == "3.11.2" and found["torch"] == "2.13.1+cu130"
     assert found["GPUs"] == "8 H200" and found["interface"] == "ib0 10.0.0.1"
-    assert found["clock"] == "-0.3 s" and found["store"] == "shared, held by Landlock"
+    assert found["clock"] == "-0.3 s" and found["store"] == "shared, protected by Landlock"
     assert cells(row(FIT))["store"] == "travels"
 
 
 def test_where_our_packages_are_is_said() -> None:
-    assert cells(row(FIT))["taas"] == "comes on first use"
+    assert cells(row(FIT))["taas"] == "sent on first use"
     names = tuple(parcel.name for parcel in what_to_bring(FIT, KERNEL))
     assert cells(row(structs.replace(FIT, sites=names)))["taas"] == "in its cache"
 

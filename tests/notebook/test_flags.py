@@ -116,7 +116,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus 2 --gpus 3", "--gpus is given twice"),
         ("--gpus 2 --foo 1", "No flag --foo. The flags are: --gpus"),
         ("--gpus 2 --out x,x", "--out needs names of variables, each once"),
-        ("--gpus 2 --env RANK=5", "--env RANK=5: each rank has a RANK of its own"),
+        ("--gpus 2 --env RANK=5", "--env RANK=5: taas-magic sets RANK for each rank"),
         ("--gpus 2 --env MASTER_PORT=1", "each rank has a MASTER_PORT of its own"),
         (f"--gpus {HUGE}", "--gpus needs a number"),
         (f"--gpus 2 --units {HUGE}", "--units needs a number"),
@@ -159,11 +159,11 @@ def test_each_field_of_flags_has_a_flag() -> None:
                 *("--profile 2", "--dry-run"),
             )
         ),
-        ("--gpus 2 --prefill all", "--prefill all needs --units"),
-        ("--gpus 2 --prefill 20", "--prefill needs --cpus"),
+        ("--gpus 2 --prefill all", "--prefill all needs a limit on the data: add --units"),
+        ("--gpus 2 --prefill 20", "--prefill needs hosts that prepare the data: add --cpus"),
         (
             "--gpus 2 --cpus 2 --prefill 3GB",
-            "2 fetchers can hold 2,147,483,648 bytes; you asked for 3,000,000,000",
+            "2 fetchers can hold 2,147,483,648 bytes; you requested 3,000,000,000",
         ),
         ("--gpus 2 --prefill lots", "--prefill needs a size (--prefill 500MB)"),
         ("--gpus 2 --data-pool nowhere", 'No pool "nowhere"'),

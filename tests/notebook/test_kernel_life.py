@@ -154,7 +154,7 @@ def test_the_next_cell_says_that_it_waits_for_a_stopped_host(frontend: Frontend)
     [agent] = [it for it in frontend.process.children(recursive=True) if AGENT in words(it)]
     agent.suspend()
     request = frontend.send("%%taas --gpus 1 --cpus 1\nlen(failing)\nprint('on')")
-    frontend.wait(lambda: "last heard at" in before_start(frontend, request))
+    frontend.wait(lambda: "silent since" in before_start(frontend, request))
     assert frontend.finish(request)["status"] == "ok"
     assert "on\n" in frontend.text(request)
 

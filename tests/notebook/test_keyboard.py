@@ -148,7 +148,7 @@ def test_quitting_the_debugger_ends_the_cell(frontend_of_module: Frontend) -> No
     )
     assert answer(frontend, request, "q") == "(Pdb) "
     assert frontend.finish(request)["status"] == "error"
-    assert "BdbQuit: you ended the debugger" in plain(frontend, request)
+    assert "BdbQuit: you quit the debugger" in plain(frontend, request)
 
 
 @on_kernel
@@ -220,11 +220,11 @@ process.join()
     assert frontend.finish(request)["status"] == "ok"
     run = "import taas\ntry: taas.last_run.wait()\nexcept Exception as error: print(error)"
     assert "EOFError: nobody can type here" in frontend.text(frontend.run(run))
-    assert "only single lines can be typed here" in text
+    assert "only single lines can be read here" in text
     assert "child:" in text
     request = frontend.send("%%taas --gpus 2\nbreakpoint()")
     assert frontend.finish(request)["status"] == "error"
-    assert "the debugger cannot be used here, because nobody can type" in plain(frontend, request)
+    assert "the debugger cannot be used here: nobody can type" in plain(frontend, request)
 
 
 @on_kernel

@@ -185,7 +185,7 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
         ("%%taas --gpus 2 --pool nowhere\nx = 1", 'No pool "nowhere". There is no taas.toml'),
         ("#!g2.8\nx = 1", "#pragma taas --gpus 2"),
         ("#!g2.8", "#pragma taas --gpus 2"),
-        ("#!g2.8", '"#!g2.8" holds for its own cell only, and there is nothing below it'),
+        ("#!g2.8", '"#!g2.8" applies only to its own cell, and this cell has nothing below it'),
         ("#!nowhere\nx = 1", 'No pool "nowhere". There is no taas.toml'),
         ("#pragma taas --gpus 2\n\n", "nothing to run"),
         ("%taas --gpus 2", "begin it with %%taas"),
@@ -265,7 +265,7 @@ def test_loading_makes_this_the_module_taas(
     monkeypatch.setitem(sys.modules, "taas", other)
     taas_magic.load_ipython_extension(shell)
     assert run(shell, "import taas\nassert taas.register") is None
-    assert "another package `taas` is imported" in capsys.readouterr().out
+    assert "another package named `taas` is imported" in capsys.readouterr().out
 
 
 def test_the_device_type_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,10 @@ def test_pools_warm_and_down(
     assert "local  local   ready  here   a                2 h 00 min  4.00\n" in shown
     assert "                      there  idle 1 min 01 s  2 h 00 min  4.00\n" in shown
     assert 'pool "local": 8.00 GPU-hours, 25% of them in runs\n' in shown
-    assert 'pool "local": refused 3 connections or messages, of strangers or too late\n(' in shown
+    assert (
+        'pool "local": refused 3 connections or messages that were not authenticated or came '
+        "too late\n(" in shown
+    )
 
 
 def test_pools_check_shows_a_table(
@@ -335,7 +338,7 @@ def test_pools_check_shows_a_table(
     monkeypatch.setattr(launch, "check", pools.check, raising=False)
     assert run(shell, "%taas pools --check local") is None
     shown = capsys.readouterr().out
-    assert shown.startswith("pool ") and "held by Landlock" in shown
+    assert shown.startswith("pool ") and "protected by Landlock" in shown
     assert "fit for runs: 1 of 1 hosts" in shown
     assert 'No pool "nowhere"' in str(run(shell, "%taas pools --check nowhere"))
 
@@ -392,7 +395,7 @@ def test_loading_with_a_broken_taas_toml_says_so_and_loads(
     monkeypatch.delenv("TAAS_WARM")
     Path("taas.toml").write_text("nothing = 1")
     taas_magic.load_ipython_extension(shell)
-    assert "nothing is warmed up" in capsys.readouterr().err
+    assert "cannot warm up a pool" in capsys.readouterr().err
     assert shell.find_cell_magic("taas") is not None
 
 

@@ -84,7 +84,7 @@ def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
 
 
 def test_a_pool_without_lines_below_it_is_explained() -> None:
-    assert '"#!g2.8" holds for its own cell only' in nothing_below("#!g2.8\n\n")
+    assert '"#!g2.8" applies only to its own cell' in nothing_below("#!g2.8\n\n")
     assert "#!" not in nothing_below("%%taas --pool g2.8 --gpus 2\n")
 
 
@@ -94,7 +94,7 @@ def test_a_pool_without_lines_below_it_is_explained() -> None:
         ("x = 1\n#pragma taas --gpus 8\ny = 2", "in line 2 is below code"),
         ("x = 1\n  # pragma taas --gpus 8", "runs in the notebook itself"),
         ("#!g2.8\nx = 1\n#pragma taas --gpus 8", "in line 3 is below code"),
-        ("#!g2.8\nx = 1\n#pragma taas --gpus 8", "runs as its first lines say"),
+        ("#!g2.8\nx = 1\n#pragma taas --gpus 8", "uses only its first lines"),
         ("!ls\n#pragma taas --gpus 8", "in line 2"),
     ],
 )

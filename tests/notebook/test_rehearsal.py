@@ -96,7 +96,7 @@ def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
         found["loader train"],
     )
     assert re.match(r"a rank used \d+\.\d MiB at most \(rank [01]", found["memory"])
-    assert re.match(r"last\.pt \(\d\.\d KiB\), shards/0 \(1 bytes\)", found["would write"])
+    assert re.match(r"last\.pt \(\d\.\d KiB\), shards/0 \(1 byte\)", found["would write"])
     assert "outside" not in found and "would fail" not in found
     assert kernel.text(kernel.run("print('seen' in globals())")) == "False\n"
 
@@ -132,7 +132,7 @@ os.remove("{tmp_path}/temporary")
     found = rows(kernel.text(kernel.run(cell)))
     assert found["outside"].startswith(f"{tmp_path}/model.pt (")
     assert "temporary" not in found["outside"] and "would write" not in found
-    assert found["not cut short"].startswith("loops of the cell, as it uses no registered loader")
+    assert found["not cut short"].startswith("loops of the cell, because it uses no registered")
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
@@ -219,13 +219,13 @@ def test_loaders_that_are_not_registered_are_named(kernel: Frontend) -> None:
     cell = "print(len(list(train)), len(list(plain)))"
     text = kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
     assert "3 40" in text
-    assert rows(text)["not cut short"].startswith("plain, which taas.register has not registered")
+    assert rows(text)["not cut short"].startswith("plain, because it is not registered")
 
 
 def test_a_pool_that_cannot_run_the_cell_is_an_error_after_the_report(kernel: Frontend) -> None:
     text, error = failed(kernel, "%%taas --gpus 100 --rehearse\nprint('ran', rank := 1)")
     assert "ran 1" in text and "SUCCEEDED" in text
-    why = "this machine allows 1 to 64 CPU processes; you asked for 100"
+    why = "this machine allows 1 to 64 CPU processes; you requested 100"
     assert rows(text)["would fail"] == why
     assert f'the cell ran here, but would fail on pool "local": {why}' in error
 

@@ -33,7 +33,7 @@ def flow(
         (flow(), 1, "a CPU rank takes 2: 1 such rank needs --cpus 1"),
         (flow(), 6, "prepares 12 batches/s here, a CPU rank takes 2: 6 such ranks need --cpus 1"),
         (flow(), 7, "7 such ranks need --cpus 2"),
-        (flow(batches=0), 2, "prepares 12 batches/s here; no rank took one"),
+        (flow(batches=0), 2, "prepares 12 batches/s here; no rank used one"),
         (flow(busy_s=0.0001), 2, "a rank does too little with a batch to estimate --cpus"),
         (flow(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
     ],
@@ -74,7 +74,7 @@ def test_a_whole_report() -> None:
         "  would fail    first line; second line",
         "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
         "not installed there. Install it",
-        "  hosts         1 of 6 hosts have a fit Python, torch, and all modules that the cell "
+        "  hosts         1 of 6 hosts have a suitable Python, torch, and all modules that the cell "
         "imports",
         '  not checked   the modules of pool "queue", which has no running host '
         "(%taas warm queue starts one)",
@@ -104,8 +104,8 @@ def test_the_files_are_those_at_the_end() -> None:
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
     text = report(Findings(FLAGS, reports=reports, state="SUCCEEDED"))
-    assert "would write    new.pt (1 bytes); nothing" in text
-    assert "outside        old.pt (1 bytes), new.pt (1 bytes): not in" in text
+    assert "would write    new.pt (1 byte); nothing" in text
+    assert "outside        old.pt (1 byte), new.pt (1 byte): not in" in text
 
 
 def test_the_rehearsed_run_is_small_and_here() -> None:

@@ -87,12 +87,12 @@ def test_whose_value_a_name_has(session: Frontend) -> None:
     request = session.send("%%taas --session exp\nprint(scaled())")  # the function has not changed
     session.finish(request)
     assert "0.2" in session.text(request)
-    assert "sent again, as the notebook has changed it: `lr`" in notes(session, request)
+    assert "changed in the notebook and sent again: `lr`" in notes(session, request)
     session.run("%%taas --session exp\nlr = 5")
     session.run("lr = 7")
     request = session.run("%%taas --session exp\nprint(lr)")
     assert "5" in session.text(request)
-    assert "`lr` is assigned by cells of the session" in notes(session, request)
+    assert "cells of this session assigned `lr`" in notes(session, request)
     assert "`lr`" not in notes(session, session.run("%%taas --session exp\nprint(lr)"))  # said once
     assert printed(session, "%%taas --session exp --send lr\nprint(lr)") == ["7"]
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
@@ -190,7 +190,7 @@ def test_a_loader_that_is_registered_again_is_sent_again(session: Frontend) -> N
     session.run(LOADER.replace("torch.arange(32)", "torch.full([32], 7)"))
     processes = [len(below(rank.pid)) for rank in ranks_of(session)]
     request = session.run(total)
-    assert "sent again, as the notebook has changed it: `loader`" in notes(session, request)
+    assert "changed in the notebook and sent again: `loader`" in notes(session, request)
     assert value(session, "total") == 16 * 7 != first
     ranks = ranks_of(session)
     eventually(lambda: [len(below(rank.pid)) for rank in ranks] == processes)

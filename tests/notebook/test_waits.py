@@ -48,7 +48,7 @@ def test_two_interrupts_end_the_cell_whatever_does_not_answer(
 ) -> None:
     frontend = kernel_of_its_own
     frontend.run("import taas_magic.pool.client as c; c.SILENT_S = c.ANSWER_S = 8.0")
-    two_interrupts_end_the_cell(frontend, no_leftovers, AGENT, "waits for run")
+    two_interrupts_end_the_cell(frontend, no_leftovers, AGENT, "waiting for the interrupted run")
     two_interrupts_end_the_cell(frontend, no_leftovers, POOL, "did not answer")
 
 
@@ -115,7 +115,7 @@ def test_a_stopped_pool_is_told_and_down_ends_it(
     monkeypatch.setattr("taas_magic.pool.client.ANSWER_S", 3.0)
     connection, process = own_pool.connect(), process_of(own_pool)
     process.suspend()
-    with pytest.raises(PoolError, match=rf"process {process.pid} has not been heard for \d+ s"):
+    with pytest.raises(PoolError, match=rf"process {process.pid} has been silent for \d+ s"):
         connection.status()
     [row] = pools.rows(OWN)
     assert (row.state, row.status.hosts) == ("silent", [])
@@ -139,7 +139,7 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         process.wait(WAIT_S)
         patch.undo()  # the new one may take its time
         joining.join()
-    assert 'pool "own" did not answer: it is ended and started again' in told
+    assert 'pool "own" did not answer: its process is replaced' in told
     assert not other.connect().status().hosts
     other.down()
 
@@ -171,11 +171,22 @@ def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool)
             opening = threads.submit(own_pool.open, wait=wait)
             ending = threads.submit(own_pool.down)
             eventually(lambda: own_pool.downs)
-        with pytest.raises(PoolError, match='pool "own" was ended while this waited for it'):
+        with pytest.raises(PoolError, match='pool "own": this kernel ended it during the wait'):
             opening.result()
         ending.result()
     assert not own_pool.folder.is_locked
     assert own_pool.open().is_ready, "a wait that begins later starts the pool"
+
+
+def test_a_wait_says_that_another_kernel_ended_the_pool(own_pool: Pool, tmp_path: Path) -> None:
+    mine, other = own_pool.connect(), Pool(own_pool.config, tmp_path)
+    other.connect()
+    with ThreadPoolExecutor() as threads:
+        opening = threads.submit(own_pool.open)
+        eventually(lambda: mine._waiting)
+        other.down()
+        with pytest.raises(PoolError, match=r"a kernel ended the pool \(`%taas down`\)"):
+            opening.result(WAIT_S)
 
 
 def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
@@ -267,7 +278,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
         with pytest.raises(PoolError, match="did not start"):
             opening.result()
     assert told == [
-        f'pool "local": waits for its process {new[0].pid} to answer ({tmp_path / "pool.log"})'
+        f'pool "local": waiting for its process {new[0].pid} to answer ({tmp_path / "pool.log"})'
     ]
     assert not pool.connect().status().hosts
     pool.down()

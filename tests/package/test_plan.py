@@ -56,7 +56,7 @@ def test_a_federation_has_a_rank_on_each_host() -> None:
             1,
             f"this machine allows 1 to {MAX_RANKS_PER_CPU_HOST} CPU",
         ),
-        (9, GPU_HOST, 1, "allows 1 to 8 GPUs; you asked for 9"),
+        (9, GPU_HOST, 1, "allows 1 to 8 GPUs; you requested 9"),
         (9, GPU_HOST, 2, "multiple of 2"),
     ],
 )

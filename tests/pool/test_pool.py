@@ -175,7 +175,7 @@ def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
         while not set(psutil.Process().children()) - before:
             threading.Event().wait(0.001)
         pool.down()  # its process has not imported anything yet
-        with pytest.raises(PoolError, match="was ended while this waited for it"):
+        with pytest.raises(PoolError, match="this kernel ended it during the wait"):
             opening.result()
     assert not pool.folder.is_locked
 

@@ -122,7 +122,7 @@ def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> 
 def test_a_transfer_that_breaks_leaves_nothing(bare: Path, tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", sent_bytes=20)
     cache = ask_host(shell, str(bare)).cache
-    with pytest.raises(PoolError, match=r"host there: .*demo-1.*did not arrive as it was sent"):
+    with pytest.raises(PoolError, match=r"host there: .*demo-1.*was damaged in transit"):
         install_package(PARCEL, shell, str(bare), cache)
     assert site_of(shell) == set() and os.listdir(cache) == ["site"]
     shell.sent_bytes = None

@@ -156,7 +156,7 @@ def test_51_a_changed_host_key_is_refused_before_authentication(
     tried = logins(hosts)
     where = target(hosts, tmp_path, first=f"UserKnownHostsFile {known}")
     message = refusal(where)
-    assert fingerprint(hosts) in message and "is not the one" in message
+    assert fingerprint(hosts) in message and "differs from the key in" in message
     assert logins(hosts) == tried
     for line in message.splitlines():
         if line.startswith("  ssh-key"):
@@ -180,7 +180,9 @@ def test_a_new_host_key_is_added_if_the_configuration_allows_it(
     make_key(tmp_path / "other")
     other = (tmp_path / "other.pub").read_text()
     known.write_text(f"{hosts.address(1)} {other}")
-    assert "is not the one" in refusal(target(hosts, tmp_path, first=f"{first} {checking}"))
+    assert "differs from the key in" in refusal(
+        target(hosts, tmp_path, first=f"{first} {checking}")
+    )
 
 
 def test_host_keys_are_known_as_ssh_knows_them(hosts: Hosts, tmp_path: Path) -> None:
@@ -389,7 +391,7 @@ def test_a_port_that_speaks_no_ssh_is_named(hosts: Hosts, tmp_path: Path) -> Non
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert "does not speak SSH with us" in refusal(where)
+        assert "SSH handshake with" in refusal(where)
         answering.join()
 
 

@@ -125,7 +125,7 @@ def test_a_slow_command_of_the_configuration_is_ended(
     with pytest.raises(PoolError if ends_by == "time" else Stopped) as caught:
         find_target("gpu1", str(file), stop)
     if ends_by == "time":
-        assert "was not done after 1 s" in str(caught.value)
+        assert "did not finish within 1 s" in str(caught.value)
         assert "`Match exec`" in str(caught.value)
     pid = int((tmp_path / "pid").read_text())
     eventually(lambda: not psutil.pid_exists(pid))

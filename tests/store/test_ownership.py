@@ -69,7 +69,7 @@ def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> No
     assert not os.access(travel.store / "run.sh.from-host", os.X_OK)
     assert travel.outbound.refused == dict.fromkeys(kept, WHY_BESIDE)
     [note] = travel.notes  # the others are in the receipt
-    assert "no run made the file that is there" in note and "[store] overwrite" in note
+    assert "the existing file is not from a run" in note and "[store] overwrite" in note
 
 
 def test_other_hosts_of_the_run_have_rank_0s_version(

@@ -52,7 +52,7 @@ def test_another_folder_and_its_shared_folders(folder: Path) -> None:
         ("missing", "is not there"),
         ("file.txt", "is a file"),
         ("/", "whole file system"),
-        ("{state}/runs/1", "inside the run folder"),
+        ("{state}/runs/1", "inside the folder of runs"),
     ],
 )
 def test_what_cannot_be_the_store_is_refused_in_one_line(
@@ -154,12 +154,12 @@ def test_links_that_lead_out_are_said(folder: Path, tmp_path: Path) -> None:
     (folder / "sub" / "data").symlink_to(tmp_path / "scratch")
     (folder / "out").symlink_to(tmp_path / "scratch")
     [said] = warnings(StoreRule(str(folder)), 2)
-    assert said.startswith(f"not held: out -> {tmp_path}/scratch and 1 more lead out of")
+    assert said.startswith(f"out -> {tmp_path}/scratch and 1 more lead out of")
     assert warnings(StoreRule(str(folder)), 1) == []
 
 
 def test_a_home_folder_as_the_store_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     [said] = warnings(StoreRule(str(folder)), 1)
-    assert "is, or holds, your home folder" in said and "[store] path" in said
+    assert "is or contains your home folder" in said and "[store] path" in said
     assert warnings(StoreRule(str(folder / "project")), 1) == []

@@ -117,7 +117,9 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
         file.write(b"more")
     travel.look_again()
     flips = 1000
-    with pytest.raises(StoreError, match=r"src/deep/data\.bin did not arrive whole"):
+    with pytest.raises(
+        StoreError, match=r"src/deep/data\.bin of the project store could not be copied"
+    ):
         update_mirror(mirror, flipping)
     assert not os.listdir(f"{mirror.path}/../arriving")
 
@@ -147,8 +149,8 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
         "fifo": "a FIFO",
         "socket": "a socket",
         "\\udcff.txt": "its name is not UTF-8",
-        "model.py": "its name differs from Model.py by case alone",
-        "lib": "its name differs from Lib by case alone",
+        "model.py": "its name differs from Model.py only by case",
+        "lib": "its name differs from Lib only by case",
     }
 
 
@@ -165,7 +167,7 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
     def ask(request: FileRequest[Any]) -> Any:
         return answers[type(request)]
 
-    with pytest.raises(StoreError, match="ok did not arrive whole"):
+    with pytest.raises(StoreError, match="ok of the project store could not be copied"):
         update_mirror(mirror, ask)
     assert set(tree_of(Path(mirror.path))) == {"fine"}
     assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()

@@ -244,7 +244,7 @@ def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> Non
         "folder": "a symbolic link",
         "\udcff": "its name is not UTF-8",
     }
-    assert any(r"\udcff did not get" in note for note in travel.notes)
+    assert any(r"\udcff was not copied" in note for note in travel.notes)
 
 
 def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.store_server)
     refused = ask(PublishFiles([Piece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
-    assert "m.pt was damaged on its way" in refused["m.pt"]
+    assert "m.pt was damaged in transit" in refused["m.pt"]
     assert tree_of(travel.store) == {"m.pt": b"old"}
 
 
@@ -526,7 +526,7 @@ def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
             (mirror / "big").write_bytes(os.urandom(3 << 20))
             (mirror / "old").write_bytes(os.urandom(200_000))
         assert list(full.outbound.refused) == ["big"]
-        assert "big did not get into the project store: No space left" in full.notes[0]
+        assert "big was not copied to the project store: No space left" in full.notes[0]
         assert set(os.listdir(full.store)) == {"old"}
         full.store_server.close()
     finally:
@@ -608,6 +608,6 @@ def test_what_stays_on_the_host_is_named_once(travel: Travel) -> None:
         eventually(reads(travel.store / "model.pth", checkpoint()))
     assert set(tree_of(travel.store)) == {"model.pth"}
     assert set(travel.outbound.refused) == {".bashrc", ".profile", ".env", "evil.pth"}
-    assert len([note for note in travel.notes if "would believe it" in note]) == 1
-    assert len([note for note in travel.notes if ".env did not get" in note]) == 1
-    assert len([note for note in travel.notes if "evil.pth did not get" in note]) == 1
+    assert len([note for note in travel.notes if "would trust it" in note]) == 1
+    assert len([note for note in travel.notes if ".env was not copied" in note]) == 1
+    assert len([note for note in travel.notes if "evil.pth was not copied" in note]) == 1

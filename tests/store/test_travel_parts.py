@@ -160,7 +160,7 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
 def test_a_receipt_says_what_did_not_come_back() -> None:
     receipt = Receipt().with_event(StoreReceipt(not_sent=[UnsentFile("m.pt", "no space")]))
     receipt = receipt.with_event(StoreReceipt())
-    assert receipt_lines(receipt)[-1] == ("not brought to the store", "m.pt (no space)")
+    assert receipt_lines(receipt)[-1] == ("not copied to the store", "m.pt (no space)")
 
 
 def test_what_rank_0_wrote_is_not_missing_where_it_had_not_arrived() -> None:

@@ -96,8 +96,8 @@ if os.environ["RANK"] == "0":
     assert Path("out/deep/total.txt").read_text() == "6"
     assert Path("data/shell.txt").read_text() == "by the shell\n"
     assert Path("old.txt").exists() and Path("secret").is_symlink()
-    assert any("old.txt did not get into" in note for note in notes(outcome))
-    assert "not taken along from the project store: pipe (a FIFO), secret (a symbolic link)" in (
+    assert any("old.txt was not copied to" in note for note in notes(outcome))
+    assert "not copied from the project store: pipe (a FIFO), secret (a symbolic link)" in (
         notes(outcome)
     )
     assert outcome.run is not None
@@ -126,8 +126,8 @@ if os.environ["RANK"] == "0":
     texts = [line for lines in outcome.lines.values() for line in lines]
     assert "HELD ['.bashrc']" in texts
     said = "\n".join(notes(outcome))
-    assert "not taken along from the project store: .env (it may hold a secret, like 2 more" in said
-    assert "did not get into the project store: shells, ssh, git" in said
+    assert "not copied from the project store: .env (it may hold a secret, like 2 more" in said
+    assert "was not copied to the project store: shells, ssh, git" in said
     assert outcome.run is not None
     assert set(outcome.run.receipt.not_sent) >= {".bashrc", "taas.toml", ".env.local"}
 
@@ -158,7 +158,7 @@ dist.barrier()
         }  # fmt: skip
         kept = {"results.json", "train.py", "random.py", "conftest.py", ".gdbinit"}
         assert set(outcome.run.receipt.not_sent) == kept
-    said = [note for note in notes(outcome) if "did not get into the project store" in note]
+    said = [note for note in notes(outcome) if "was not copied to the project store" in note]
     assert len(said) == 2 and all("[store] overwrite" in note for note in said)
 
 

@@ -105,7 +105,8 @@ def check_store(notebook: NotebookNode) -> None:
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
     assert (
-        "not saved (only rank 0 writes): weights.pt from ranks 1-3" in text and "held by:" in text
+        "not saved (only rank 0 writes): weights.pt from ranks 1-3" in text
+        and "protected by:" in text
     )
     assert "every rank reads [0.0, 0.0, 0.0]" in text
     assert "restarts 1" in text and "from step 12" in text
