@@ -79,7 +79,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     cell = "weights += rank\nsame = os.getpid() == pid, twice(lr), weights.tolist()"
     request = other.run(f"%%taas --session exp --out same@all\n{cell}")
     assert value(other, "same") == [(True, 0.2, [0.0, 1.0, 2.0]), (True, 0.2, [1.0, 2.0, 3.0])]
-    assert "`lr` is assigned by cells of the session" in notes(other, request)
+    assert "cells of this session assigned `lr`" in notes(other, request)
     request = other.run(
         "%%taas --session exp --out got@all\ngot = [b.tolist() for b in batches], lr"
     )

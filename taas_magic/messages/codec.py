@@ -1,0 +1,78 @@
+"""Codecs of messages between processes: JSON lines, JSON files, and msgpack. Pure.
+
+`encode` writes a line of JSON: lines of a rank's pipe and of the journal. `pack` and `unpack`
+convert any value to and from ASCII JSON, for files. `to_bytes` and `from_bytes` convert requests
+and responses, which may contain the bytes of files, to and from msgpack.
+"""
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.json.Encoder(enc_hook=repr)
+
+
+def encode(message: Struct) -> bytes:
+    """Encode a message as one line of JSON, without a line end.
+
+    Displayed objects may contain any type: values that JSON does not have are replaced by their
+    `repr`. Strings that are not valid UTF-8, such as file names, are escaped.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(escaped(msgspec.to_builtins(message, enc_hook=repr)))
+
+
+def escaped(value: Any) -> Any:
+    r"""Escape lone surrogates in all strings of a value, such as `\udce9`, which UTF-8 rejects."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escaped(name): escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    return value
+
+
+def pack(value: object, indent: int | None = None) -> bytes:
+    """Encode a value as ASCII JSON, which keeps even paths and strings that are not valid UTF-8."""
+    return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
+
+
+def unpack(packed: bytes, kind: type[_T]) -> _T:
+    """Decode a value that `pack` encoded.
+
+    Raises:
+        ValueError: `packed` is not a value of this type.
+    """
+    try:
+        return msgspec.convert(json.loads(packed), kind, str_keys=True)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def to_bytes(value: object) -> bytes:
+    """Encode a request or a response, which may contain bytes, any strings and any integers."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError):  # `pack` is ten times slower, and rarely needed
+        return pack(value)
+
+
+def from_bytes(packed: bytes, kind: type[_T]) -> _T:
+    """Decode a value that `to_bytes` encoded.
+
+    Raises:
+        ValueError: `packed` is not a value of this type.
+    """
+    try:
+        # In msgpack, the first byte of a JSON text would be a small number, with nothing after it.
+        is_json = len(packed) > 1 and packed[0] < 0x80
+        return unpack(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it is no message: {error}") from error

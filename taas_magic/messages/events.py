@@ -1,0 +1,555 @@
+"""Events of a run: the records of its journal, and what the notebook shows.
+
+A rank, a fetcher or an agent makes an event, and the agent sends it to the pool's process. The
+pool's process writes the event to the journal (docs/events.md) and sends it to the kernel. Events
+are lines of JSON. Readers ignore fields that they do not know, and fields that were added later
+have defaults, so that journals of older versions remain readable.
+"""
+
+import time
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
+
+from taas_magic.messages.terminal import cleaned
+
+# Parts of events. Some are also parts of responses: a kernel asks hosts for stacks, and a pool
+# for the addresses of fetchers.
+
+
+class Failure(Struct, kw_only=True, frozen=True):
+    """Failure of a rank or a host; docs/events.md describes the fields."""
+
+    rank: int | None = None
+    host: str = ""
+    pid: int | None = None
+    how: str = ""
+    etype: str = ""
+    etype_module: str = ""
+    message: str = ""
+    traceback: list[str] = []
+    stack: list[str] = []
+    signal: str = ""
+    exitcode: int | None = None
+    consequence: bool = False
+    log_path: str = ""
+    advice: str = ""
+    tail: list[str] = []
+
+
+class StackFrame(NamedTuple):
+    """A frame of a Python stack; `text` is its source line, or "" if unknown."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        inside = "" if self.function == "<module>" else f", in {self.function}"
+        return f"{self.file}, line {self.line}{inside}" + (f": {self.text}" if self.text else "")
+
+
+class ProcessStack(Struct, kw_only=True):
+    """Stack report of one process: its threads and what it waits for, as text for people.
+
+    Attributes:
+        command: Command line of the process; "" for a rank.
+        place: Line of the notebook that it executes.
+        waits_for: Event that its main thread waits for.
+        system: State of the process, as psutil names it.
+        threads: Frames by thread, outermost frame first. The main thread is the first one.
+        pending: Collectives that have started and not finished.
+        children: Stack reports of its child processes.
+        memory_bytes: Its memory; memory shared with other processes is divided among them (PSS).
+    """
+
+    pid: int
+    command: str = ""
+    place: str = ""
+    waits_for: str = ""
+    system: str = ""
+    threads: dict[str, list[str]] = {}
+    pending: list[str] = []
+    children: "list[ProcessStack]" = []
+    memory_bytes: int = 0
+
+
+class RankStack(ProcessStack, kw_only=True):
+    """Stack report of a rank.
+
+    Attributes:
+        quiet_s: Seconds since the rank last made progress.
+        since: Time of that progress, by the clock of the machine that displays it.
+        cpus: Processors that the rank and its descendants used while the report was made.
+    """
+
+    rank: int
+    quiet_s: float = 0.0
+    host: str = ""
+    since: float = 0.0
+    cpus: float = 0.0
+
+
+class FetcherStack(ProcessStack, kw_only=True):
+    """Stack report of a fetcher and its workers; `fetcher` is its number in the run."""
+
+    fetcher: int
+    host: str = ""
+
+
+class RunStacks(Struct):
+    """Stack reports of a run; `silent` has a line for each host that did not respond."""
+
+    ranks: list[RankStack] = []
+    fetchers: list[FetcherStack] = []
+    silent: list[str] = []
+
+
+class RankCounts(Struct, kw_only=True):
+    """Data metrics of a rank for one loader; docs/events.md describes the fields."""
+
+    workers: int = 0
+    batches: int = 0
+    units: int = 0
+    bytes: int = 0
+    waited_s: float = 0.0
+    retried: int = 0
+    first_s: float = 0.0
+    span_s: float = 0.0
+    receive_s: float = 0.0
+    receive_cpu_s: float = 0.0
+    held_bytes: int = 0
+    resumed: int = 0
+    spent: int = 0
+
+
+class FetcherCounts(Struct, kw_only=True):
+    """Data metrics of a fetcher for one loader; docs/events.md describes the fields."""
+
+    prepared: int = 0
+    sent: int = 0
+    ready: int = 0
+    ready_bytes: int = 0
+    budget_bytes: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    fetch_most_s: float = 0.0
+    workers: int = 0
+    idle: int = 0
+    up_s: float = 0.0
+    refused: int = 0
+
+
+class Address(NamedTuple):
+    """Address of a fetcher's server.
+
+    Attributes:
+        fetcher: Number of the fetcher in the run.
+        host: Host name or IP address for TCP.
+        port: TCP port; 0 if the server listens on a Unix socket only.
+        unix: Name of its Unix socket in the abstract namespace. Authentication also uses this name
+            for the server.
+        machine: `service.machine()` of its host; a client on the same machine uses the Unix socket.
+    """
+
+    fetcher: int
+    host: str
+    port: int
+    unix: str
+    machine: str
+
+    def __str__(self) -> str:
+        where = f"at {self.host}:{self.port}" if self.port else "on this host"
+        return f"fetcher {self.fetcher} {where}"
+
+
+class LoaderAddresses(Struct, kw_only=True, frozen=True):
+    """Addresses at which fetchers serve one loader.
+
+    Attributes:
+        fetchers: Number of fetchers that run the loader.
+        workers: Number of workers of these fetchers together.
+        addresses: Known addresses, by the index of the fetcher among these fetchers. A fetcher
+            reports only its own.
+        failed: Reason why the reporting fetcher has ended or could not start; "" if it listens or
+            is about to.
+    """
+
+    fetchers: int
+    workers: int = 0
+    addresses: dict[int, Address] = {}
+    failed: str = ""
+
+
+LoaderPlaces = dict[str, LoaderAddresses]
+"""Addresses at which a fetcher serves its loaders, by the name of the loader."""
+
+
+class WrittenFile(Struct):
+    """A file that rank 0 wrote to the project store."""
+
+    path: str
+    bytes: int
+
+
+class KeptOutFile(Struct):
+    """A file of another rank that was kept out of the project store.
+
+    Attributes:
+        in_store: Whether rank 0 left a file with this path in the project store.
+    """
+
+    rank: int
+    path: str
+    in_store: bool
+
+
+class UnsentFile(Struct):
+    """A file of rank 0 that could not be copied from its host to the project store."""
+
+    path: str
+    why: str
+
+
+class MetricPoint(NamedTuple):
+    """A value that a program logged by `taas.log`; `value` is None for NaN and infinity."""
+
+    name: str
+    step: int
+    value: float | None
+    time: float
+
+
+# Bases of all events. The agent sets the rank of an event, and the pool's process sets its host
+# and time.
+
+
+class Event(Struct, tag_field="kind", kw_only=True):
+    """Base class of the events of a run: the records of its journal.
+
+    Attributes:
+        time: Time at which the pool's process received the event, in seconds since 1970.
+        host: Name of the reporting host; "" for an event that no single host reports. The pool's
+            process sets it.
+    """
+
+    time: float = field(default_factory=time.time)
+    host: str = ""
+
+
+class RankEvent(Event, kw_only=True):
+    """Base class of the events of one rank. The rank's agent sets `rank`."""
+
+    rank: int = 0
+
+
+# Events of the run as a whole: the pool's process sends them to the kernel and the journal. The
+# kernel reports progress of `--prefill`, and any process can send a note.
+
+
+class StateChanged(Event, tag="state", kw_only=True):
+    """The pool's process reports that the run's state is now RUNNING."""
+
+    state: str
+
+
+class Detached(Event, tag="detached", kw_only=True):
+    """The pool's process reports that it owns the run from now on, instead of a kernel."""
+
+
+class Restart(Event, tag="restart", kw_only=True):
+    """The pool's process reports that all ranks start again.
+
+    Attributes:
+        failure: The failure that made the restart necessary; None if no host named one.
+    """
+
+    attempt: int
+    failure: Failure | None = None
+
+
+class InputAnswered(RankEvent, tag="answered", kw_only=True):
+    """The pool's process reports that a rank has received its line of input, or a refusal."""
+
+
+class RunEnded(Event, tag="ended", kw_only=True):
+    """The pool's process reports the end of the run, as the run's last event.
+
+    If that process is lost, the kernel or a reader of the journal makes the event.
+
+    Attributes:
+        state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
+        failures: Failures of all hosts, causes before consequences.
+        first: The failure to blame; None if there is none.
+        elapsed_s: Seconds that the run took.
+        why: Reason for the end if the run itself could not report it, for example because the
+            pool's process is gone; else "".
+        attempt: Number of the last attempt, whose results count.
+    """
+
+    state: str
+    failures: list[Failure] = []
+    first: Failure | None = None
+    elapsed_s: float | None = None
+    why: str = ""
+    attempt: int = 0
+
+
+class Prefilling(Event, tag="filling", kw_only=True):
+    """The kernel reports the fetchers' progress while ranks wait for prepared data (`--prefill`).
+
+    Attributes:
+        done: Amount that is ready.
+        wanted: Amount to wait for.
+        unit: Unit of both: "bytes" or "batches".
+    """
+
+    done: int
+    wanted: int
+    unit: str
+
+
+class Note(Event, tag="note", kw_only=True):
+    """Any process sends a note for the user, which the run's head shows."""
+
+    text: str
+
+
+# Events of one host: its agent sends them to the pool's process, about the ranks or fetchers of
+# this host.
+
+
+class RanksStarted(Event, tag="started", kw_only=True):
+    """An agent reports that the ranks of its host have started.
+
+    Attributes:
+        pids: Process id by rank.
+        gpus: Number of GPUs that the ranks use: one each, but not more than the host has.
+    """
+
+    attempt: int = 0
+    pids: dict[int, int] = {}
+    gpus: int = 0
+
+
+class RankFailure(Event, tag="failure", kw_only=True):
+    """An agent, or the pool's process, reports that a rank or a host failed."""
+
+    failure: Failure
+
+
+class Hang(Event, tag="hang", kw_only=True):
+    """An agent reports that no rank of its host makes progress.
+
+    Attributes:
+        ranks: Stack reports of the ranks; empty if a rank has made progress again.
+    """
+
+    attempt: int
+    ranks: list[RankStack]
+
+
+class Settled(Event, tag="settled", kw_only=True):
+    """An agent reports that the ranks of its host have ended or failed.
+
+    When the agents of all hosts have reported, the pool's process ends or restarts the run.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or INTERRUPTED.
+        cause: "rank", "left", "stopped", "timeout", "interrupt" or "host"; "" on success.
+        failures: Failures of the ranks of this host.
+    """
+
+    attempt: int = 0
+    state: str = ""
+    cause: str = ""
+    failures: list[Failure] = []
+
+
+class RanksKilled(Event, tag="killed", kw_only=True):
+    """An agent reports that it killed ranks of a session that did not end a cell in time."""
+
+    ranks: list[int]
+
+
+class HostEnded(Event, tag="host_ended", kw_only=True):
+    """An agent reports that its host has ended its share of the run."""
+
+    state: str = ""
+    failures: list[Failure] = []
+
+
+class StoreReceipt(Event, tag="receipt", kw_only=True):
+    """An agent lists its ranks' writes to the project store; see `store.receipt.Receipt`."""
+
+    written: list[WrittenFile] = []
+    kept_out: list[KeptOutFile] = []
+    shared: list[str] = []
+    means: str = ""
+    complete: bool = True
+    not_sent: list[UnsentFile] = []
+
+
+class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
+    """An agent reports that a fetcher has ended.
+
+    Attributes:
+        number: Number of the fetcher in the run.
+        entry: Its loaders. If it ended unexpectedly or could not start, `failed` has the reason.
+    """
+
+    number: int
+    entry: LoaderPlaces | UnsetType = UNSET
+
+
+# Events of one rank: the rank sends them to its agent through a pipe, or the agent makes them from
+# the rank's output. The agent forwards them to the pool's process.
+
+
+class Lines(RankEvent, tag="lines", kw_only=True):
+    """An agent sends complete lines that a rank wrote, without line ends."""
+
+    lines: list[str]
+
+
+class LinesDropped(RankEvent, tag="dropped", kw_only=True):
+    """An agent reports how many lines and bytes of a rank are not shown, as there were too many."""
+
+    lines: int
+    bytes: int
+
+
+class Progress(RankEvent, tag="progress", kw_only=True):
+    """An agent sends the current text of rank 0's unfinished line, such as a progress bar."""
+
+    text: str
+
+
+class Display(RankEvent, tag="display", kw_only=True):
+    """A rank sends an output that it displayed; `data` maps media types to contents."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] | None = None
+    display_id: str | None = None
+    update: bool = False
+
+
+class ClearOutput(RankEvent, tag="clear", kw_only=True):
+    """A rank reports that it cleared its output; `wait` is the argument of `clear_output`."""
+
+    wait: bool = False
+
+
+class RankReport(RankEvent, tag="data", kw_only=True):
+    """A rank reports its data metrics by loader, and the `cores` of its host."""
+
+    cores: int = 0
+    loaders: dict[str, RankCounts]
+
+
+class Metrics(RankEvent, tag="metrics", kw_only=True):
+    """A rank sends the values that its program logged since the last event of this kind."""
+
+    points: list[MetricPoint]
+
+
+class InputRequested(RankEvent, tag="input", kw_only=True):
+    """A rank asks the user for a line of input, and waits for it.
+
+    Attributes:
+        number: Number of the request, unique in all attempts of the run.
+        prompt: Text that the program shows before the input, such as "(Pdb) ".
+        is_hidden: Whether the line must not be shown while it is typed, as for a password.
+    """
+
+    number: int
+    prompt: str = ""
+    is_hidden: bool = False
+
+
+class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
+    """A rank of a rehearsal reports what it has used and written.
+
+    Attributes:
+        peak_bytes: Largest resident memory of the rank so far, without its child processes.
+        written: Files that a run would have written to the project store. All ranks see the same
+            files.
+        outside: Files that this rank wrote outside the project store.
+    """
+
+    peak_bytes: int
+    written: list[WrittenFile] = []
+    outside: list[WrittenFile] = []
+
+
+class CellNames(RankEvent, tag="names", kw_only=True):
+    """Names of variables that a session's cell assigned and deleted on a rank.
+
+    Attributes:
+        plain: Digests (`plain_digest`) of the assigned values that consist of numbers and strings.
+        fetched: Numbers of the session's cells whose fetchers the rank still needs.
+    """
+
+    assigned: list[str] = []
+    deleted: list[str] = []
+    plain: dict[str, str] = {}
+    fetched: list[int] = []
+
+
+# Events of one fetcher: the fetcher sends them to its agent through a pipe. The agent forwards them
+# to the pool's process.
+
+
+class FetcherStarted(Event, tag="fetcher", kw_only=True):
+    """A fetcher reports that it now accepts connections from ranks.
+
+    Attributes:
+        number: Number of the fetcher in the run.
+        cores: Number of processors of its host.
+        workers: Number of workers by the name of the loader.
+        entry: Addresses of the fetcher; not in the journal.
+    """
+
+    number: int
+    pid: int = 0
+    cores: int = 0
+    workers: dict[str, int] = {}
+    entry: LoaderPlaces | UnsetType = UNSET
+
+
+class FetcherReport(Event, tag="fetched", kw_only=True):
+    """A fetcher reports its data metrics, by loader."""
+
+    number: int
+    loaders: dict[str, FetcherCounts]
+
+
+def leaves(kind: type[Struct]) -> list[Any]:
+    """Return the subclasses of a struct, at any depth, that have no subclasses themselves."""
+    return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
+
+
+if TYPE_CHECKING:
+    AnyEvent = Event
+else:
+    AnyEvent = reduce(or_, leaves(Event))
+
+
+_event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
+
+
+def event_of(packed: bytes) -> Event:
+    """Decode an event and clean it of control sequences (`cleaned`).
+
+    Raises:
+        msgspec.DecodeError: `packed` is no event.
+    """
+    try:
+        return cleaned(_event_of(packed))
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error

@@ -1,0 +1,171 @@
+"""Messages between an agent and the ranks and fetchers of its host, in addition to events.
+
+They are lines of JSON in pipes, and they do not leave the host.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+
+import msgspec
+from msgspec import Struct
+
+from taas_magic.messages.events import (
+    CellNames,
+    ClearOutput,
+    Display,
+    Event,
+    FetcherReport,
+    FetcherStarted,
+    InputRequested,
+    Metrics,
+    Note,
+    RankReport,
+    Rehearsed,
+    StackFrame,
+    leaves,
+)
+
+# A rank tells its agent about itself: that it is alive, where it is, and how its cell ended.
+# The agent decides from these messages whether the rank works, hangs or has failed.
+
+
+class RankMessage(Struct, tag_field="kind", kw_only=True):
+    """Base class of messages about itself that a rank sends to its agent, in addition to events."""
+
+
+class RankUp(RankMessage, tag="up"):
+    """The rank reports that from now on it reacts to an interrupt (SIGINT)."""
+
+
+class RankBeat(RankMessage, tag="beat", kw_only=True):
+    """The rank reports periodically that it is alive.
+
+    Attributes:
+        stack: The user's innermost frames of its main thread, outermost first.
+        collectives: Numbers of started and of finished collectives, for each backend.
+        spins: Whether the rank may use a core while it only waits, as CUDA does for NCCL.
+    """
+
+    stack: list[StackFrame] = []
+    collectives: list[tuple[int, int]] = []
+    spins: bool = False
+
+
+class RankStackSample(RankMessage, tag="stack_sample"):
+    """The rank sends its stack report: stacks by the thread's name, and unfinished collectives."""
+
+    threads: dict[str, list[StackFrame]]
+    pending: list[str] = []
+
+
+class RankRaised(RankMessage, tag="raised"):
+    """The rank reports the exception that the cell failed with.
+
+    The rank sends it again with the traceback as IPython formats it.
+
+    Attributes:
+        is_logged: Whether the rank has already written the traceback to its log.
+        etype_module: The module that defines the exception's type.
+    """
+
+    etype: str
+    message: str
+    traceback: list[str]
+    is_logged: bool = False
+    etype_module: str = ""
+
+
+class RankShowed(RankMessage, tag="showed"):
+    """The rank reports that IPython caught and showed an exception, and that the cell continues.
+
+    The run counts as failed: `RankRaised` follows when the cell ends. A plain cell continues in the
+    same way after `%run` of a script that raised.
+    """
+
+
+class RankReported(RankMessage, tag="reported"):
+    """The rank reports that it has sent everything about the exception that the cell raised."""
+
+
+class RankLeft(RankMessage, tag="left"):
+    """The rank reports that it ends by `sys.exit(0)`; `stack` has the lines of the call."""
+
+    stack: list[str]
+
+
+class RankFinished(RankMessage, tag="finished"):
+    """The rank reports that the cell ran to its end."""
+
+
+class RankReturned(RankMessage, tag="returned", kw_only=True):
+    """A session's rank reports that it waits for its next cell.
+
+    Attributes:
+        was_cut: Whether its connections to other ranks were closed to end a collective.
+    """
+
+    was_cut: bool = False
+
+
+# A rank tells its agent about its writes to the project store.
+# The agent makes the receipt of the run from these messages.
+
+
+class StoreMessage(Struct, tag_field="kind", kw_only=True):
+    """Base class of messages about the project store that a rank sends to its agent."""
+
+
+class RankTouched(StoreMessage, tag="touched"):
+    """The rank reports a write to the project store; a write of a rank other than 0 is kept out."""
+
+    path: str
+
+
+class RankHeld(StoreMessage, tag="held"):
+    """The rank reports what keeps its writes out of the project store (`StoreProtection`)."""
+
+    means: str
+
+
+# A fetcher tells its agent that it cannot continue.
+# An agent tells a rank of a session to run its next cell.
+
+
+class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
+    """A fetcher's message to its agent: the reason why it cannot continue."""
+
+    why: str
+
+
+class CellOrder(Struct, kw_only=True):
+    """The agent's order to a rank of a session: run the next cell, or end.
+
+    Attributes:
+        number: Number of the cell in the session, from 1; 0 ends the rank.
+        run_dir: Folder of the cell's run on this host.
+        takes_part: Whether the rank runs the cell; other ranks only load the notebook's values.
+        shows: Whether the notebook shows the rank's displays.
+        out: See `RunOptions.out`.
+        colors: IPython's colour scheme for tracebacks.
+    """
+
+    number: int
+    run_dir: str = ""
+    takes_part: bool = True
+    shows: bool = False
+    out: list[str] = []
+    colors: str = "neutral"
+
+
+of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
+    reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
+    | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
+).decode
+"""Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
+
+
+of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
+    FetcherStarted | FetcherReport | Note | FetcherFailed
+).decode
+"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError for any other bytes."""

@@ -1,0 +1,500 @@
+"""Requests that one process sends to another, and their responses.
+
+Requests are operations of Dask: a kernel and the agents are connected to the Dask scheduler in the
+pool's process. Requests and responses are msgpack. Each response is defined before its request.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar, get_args
+
+from msgspec import Struct, structs
+
+from taas_magic.errors import ProtocolError
+from taas_magic.messages.codec import from_bytes, to_bytes
+from taas_magic.messages.events import AnyEvent, LoaderPlaces, RunStacks
+from taas_magic.messages.terminal import cleaned
+
+_T = TypeVar("_T")
+
+
+class Request(Struct, Generic[_T]):
+    """Base class of requests that one process sends to another. `Request[T]` has a response of `T`.
+
+    The class name of a request is the name of its operation in Dask. `pool/gate.py` lists the
+    operations that each peer may send. To execute `Halt`, `GetStacks` or `GetFacts` for all hosts,
+    the pool's process sends the same request to each agent.
+    """
+
+    @classmethod
+    def op(cls) -> str:
+        """Return the name of the request's operation in Dask."""
+        return f"taas_{cls.__name__}"
+
+    def read_answer(self, packed: bytes) -> _T:
+        """Decode the response to this request.
+
+        Raises:
+            ValueError: The response has another type.
+        """
+        answer: type[_T] = get_args(self.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+        read = from_bytes(packed, answer)
+        return cleaned(read) if answer in _FOR_PEOPLE else read
+
+
+# Kernel and pool: a kernel asks the pool's process for hosts, hands runs over to it, takes sessions
+# over from it, and asks for its status. A pool's process takes over fetchers from another one.
+
+
+class RegisterKernel(Request[bool]):
+    """A kernel registers with the pool's process, which then stays as long as the kernel.
+
+    The response is False if the pool's process has begun to end.
+
+    Attributes:
+        owner: Id of the kernel's Dask client, which is connected already.
+    """
+
+    owner: str
+
+
+class Started(Struct, kw_only=True):
+    """Response of the pool's process to a request for hosts, or to start a run or its fetchers.
+
+    Attributes:
+        hosts: Names of the hosts.
+        error: Reason why there are no hosts; else "".
+        store_error: Reason why the project store cannot be used; else "".
+        is_ending: Whether the pool's process had begun to end when it received the request.
+    """
+
+    hosts: list[str] = []
+    error: str = ""
+    store_error: str = ""
+    is_ending: bool = False
+
+
+class WaitForHosts(Request[Started]):
+    """A kernel asks the pool's process to wait until enough hosts can start ranks immediately.
+
+    Attributes:
+        owner: Id of the kernel's Dask client; if the client disconnects, the wait is cancelled.
+        wait: Id to pass to `Halt` to cancel the wait.
+        hosts: Number of hosts to wait for.
+        has_run: Whether a run waits for the hosts; False if the wait only warms the pool.
+    """
+
+    owner: str
+    wait: str
+    hosts: int
+    has_run: bool = True
+
+
+class Relay(Request[None]):
+    """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
+
+    The fetchers may belong to another pool.
+    """
+
+    run_id: str
+    said: list[AnyEvent]
+
+
+class Detach(Request[str]):
+    """A kernel hands a run and its fetchers over to the pool's process.
+
+    A session stays with its kernel until the kernel ends.
+
+    The response is "", or the reason why this is impossible.
+    """
+
+    run_id: str
+
+
+class SessionState(Struct, kw_only=True):
+    """State of a session, for the kernel that takes it over.
+
+    Attributes:
+        error: Reason why the kernel cannot have the session; "" if it has it now.
+        cells: Number of cells that the session has begun.
+        fetchers: Number of fetchers that its cells have started.
+        cell: Run id of the cell that runs, or that has run without a kernel; "" for none.
+    """
+
+    error: str = ""
+    cells: int = 0
+    fetchers: int = 0
+    cell: str = ""
+
+
+class TakeSession(Request[SessionState]):
+    """A kernel takes over a detached session, and gets its events from now on.
+
+    Attributes:
+        owner: Id of the kernel's Dask client.
+    """
+
+    owner: str
+    run_id: str
+
+
+class TakeFetchers(Request[list[AnyEvent] | None]):
+    """The pool's process that owns a run takes over its fetchers from another pool's process.
+
+    From then on, it receives the events of the fetchers. The response has the events of their
+    starts and ends so far, or is None if that pool does not run the fetchers.
+
+    Attributes:
+        owner: Id of the new owner's Dask client; if the client disconnects, the fetchers end.
+    """
+
+    owner: str
+    run_id: str
+
+
+class HostStatus(Struct, kw_only=True):
+    """Status of a host, for `%taas pools`.
+
+    Attributes:
+        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
+        runs: Ids of the runs on the host.
+        had_s: Seconds since the host was allocated.
+        idle_s: Seconds without a run; None if it has one.
+        gpu_hours: GPU hours since the host was allocated.
+    """
+
+    host: str
+    means: str
+    runs: list[str]
+    had_s: float
+    idle_s: float | None
+    gpu_hours: float
+
+
+class StartingHost(Struct, kw_only=True):
+    """A host that has joined its pool, and cannot start ranks yet.
+
+    Attributes:
+        host: Name of the host for the user.
+        imports: Module that its forkserver is importing.
+        for_s: Seconds since that import began.
+    """
+
+    host: str
+    imports: str
+    for_s: float
+
+
+class PoolStatus(Struct, kw_only=True):
+    """Status of a pool, for `%taas pools`.
+
+    Attributes:
+        hosts: Hosts that can start ranks.
+        starting: Hosts that cannot start ranks yet.
+        refused: Number of refused messages and connections.
+        gpu_hours: GPU hours of all hosts since the pool's process started.
+        used_gpu_hours: GPU hours of runs.
+    """
+
+    hosts: list[HostStatus] = []
+    starting: list[StartingHost] = []
+    refused: int = 0
+    gpu_hours: float = 0.0
+    used_gpu_hours: float = 0.0
+
+
+class GetStatus(Request[PoolStatus]):
+    """A kernel asks the pool's process for the status of the pool and its hosts."""
+
+
+class EndPool(Request[None]):
+    """A kernel asks the pool's process to end every run and then itself."""
+
+
+# Kernel, pool and hosts: a kernel asks the pool's process, which forwards the same request to each
+# agent concerned.
+
+
+class Halt(Request[None]):
+    """A kernel or a pool's process stops the ranks or the fetchers of a run.
+
+    A kernel sends it to the pool's process, which sends it to the agents. It is no error if the
+    ranks or fetchers have already ended.
+
+    Attributes:
+        run_id: Id of the run, of its fetchers, or of a wait for hosts, which is then cancelled.
+        how: "interrupt" or "kill".
+    """
+
+    run_id: str
+    how: str
+
+
+class AnswerInput(Request[None]):
+    """A kernel answers a rank's `InputRequested`.
+
+    A kernel sends it to the pool's process, which sends it to the agent of the rank. The agent
+    writes it to a pipe of the rank.
+
+    Attributes:
+        rank: The rank that asked.
+        number: `InputRequested.number`.
+        line: The line that the user typed, without a line end; None if the user ended the input.
+        is_refused: Whether nobody can type. `line` is None then.
+    """
+
+    run_id: str
+    rank: int
+    number: int
+    line: str | None = None
+    is_refused: bool = False
+
+
+class GetStacks(Request[RunStacks]):
+    """Get the stack reports of a run's ranks or fetchers.
+
+    A kernel sends it to the pool's process, which sends it to the agents.
+
+    Attributes:
+        run_id: Id of the run or of its fetchers.
+    """
+
+    run_id: str
+
+
+class Facts(Struct, frozen=True):
+    """Facts about a host, as `probe.main` finds them in the Python that the pool uses there.
+
+    Attributes:
+        python: Version of the interpreter that the pool's settings name. All other facts are
+            those that this interpreter finds.
+        glibc: Version of glibc; "" if the host has another C library.
+        torch: Version of torch; "" if it is not installed.
+        cuda: CUDA version that torch was built for; "" for a CPU build.
+        versions: Versions of the requested packages that are installed.
+        ours: Digest of taas-magic's files; "" if it is not installed.
+        missing: Requested modules that are not installed.
+        cache: Folder for taas-magic's files on the host (`probe.cache_folder`).
+        cache_error: Reason why the cache is not writable; "" if it is writable.
+        free_bytes: Bytes that can still be written to the cache.
+        sites: Names of the package folders that taas-magic has put into the cache.
+        cores: Number of logical processors that a process may use.
+        gpus: Number of GPUs.
+        gpu_names: Names of the GPUs; empty if they were not requested or could not be found.
+        clock: The host's wall clock, in seconds since 1970.
+        ahead_s: Seconds by which the host's clock is ahead of the clock of the machine that asked.
+        hostname: The host's own name.
+        own_addresses: Addresses that the host itself resolves that name to.
+        interfaces: Addresses by network interface.
+        python_path: Entries of PYTHONPATH.
+        reached_at: Address at which SSH reached the host; "" without SSH.
+        sees_store: Whether the host shares the project store with the notebook.
+    """
+
+    host: str = ""
+    python: str = ""
+    implementation: str = ""
+    executable: str = ""
+    system: str = ""
+    machine: str = ""
+    glibc: str = ""
+    torch: str = ""
+    cuda: str = ""
+    versions: Mapping[str, str] = {}
+    ours: str = ""
+    missing: tuple[str, ...] = ()
+    cache: str = ""
+    cache_error: str = ""
+    free_bytes: int = 0
+    sites: tuple[str, ...] = ()
+    cores: int = 0
+    gpus: int = 0
+    gpu_names: tuple[str, ...] = ()
+    clock: float = 0.0
+    ahead_s: float = 0.0
+    hostname: str = ""
+    own_addresses: tuple[str, ...] = ()
+    interfaces: Mapping[str, tuple[str, ...]] = {}
+    python_path: tuple[str, ...] = ()
+    reached_at: str = ""
+    sees_store: bool = False
+
+    def of(self, host: str, began: float) -> "Facts":
+        """Return the facts with `host` and `ahead_s` set.
+
+        Call it as soon as the facts arrive: it compares the host's clock with the current time.
+
+        Args:
+            host: Name of the host.
+            began: Time at which the probe was started, by this machine's clock.
+        """
+        ahead_s = self.clock - (began + time.time()) / 2 if self.clock else 0.0
+        return structs.replace(self, host=host, ahead_s=ahead_s)
+
+    def interface_of(self, address: str) -> str:
+        """Return the name of the network interface with this address; "" if there is none."""
+        return next((name for name, seen in self.interfaces.items() if address in seen), "")
+
+
+class GetFacts(Request[list[Facts]]):
+    """Get facts about the hosts.
+
+    A kernel sends it to the pool's process, which sends it to the agents. The fields are the
+    arguments of `probe.main`, which runs in the agent's Python.
+    """
+
+    packages: list[str] = []
+    modules: list[str] = []
+    mark: str = ""
+    names: bool = True
+
+
+# Pool and host: the pool's process greets a new agent, and sends orders for runs on its host.
+# The agent answers.
+
+
+class HostHello(Struct, kw_only=True):
+    """Description of a host that its agent sends to the pool's process; the response to `Greet`.
+
+    Attributes:
+        host: Name of the host for the user.
+        address: Address at which other hosts reach its ranks and fetchers.
+        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
+        gpus: Number of its GPUs.
+    """
+
+    host: str
+    address: str
+    means: str
+    gpus: int
+
+
+class Greet(Request[HostHello]):
+    """The pool's process asks an agent to describe its host as soon as the host can start ranks.
+
+    Attributes:
+        has_run: Whether a run waits for the host. If not, the agent starts to import modules that
+            runs do not need immediately.
+    """
+
+    has_run: bool = True
+
+
+class PauseClocks(Request[None]):
+    """The pool's process pauses or resumes the clocks of `--timeout` and `--hang` on a run's hosts.
+
+    The clocks are paused while a rank waits for the user's input.
+    """
+
+    run_id: str
+    is_paused: bool
+
+
+class EndRun(Request[None]):
+    """The pool's process asks an agent to end a run whose ranks have ended on all hosts."""
+
+    run_id: str
+
+
+class PlaceFetcher(Request[None]):
+    """The pool's process sends an agent the addresses of a fetcher, for the ranks on its host."""
+
+    run_id: str
+    number: int
+    entry: LoaderPlaces
+
+
+# Engine and host: an engine starts an agent and sends its settings through the supervisor. A
+# vehicle asks the pool's process for the name and key of the agent that it starts.
+
+
+class AgentSettings(Struct, kw_only=True):
+    """Settings that an engine sends to the agent that it starts, through the supervisor.
+
+    Attributes:
+        scheduler: Address of the pool's process.
+        security: Keyword arguments of Dask's `Security`.
+        name: Name of the host for Dask and the engine.
+        host_name: Name of the host for the user; "" for the host's own name.
+        interface: Network interface of the ranks; "" if the agent shall find it.
+        is_foreign: Whether the host is another machine than the notebook's.
+        local_directory: Folder for Dask's files; None for Dask's default.
+        lease_s: Seconds without a message from the pool after which the host ends all its
+            processes.
+        start_timeout_s: Seconds without any activity after which the host's forkserver counts as
+            stuck.
+    """
+
+    scheduler: str
+    security: dict[str, str | bool]
+    name: str | int
+    host_name: str = ""
+    interface: str = ""
+    is_foreign: bool = True
+    local_directory: str | None = None
+    lease_s: float
+    start_timeout_s: float
+
+
+class AgentKeys(Struct, kw_only=True):
+    """Name and key for an agent that a vehicle starts; the response to `GetAgentKeys`."""
+
+    name: str
+    security: dict[str, str | bool]
+
+
+class GetAgentKeys(Request[AgentKeys]):
+    """A vehicle asks the pool's process for the name and key of the agent that it starts.
+
+    A vehicle is a Dask worker of a batch system or cloud (host/vehicle.py).
+
+    Attributes:
+        vehicle: Name of that Dask worker.
+    """
+
+    vehicle: str
+
+
+_FOR_PEOPLE = (Started, RunStacks, HostHello, PoolStatus, list[Facts])
+"""Types of responses that people read, which are cleaned of control sequences.
+
+Other responses contain paths and contents of files, which must not be changed.
+"""
+
+
+Answer = Callable[[Any], Awaitable[object]]
+"""Function that executes a request of one type and returns its response."""
+
+
+def handlers(answers: Mapping[type[Request[Any]], Answer]) -> dict[str, Callable[..., Any]]:
+    """Return the handlers that Dask calls for these types of requests, by operation."""
+    return {kind.op(): answering(kind, answer) for kind, answer in answers.items()}
+
+
+def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+    """Return a handler that decodes a request, executes it and encodes the response.
+
+    The handler raises ProtocolError if the bytes are not a request of this type.
+    """
+
+    async def handle(request: bytes) -> bytes:
+        try:
+            decoded = from_bytes(request, kind)
+        except ValueError as error:
+            raise ProtocolError(f"{kind.op()}: {error}") from error
+        return to_bytes(await answer(decoded))
+
+    return handle
+
+
+async def send_request(scheduler: Any, request: Request[_T]) -> _T:
+    """Send a request to the pool's process and return the response.
+
+    Args:
+        scheduler: A Dask connection (`rpc`) to the scheduler of the pool's process.
+        request: The request.
+
+    Raises:
+        OSError: The pool's process cannot be reached.
+    """
+    return request.read_answer(await getattr(scheduler, request.op())(request=to_bytes(request)))

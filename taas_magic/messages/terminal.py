@@ -1,0 +1,103 @@
+"""Removal of terminal control sequences from texts that people will read. Pure.
+
+Texts from hosts and programs may contain sequences that would change the user's terminal. Each text
+is cleaned once, where its message is decoded.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from msgspec import Struct, structs
+
+_T = TypeVar("_T")
+
+# Terminal control sequences except colours: CSI, strings (OSC with hyperlinks and titles, DCS, SOS,
+# PM, APC), two-character escapes, and single control characters.
+_CONTROLS = re.compile(
+    r"\x1b\[[0-9;:?<=>!]*[ -/]*[@-ln-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[!-/]*[0-Z\\^-~]"
+    r"|\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
+)
+
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+
+_COLOURS_END = ("\x1b[0m", "\x1b[m")
+
+_COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
+"""Fields with single lines of a program's output, which keep their colours."""
+
+_BLOCKS = frozenset(
+    {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
+    | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
+    | {"InputRequested.prompt"}
+)
+"""Fields with text of several lines, which keeps its line breaks and colours."""
+
+
+def harmless(text: str) -> str:
+    """Remove all terminal control sequences except colours from a line."""
+    if text.isprintable():
+        return text
+    text = _CONTROLS.sub("", text)
+    return text if text.endswith(_COLOURS_END) or "\x1b[" not in text else f"{text}\x1b[0m"
+
+
+def harmless_block(text: str) -> str:
+    """Remove all terminal control sequences except colours from a text of several lines."""
+    return text if text.isprintable() else "\n".join(map(harmless, text.split("\n")))
+
+
+def _harmless_word(text: str) -> str:
+    """Remove line breaks and all terminal control sequences, including colours."""
+    return text if text.isprintable() else _COLOURS.sub("", harmless(text.replace("\n", " ")))
+
+
+def _harmless_line(text: str) -> str:
+    """Remove line breaks and all terminal control sequences except colours from a line.
+
+    A second line could be mistaken for another rank's output.
+    """
+    return text if text.isprintable() else harmless(text.replace("\n", " "))
+
+
+def cleaned(value: _T) -> _T:
+    """Remove terminal control sequences from every string of a value, at any depth.
+
+    Call it after decoding a value that may come from another host and that people will read.
+    Structs are changed in place. Strings also lose line breaks and colours, except in the fields
+    listed in `_COLOURED` and `_BLOCKS`. In a `Display`, only plain text is changed, as other media
+    types are not for terminals.
+    """
+    return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
+
+
+def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {_cleaned(key, clean): _cleaned(inner, clean) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(inner, clean) for inner in value]
+    if isinstance(value, tuple):
+        inner = [_cleaned(each, clean) for each in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
+    if isinstance(value, Struct):
+        for name in value.__struct_fields__:
+            structs.force_setattr(value, name, _cleaned_field(value, name))
+    return value
+
+
+def _cleaned_field(struct: Struct, name: str) -> Any:
+    value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
+    if where == "Display.metadata":
+        return value
+    if where == "Display.data":
+        return {
+            form: harmless_block(it) if form == "text/plain" and isinstance(it, str) else it
+            for form, it in value.items()
+        }
+    if where in _BLOCKS:
+        return _cleaned(value, harmless_block)
+    return _cleaned(value, _harmless_line if where in _COLOURED else _harmless_word)
