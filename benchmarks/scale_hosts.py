@@ -27,7 +27,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys
 from taas_magic.host import spec as words
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
@@ -176,8 +176,7 @@ class Agent:
             case "taas_StartShare":
                 spec = from_bytes(call["request"], words.StartShare).spec
                 self._run_id = spec.plan.run_id
-                first = spec.share.first_rank
-                self._ranks = range(first, first + spec.share.ranks)
+                self._ranks = spec.ranks
                 said = 1000
         answer = {"op": words.ANSWER, "id": call["id"], "answer": to_bytes(said), "error": ""}
         self._stream.send(answer)
@@ -259,7 +258,7 @@ async def _join(agents: Sequence[Agent], address: str, controller: Controller) -
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:
     run = RunFolder.create(plan.run_id, plan, "")
     origin = Origin(str(folder), dict(os.environ), ())
-    spec = HostSpec(plan, 0, str(run.path), origin)
+    spec = RunSpec(plan, str(run.path), origin)
     said = await send_request(client.scheduler, words.Launch(client.id, spec))
     if error := said.error:
         raise RuntimeError(error)

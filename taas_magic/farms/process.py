@@ -45,7 +45,7 @@ from taas_magic.farms.messages import (
     NodeSettings,
     NodeUpdate,
 )
-from taas_magic.host.spec import HostSpec
+from taas_magic.host.spec import RunSpec
 from taas_magic.host.system import CALM_DASK, LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
@@ -335,8 +335,8 @@ class Fleet(SchedulerPlugin):
         )
         return str(scheduler.listeners[-1].contact_address)
 
-    def _spec(self, name: str, pool: Pool, scheduler: str) -> HostSpec:
-        """Write the run folder of a one-rank run for a node, and return the run's `HostSpec`."""
+    def _spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
+        """Write the run folder of a one-rank run for a node; return the description of the run."""
         terms, config = self._terms, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
@@ -364,9 +364,8 @@ class Fleet(SchedulerPlugin):
         )
         folder = RunFolder.create(plan.run_id, plan, source)
         payload.write(captured, folder.payload)
-        return HostSpec(
+        return RunSpec(
             plan,
-            0,
             str(folder.path),
             terms.origin,
             requires=None if config.engine == LOCAL else (),

@@ -42,7 +42,7 @@ from taas_magic.host.spec import (
     EVENT,
     HEARD,
     HostAddress,
-    HostSpec,
+    ShareSpec,
     StartShare,
 )
 from taas_magic.leases import BEATS_PER_LEASE
@@ -266,7 +266,7 @@ class AgentWorker(ClosedWorker):
         make = self._maker(spec)
         share = await asyncio.to_thread(make, spec, self._place, emit, self._is_alone, ask_files)
         self._shares[run_id] = share
-        for problem in () if spec.fetches or spec.session else self._warming.result():
+        for problem in () if spec.fetches or spec.run.session else self._warming.result():
             emit(Note(text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
@@ -274,7 +274,7 @@ class AgentWorker(ClosedWorker):
         carry_out.start()
         return share.port
 
-    def _maker(self, spec: HostSpec) -> Callable[..., HostShare]:
+    def _maker(self, spec: ShareSpec) -> Callable[..., HostShare]:
         """Return the constructor for a share of this kind.
 
         The kinds are: ranks of a run, fetchers, ranks of a session, and a cell in a session.
@@ -284,11 +284,11 @@ class AgentWorker(ClosedWorker):
         """
         if spec.fetches:
             return HostFetchers
-        if spec.is_session:
+        if spec.run.is_session:
             return HostSession
-        if not spec.session:
+        if not spec.run.session:
             return HostRun
-        session = self._shares.get(spec.session)
+        session = self._shares.get(spec.run.session)
         if not isinstance(session, HostSession):
             raise PoolError(f"session {spec.plan.session} has ended on host {self._place.host}")
         return lambda first, *about: HostCell(first, session, *about)

@@ -26,7 +26,7 @@ from taas_magic.data.server import OwnServers
 from taas_magic.data.service import Service
 from taas_magic.data.worker import ServedLoader
 from taas_magic.host import rendezvous
-from taas_magic.host.spec import TORCHRUN_NAMES, HostSpec, ProcessSpec
+from taas_magic.host.spec import TORCHRUN_NAMES, LocalShare, ProcessSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import FetchLease
@@ -37,7 +37,7 @@ _SETTINGS = "settings"
 
 
 @contextmanager
-def connected(share: HostSpec, rank: int) -> Iterator[Feed | None]:
+def connected(share: LocalShare, rank: int) -> Iterator[Feed | None]:
     """Connect registered loaders that are unpickled inside the block to the run's fetchers.
 
     Without fetchers, the rank runs its own data servers, whose first process is forked here. So
@@ -60,7 +60,7 @@ def connected(share: HostSpec, rank: int) -> Iterator[Feed | None]:
             here.own.close()
 
 
-def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
+def _feed_of(served: Service, share: LocalShare, rank: int) -> Feed:
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
@@ -78,7 +78,7 @@ def _feed_of(served: Service, share: HostSpec, rank: int) -> Feed:
         units=served.units,
         pass_batches=share.plan.rehearse or None,
         seed=served.seed,
-        ledger=service.BatchLedger(folder / "ledger", share.attempt, rank),
+        ledger=service.BatchLedger(folder / "ledger", share.spec.attempt, rank),
         window_bytes=served.settings.rank_buffer_bytes // 2,
         lease=FetchLease(served.settings.fetch_s),
         own=own,

@@ -160,11 +160,11 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
     os.close(descriptor)
     os.environ.clear()
     os.environ.update(setting.environ)
-    os.chdir(share.origin.cwd)
-    sys.path[:] = share.origin.sys_path
-    if share.plan.store is not None:
+    os.chdir(share.cwd)
+    sys.path[:] = share.sys_path
+    if share.store is not None:
         apply_rule(
-            share.plan.store,
+            share.store,
             f"fetcher {number}",
             means=setting.means,
             scratch=setting.folder / str(number),

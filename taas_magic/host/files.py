@@ -25,7 +25,7 @@ from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
 from taas_magic.data import service
 from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import Emit, HostAddress, HostSpec
+from taas_magic.host.spec import Emit, HostAddress, LocalShare, RunSpec, ShareSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
@@ -44,7 +44,7 @@ from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
-from taas_magic.store.rule import is_below, state_folder
+from taas_magic.store.rule import StoreRule, is_below, state_folder
 from taas_magic.store.server import StoreServer
 from taas_magic.store.tree import shown
 
@@ -98,7 +98,7 @@ class RunFolderCopy:
         cache: Folder in which the copy is created.
     """
 
-    def __init__(self, spec: HostSpec, ask: Ask, cache: Path) -> None:
+    def __init__(self, spec: ShareSpec, ask: Ask, cache: Path) -> None:
         self._ask, self._sizer = ask, MessageSizer()
         self._folder = RunFolder(cache / spec.plan.run_id)
         self._attempt = spec.attempt
@@ -106,13 +106,14 @@ class RunFolderCopy:
         (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
         self._folder.path.chmod(0o700)
 
-    def local(self, spec: HostSpec) -> HostSpec:
-        """Return the share `spec` of an attempt with the paths of this copy.
+    @property
+    def path(self) -> Path:
+        """Path of this copy."""
+        return self._folder.path
 
-        Also records the attempt, because `send_back` leaves out results of earlier attempts.
-        """
-        self._attempt = spec.attempt
-        return structs.replace(spec, run_dir=str(self._folder.path), home_dir=spec.run_dir)
+    def begin_attempt(self, attempt: int) -> None:
+        """Record the current attempt. `send_back` leaves out results of earlier attempts."""
+        self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
         """Copy the files that ranks and fetchers read to this host.
@@ -181,13 +182,13 @@ class RunFolderCopy:
                 sent, data = sent + len(data), b""
 
 
-def _is_same(spec: HostSpec) -> bool:
+def _is_same(run: RunSpec) -> bool:
     """Return whether this host shares the notebook's run folder.
 
     It does if the folder of that path here contains a plan with the run's random id.
     """
     try:
-        return spec.folder.plan().run_id == spec.plan.run_id
+        return run.folder.plan().run_id == run.plan.run_id
     except (OSError, ValueError):
         return False
 
@@ -209,12 +210,13 @@ class Travelling:
 
     def __init__(
         self,
-        spec: HostSpec,
+        spec: ShareSpec,
         ask: Ask,
         note: Callable[[str], None],
         shares: "Travelling | None" = None,
     ) -> None:
-        assert spec.plan.store is not None and spec.origin.store is not None
+        store = spec.run.origin.store
+        assert spec.plan.store is not None and store is not None
         self._rule, self._ask, self._note = spec.plan.store, ask, note
         self._written: dict[str, int] = {}
         self._refused: dict[str, str] = {}
@@ -223,30 +225,33 @@ class Travelling:
         self._outbound: Outbound | None = None
         self._is_own = shares is None
         self._mirror: Mirror = (
-            reserve(self._rule.path, spec.origin.store.kernel) if shares is None else shares._mirror
+            reserve(self._rule.path, store.kernel) if shares is None else shares._mirror
         )
         try:
             _report_skipped(update_mirror(self._mirror, ask, fresh=spec.attempt > 0), note)
-            if not spec.is_session:  # between a session's cells, nothing is transferred
+            if not spec.run.is_session:  # between a session's cells, nothing is transferred
                 self._follow(_sends(spec))
         except BaseException:
             self._release()
             raise
 
-    def local(self, spec: HostSpec) -> HostSpec:
-        """Return the share `spec` with paths in the mirror instead of the project store."""
-        rule = self._rule
-        shared = tuple(map(self._place, rule.shared))
-        here = structs.replace(rule, path=self._mirror.path, shared=shared)
-        cwd, sys_path = self._place(spec.origin.cwd), tuple(map(self._place, spec.origin.sys_path))
-        environ = {**spec.origin.environ, **copy_environ(rule.path, self._mirror.path)}
-        return structs.replace(
-            spec,
-            plan=structs.replace(spec.plan, store=here),
-            origin=structs.replace(spec.origin, cwd=cwd, sys_path=sys_path, environ=environ),
-        )
+    def rule(self) -> StoreRule:
+        """Return the rule of the project store with paths in the mirror."""
+        shared = tuple(map(self.locate, self._rule.shared))
+        return structs.replace(self._rule, path=self._mirror.path, shared=shared)
 
-    def again(self, spec: HostSpec) -> None:
+    def environ(self) -> dict[str, str]:
+        """Return the environment variables with which ranks find the mirror."""
+        return copy_environ(self._rule.path, self._mirror.path)
+
+    def locate(self, path: str) -> str:
+        """Translate a path of the notebook's machine to the mirror, if the path is in the store."""
+        if not is_below(path, self._rule.path):
+            return path
+        below = os.path.relpath(path, self._rule.path)
+        return os.path.normpath(os.path.join(self._mirror.path, below))
+
+    def again(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
         The mirror is updated from the store, so that every rank finds the same last checkpoint. If
@@ -304,13 +309,6 @@ class Travelling:
         place = os.path.join(self._rule.path, path)
         return any(is_below(place, folder) for folder in self._rule.shared)
 
-    def _place(self, path: str) -> str:
-        """Translate a path of the notebook's machine to the mirror, if the path is in the store."""
-        if not is_below(path, self._rule.path):
-            return path
-        below = os.path.relpath(path, self._rule.path)
-        return os.path.normpath(os.path.join(self._mirror.path, below))
-
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
     if manifest.skipped:
@@ -320,14 +318,14 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
         note(f"not copied from the project store: {', '.join(named)}{more_text}")
 
 
-def _sends(spec: HostSpec) -> Sequence[str] | None:
+def _sends(spec: ShareSpec) -> Sequence[str] | None:
     """Return the folders of the project store that this host may write.
 
     Returns:
         Paths relative to the store; None if the host may write the whole store.
     """
     rule = spec.plan.store
-    if spec.reads_only or spec.fetches:
+    if spec.run.reads_only or spec.fetches:
         return []
     if rule is None or spec.has_rank_0:
         return None
@@ -341,7 +339,7 @@ class HostFiles:
     of fetchers writes no files to the project store.
     """
 
-    def __init__(self, spec: HostSpec, place: HostAddress, ask: Ask, emit: Emit) -> None:
+    def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: Emit) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None
@@ -356,7 +354,7 @@ class HostFiles:
         """
         self._session = session
 
-    def copy_in(self, is_wanted: Callable[[], bool]) -> HostSpec | None:
+    def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
         """Copy all files that the share needs to this host.
 
         Args:
@@ -372,21 +370,21 @@ class HostFiles:
         spec = self._spec
         # Ranks and fetchers of one run may be on the same host; each share has a separate folder.
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
-        if not _is_same(spec):
+        if not _is_same(spec.run):
             self._folder = RunFolderCopy(spec, self._ask, cache)
             if not self._folder.copy_in(is_wanted):
                 return None
-        store = spec.origin.store if spec.plan.store is not None else None
+        store = spec.run.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
             shares = self._session._travelling if self._session is not None else None
             self._travelling = Travelling(spec, self._ask, self._note, shares)
         here = self._local(spec)
-        keeps_ledger = not (spec.reads_only or spec.fetches or spec.is_session)
-        if (rule := here.plan.store) and keeps_ledger:
+        keeps_ledger = not (spec.run.reads_only or spec.fetches or spec.run.is_session)
+        if (rule := here.store) and keeps_ledger:
             self._ledger = Ledger(rule.path, rule.shared)
         return here
 
-    def again(self, spec: HostSpec) -> HostSpec:
+    def again(self, spec: ShareSpec) -> LocalShare:
         """Prepare the files for the next attempt; return the share `spec` with this host's paths.
 
         Called when the ranks of the last attempt have ended.
@@ -397,6 +395,8 @@ class HostFiles:
         self._has_rank_0 = self._has_rank_0 or spec.has_rank_0
         if self._travelling is not None:
             self._travelling.again(spec)
+        if self._folder is not None:
+            self._folder.begin_attempt(spec.attempt)
         return self._local(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
@@ -420,13 +420,17 @@ class HostFiles:
             if self._folder is not None:
                 self._folder.close()
 
-    def _local(self, spec: HostSpec) -> HostSpec:
+    def _local(self, spec: ShareSpec) -> LocalShare:
+        origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
+        environ, sys_path = dict(origin.environ), origin.sys_path
         if self._place.is_foreign:
-            origin = spec.origin.on_another_machine(os.environ, sys.path)
-            spec = structs.replace(spec, origin=origin)
-        if self._folder is not None:
-            spec = self._folder.local(spec)
-        return self._travelling.local(spec) if self._travelling else spec
+            environ, sys_path = origin.environ_on(os.environ), origin.sys_path_on(sys.path)
+        if (mirror := self._travelling) is not None:
+            store, cwd = mirror.rule(), mirror.locate(cwd)
+            sys_path = tuple(map(mirror.locate, sys_path))
+            environ |= mirror.environ()
+        run_dir = str(self._folder.path) if self._folder is not None else spec.run.run_dir
+        return LocalShare(spec, run_dir, store, cwd, environ, sys_path)
 
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool."""
@@ -465,10 +469,13 @@ class FileServer:
     It is part of the pool's process.
 
     Requests about the project store run in a separate thread, because they wait for the disk.
+
+    Args:
+        fetches: Whether the hosts run the run's fetchers instead of its ranks.
     """
 
-    def __init__(self, spec: HostSpec) -> None:
-        self._spec, self._path = spec, spec.folder.path
+    def __init__(self, run: RunSpec, fetches: bool) -> None:
+        self._run, self._fetches, self._path = run, fetches, run.folder.path
         self._thread = ThreadPoolExecutor(1, "taas-store")
         self._store_server: StoreServer | None = None
         self._is_closed = False
@@ -486,7 +493,7 @@ class FileServer:
         """
         if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
             return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
-        if self._is_closed or self._spec.plan.store is None:
+        if self._is_closed or self._run.plan.store is None:
             raise ProtocolError("the run has no project store, or has ended")
         loop = asyncio.get_running_loop()
         answer = self._answer_of_store
@@ -512,14 +519,14 @@ class FileServer:
             case ReadRunFile():
                 return self._read(asked)
             case WriteRunFile():
-                if not owned.has(asked.name, self._spec.fetches):
+                if not owned.has(asked.name, self._fetches):
                     what = f"sent {asked.name!r} for the run's folder"
                     raise ProtocolError(f"host {host_rank} of the run {what}")
                 return self._write(host_rank, asked)
 
     def _list(self) -> dict[str, int]:
         """Return the size in bytes of each file that ranks and fetchers need, by name."""
-        names = [] if self._spec.fetches else ["payload"]
+        names = [] if self._fetches else ["payload"]
         data = service.folder_of(self._path)
         if data.exists():
             names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
@@ -547,13 +554,13 @@ class FileServer:
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         if self._store_server is None:
-            rule = self._spec.plan.store
+            rule = self._run.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
             # While these ranks or fetchers run, other runs may use the store too.
-            if self._spec.reads_only or self._spec.is_session:
+            if self._run.reads_only or self._run.is_session:
                 self._store_server = StoreServer(rule, folder / "readers", writer=-1)
-            elif self._spec.fetches:
+            elif self._fetches:
                 self._store_server = StoreServer(rule, folder / "fetchers", writer=-1)
             else:
                 self._store_server = StoreServer(rule, folder)

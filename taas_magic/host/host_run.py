@@ -38,8 +38,9 @@ from taas_magic.host.spec import (
     Emit,
     FetcherSpec,
     HostAddress,
-    HostSpec,
+    LocalShare,
     ProcessSpec,
+    ShareSpec,
     fetcher_failed,
     torchrun_variables,
 )
@@ -110,7 +111,7 @@ class HostShare(ABC):
     """A run's ranks, or its fetchers, on this host.
 
     Args:
-        spec: The share, as the controller describes it.
+        spec: The share, as the pool describes it.
         place: Name and address of the host.
         emit: Function that sends an event to the pool.
         alone: Function that returns whether this is the only share on this host.
@@ -125,7 +126,7 @@ class HostShare(ABC):
 
     def __init__(
         self,
-        spec: HostSpec,
+        spec: ShareSpec,
         place: HostAddress,
         emit: Emit,
         alone: Callable[[], bool],
@@ -135,8 +136,15 @@ class HostShare(ABC):
         self.emit, self._alone = emit, alone
         self.folder = run_folder()
         self._files = HostFiles(spec, place, ask, emit)
+        self._local: LocalShare | None = None
         self.wakeup = Wakeup()
         self.stopped_at: float | None = None
+
+    @property
+    def local(self) -> LocalShare:
+        """The share with the paths on this host. Only use it when the files are in place."""
+        assert self._local is not None
+        return self._local
 
     def run(self) -> None:
         """Run the share to its end, clean up, then emit `HostEnded`."""
@@ -149,9 +157,8 @@ class HostShare(ABC):
 
     def _run(self) -> None:
         try:
-            spec = self._files.copy_in(self._is_wanted)
-            if spec is not None:
-                self.spec = spec
+            self._local = self._files.copy_in(self._is_wanted)
+            if self._local is not None:
                 self._run_processes()
         except Exception as error:
             self._fail(error)
@@ -235,7 +242,7 @@ class Attempt:
 
     def __init__(
         self,
-        spec: HostSpec,
+        share: LocalShare,
         place: HostAddress,
         emit: Emit,
         *,
@@ -243,27 +250,27 @@ class Attempt:
         pump: Pump,
         processes: dict[int, Any],
     ) -> None:
-        self._spec, self._place, self._emit = spec, place, emit
+        self._share, self._spec, self._place, self._emit = share, share.spec, place, emit
         self.folder, self.pump, self.processes = folder, pump, processes
-        self.ranks = Ranks(spec.ranks)
-        self.monitor = StackMonitor(spec, self.ranks, pump, folder, emit)
+        self.ranks = Ranks(self._spec.ranks)
+        self.monitor = StackMonitor(share, self.ranks, pump, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """State in which the attempt ended on this host, with failures; None while it runs."""
 
     @classmethod
     def begin(
         cls: type[_A],
-        spec: HostSpec,
+        share: LocalShare,
         place: HostAddress,
         folder: Path,
         emit: Emit,
         on_message: OnMessage,
     ) -> _A:
         """Create an attempt with its own folder and pipes in `folder`, without starting ranks."""
-        own = folder / str(spec.attempt)
+        own = folder / str(share.spec.attempt)
         own.mkdir(mode=0o700)
-        pump = Pump(own, spec.folder, spec.ranks, emit, on_message)
-        return cls(spec, place, emit, folder=own, pump=pump, processes={})
+        pump = Pump(own, share.folder, share.spec.ranks, emit, on_message)
+        return cls(share, place, emit, folder=own, pump=pump, processes={})
 
     def start(self, port: int) -> None:
         """Start the ranks, and report their process ids to the pool.
@@ -271,12 +278,12 @@ class Attempt:
         Args:
             port: Port of torch's key-value store for the ranks.
         """
-        spec = self._spec
-        about = ProcessSpec(spec, self.folder, spec.environ(self._place), guard.strongest())
+        spec, environ = self._spec, self._share.rank_environ(self._place)
+        about = ProcessSpec(self._share, self.folder, environ, guard.strongest())
         for local_rank, rank in enumerate(spec.ranks):
             error_file = link.rank_file(self.folder, rank, "error.json")
-            environ = torchrun_variables(spec, local_rank, port, error_file)
-            self.processes[rank] = forkserver.start(RANK, about, environ)
+            variables = torchrun_variables(spec, local_rank, port, error_file)
+            self.processes[rank] = forkserver.start(RANK, about, variables)
         self._report_started()
 
     def _report_started(self) -> None:
@@ -393,7 +400,7 @@ class Attempt:
 class _Again:
     """A command of the controller to start another attempt."""
 
-    spec: HostSpec
+    spec: ShareSpec
     rendezvous: Rendezvous | None
     obeyed: threading.Event = field(default_factory=threading.Event)
     """Event that is set when the last attempt's ranks are gone and their files are sent back."""
@@ -407,9 +414,9 @@ class HostRun(HostShare):
         PoolError: TMPDIR is not writable.
     """
 
-    def __init__(self, spec: HostSpec, *about: Any) -> None:
+    def __init__(self, spec: ShareSpec, *about: Any) -> None:
         # This comes first because it may raise; so far, there is nothing to clean up.
-        self._rendezvous = None if spec.session else _rendezvous_of(spec)
+        self._rendezvous = None if spec.run.session else _rendezvous_of(spec)
         super().__init__(spec, *about)
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
@@ -424,7 +431,7 @@ class HostRun(HostShare):
         self._addresses: Path | None = None
         self._placing = threading.Lock()
 
-    def again(self, spec: HostSpec) -> int:
+    def again(self, spec: ShareSpec) -> int:
         """Request the next attempt, and wait until the last one is cleaned up here.
 
         Called by another thread than the share's. The share's thread starts the ranks.
@@ -489,7 +496,7 @@ class HostRun(HostShare):
 
     def _run_processes(self) -> None:
         """Run one attempt, and the next when the controller commands it, until the run is over."""
-        self.use_addresses(self.spec.folder.path)
+        self.use_addresses(self.local.folder.path)
         while not self._is_over:
             if (again := self._next) is not None:
                 self._next = None
@@ -504,7 +511,7 @@ class HostRun(HostShare):
         self._place_fetchers()
 
     def _new_attempt(self) -> Attempt:
-        return Attempt.begin(self.spec, self.place, self.folder, self.emit, self._on_message)
+        return Attempt.begin(self.local, self.place, self.folder, self.emit, self._on_message)
 
     def _start_ranks(self) -> Attempt:
         spec, meeting = self.spec, self._rendezvous
@@ -544,7 +551,8 @@ class HostRun(HostShare):
         self._rendezvous = again.rendezvous
         self._pause(False)  # the rank that asked the user is gone
         try:
-            self.spec = self._files.again(again.spec)
+            self._local = self._files.again(again.spec)
+            self.spec = again.spec
         finally:
             again.obeyed.set()
 
@@ -581,7 +589,7 @@ class HostRun(HostShare):
         return tuple(part.close for part in parts if part is not None)
 
 
-def _rendezvous_of(spec: HostSpec) -> Rendezvous | None:
+def _rendezvous_of(spec: ShareSpec) -> Rendezvous | None:
     """Return a new rendezvous for an attempt's ranks on the run's first host, else None."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
@@ -665,13 +673,13 @@ class HostFetchers(HostShare):
 
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield the description of each fetcher to start on this host."""
-        share, folder, served = self.spec, self.folder, service.read(self.spec.folder.path)
+        share, folder, served = self.local, self.folder, service.read(self.local.folder.path)
         data = share.plan.data
         assert data is not None and served is not None
         groups = len(data.fetchers) // served.fetchers
         fill_batches, fill_bytes = (-(-it // groups) for it in workers_fill(share.plan.prefill))
-        environ = {**share.origin.environ, RUN_TOKEN: share.share_id}
-        for plan in data.on(share.host_rank):
+        environ = {**share.environ, RUN_TOKEN: self.spec.share_id}
+        for plan in data.on(self.spec.host_rank):
             yield FetcherSpec(
                 plan,
                 served,
@@ -700,7 +708,7 @@ class HostFetchers(HostShare):
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
 
     def _held(self) -> Path:
-        return self.spec.folder.path / "logs" / "fetcher-"
+        return self.local.folder.path / "logs" / "fetcher-" if self._local else super()._held()
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return tuple(partial(self._end, control) for control in self._running)

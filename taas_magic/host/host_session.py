@@ -18,7 +18,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host import link
 from taas_magic.host.files import HostFiles
 from taas_magic.host.host_run import Attempt, HostRun
-from taas_magic.host.spec import HostSpec
+from taas_magic.host.spec import ShareSpec
 from taas_magic.host.system import end_all
 from taas_magic.host.watch import REPORT_S, RankState
 from taas_magic.messages import CellOrder, Note, RanksKilled
@@ -82,12 +82,12 @@ class CellAttempt(Attempt):
         chosen = spec.plan.ranks or range(spec.plan.world_size)
         for rank in spec.ranks:
             cell = CellOrder(
-                number=spec.cell_number,
-                run_dir=spec.run_dir,
+                number=spec.run.cell_number,
+                run_dir=self._share.run_dir,
                 takes_part=rank in chosen,
                 shows=spec.plan.shows_displays(rank),
                 out=list(spec.plan.out),
-                colors=spec.origin.colors,
+                colors=spec.run.origin.colors,
             )
             link.order(self.folder, rank, cell)
 
@@ -130,7 +130,7 @@ class CellAttempt(Attempt):
         if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
             self._cut_at = now
             for state in self._away():
-                link.request_cut(self.folder, state.rank, self._spec.cell_number)
+                link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt all ranks, wait until they are at their prompt, and kill those that are late.
@@ -174,8 +174,8 @@ class CellAttempt(Attempt):
 class HostSession(HostRun):
     """A session's ranks on this host. At most one cell uses them at a time."""
 
-    def __init__(self, spec: HostSpec, *about: Any) -> None:
-        self._cell: HostSpec | None = None
+    def __init__(self, spec: ShareSpec, *about: Any) -> None:
+        self._cell: ShareSpec | None = None
         self._cell_over = threading.Event()
         self._cell_over.set()
         self._changing = threading.Lock()
@@ -187,7 +187,7 @@ class HostSession(HostRun):
         """Access to the project's files on this host, which the session's cells use, too."""
         return self._files
 
-    def begin_cell(self, cell: HostSpec) -> None:
+    def begin_cell(self, cell: ShareSpec) -> None:
         """Reserve the ranks for a cell, whose run checks them until `end_cell`.
 
         Raises:
@@ -208,7 +208,7 @@ class HostSession(HostRun):
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
-                self._attempt.pump.follow(self.spec.folder, self.emit, self._on_message)
+                self._attempt.pump.follow(self.local.folder, self.emit, self._on_message)
         self._cell_over.set()
         self.wakeup.set()
 
@@ -216,9 +216,9 @@ class HostSession(HostRun):
         """Return an attempt that runs a cell on the ranks. Their output now goes to the cell."""
         ours = self._attempt
         assert ours is not None
-        ours.pump.follow(cell.spec.folder, cell.emit, cell.handle_message)
+        ours.pump.follow(cell.local.folder, cell.emit, cell.handle_message)
         return CellAttempt(
-            cell.spec,
+            cell.local,
             self.place,
             cell.emit,
             folder=ours.folder,
@@ -227,7 +227,9 @@ class HostSession(HostRun):
         )
 
     def _new_attempt(self) -> Attempt:
-        return SessionAttempt.begin(self.spec, self.place, self.folder, self.emit, self._on_message)
+        return SessionAttempt.begin(
+            self.local, self.place, self.folder, self.emit, self._on_message
+        )
 
     def _start_ranks(self) -> Attempt:
         attempt = super()._start_ranks()
@@ -264,7 +266,7 @@ class HostCell(HostRun):
         PoolError: The session has ended or is ending, or it runs another cell.
     """
 
-    def __init__(self, spec: HostSpec, session: HostSession, *about: Any) -> None:
+    def __init__(self, spec: ShareSpec, session: HostSession, *about: Any) -> None:
         self._session = session
         session.begin_cell(spec)  # This comes first because it may raise.
         try:

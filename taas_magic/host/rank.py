@@ -58,7 +58,7 @@ from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.prompt import Prompt, users_names
-from taas_magic.host.spec import HostSpec, ProcessSpec
+from taas_magic.host.spec import LocalShare, ProcessSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
@@ -157,7 +157,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     except Exception as error:  # without the store rule, no code of the user may run
         tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
-    is_session = spec.share.is_session
+    is_session = spec.share.run.is_session
     with session_feeds(spec, rank) if is_session else connected(spec.share, rank) as fed:
         # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
         # each nesting level; the first one applies to the rank.
@@ -211,8 +211,8 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     global attempt_folder
     attempt_folder = spec.folder
     tempfile.tempdir = None  # determined anew, because TMPDIR may differ
-    os.chdir(spec.share.origin.cwd)
-    sys.path[:] = spec.share.origin.sys_path
+    os.chdir(spec.share.cwd)
+    sys.path[:] = spec.share.sys_path
     sys.argv[:] = ["taas"]
 
 
@@ -222,9 +222,9 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     Call before any thread starts and before any code of the user runs.
     """
     share = spec.share
-    rule = share.plan.store
+    rule = share.store
     rehearses = share.plan.rehearse > 0
-    if rule is None or (share.reads_only and not rehearses):
+    if rule is None or (share.run.reads_only and not rehearses):
         return
     means = apply_rule(
         rule,
@@ -233,7 +233,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
         means=spec.means,
         scratch=spec.folder / f"scratch-{rank}",
         # the folders of a session's cells are next to the session's own folder
-        run_folder=str(share.folder.path.parent) if share.is_session else share.run_dir,
+        run_folder=str(share.folder.path.parent) if share.run.is_session else share.run_dir,
         note=lambda path: link.send(RankTouched(path)),
         rehearsal=spec.folder / "rehearsal" if rehearses else None,
     )
@@ -245,13 +245,13 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 
 @contextmanager
 def _profiled(
-    share: HostSpec, link: Link, rank: int, fed: Feed | SessionFeeds | None
+    share: LocalShare, link: Link, rank: int, fed: Feed | SessionFeeds | None
 ) -> Iterator[None]:
     """Profile the steps of the block if `--profile` asks for it; write the profile at its end."""
     if not share.plan.profile:
         yield
         return
-    file = timeline.trace_file(share.folder.path, share.attempt, rank)
+    file = timeline.trace_file(share.folder.path, share.spec.attempt, rank)
 
     def note(text: str) -> None:
         if rank == 0:  # the other ranks would say the same
@@ -420,7 +420,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     """Run the cell and send its results or failure; return whether it succeeded."""
     shows = spec.share.plan.shows_displays(rank)
     own_keyboard = Keyboard(link, rank_file(spec.folder, rank, "input"))
-    namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.origin.colors)
+    namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.run.origin.colors)
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
@@ -531,7 +531,7 @@ class _SessionCells:
         self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
         self._shell = RankShell.instance()
         own_keyboard = Keyboard(link, rank_file(spec.folder, int(environ["RANK"]), "input"))
-        colors = spec.share.origin.colors
+        colors = spec.share.run.origin.colors
         self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()

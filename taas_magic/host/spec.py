@@ -1,9 +1,17 @@
 """Descriptions of a run for its hosts, and the names of messages between the pool and its agents.
 
-The controller sends a `HostSpec` to the agent; the agent passes `ProcessSpec` and `FetcherSpec` on
-to its ranks and fetchers. The controller's calls, their responses, events and heartbeats share the
-one stream that an agent opens when it joins. So nothing ever connects to a host, and messages keep
-their order. The kernel imports this module, so it imports neither Dask nor torch.
+Each stage of a run has one description, which is made in one place:
+
+- `RunSpec`: made by the kernel, for the pool. It depends on no host.
+- `ShareSpec`: made by the pool, for one host's agent. It has the `RunSpec`.
+- `LocalShare`: made by the agent, with the paths on its host. It has the `ShareSpec`.
+
+The agent passes `ProcessSpec` and `FetcherSpec`, which have the `LocalShare`, to its ranks and
+fetchers.
+
+The controller's calls, their responses, events and heartbeats share the one stream that an agent
+opens when it joins. So nothing ever connects to a host, and messages keep their order. The kernel
+imports this module, so it imports neither Dask nor torch.
 """
 
 import os
@@ -28,7 +36,7 @@ from taas_magic.messages import (
     Started,
 )
 from taas_magic.plan import FetcherPlan, HostPlan, Plan
-from taas_magic.store.rule import Identity
+from taas_magic.store.rule import Identity, StoreRule
 
 if TYPE_CHECKING:
     from taas_magic.data.service import Service
@@ -58,7 +66,7 @@ HOST = "TAAS_HOST"
 """Environment variable with the name of a rank's host, as the user knows it."""
 
 REACH = "TAAS_REACH"
-"""Environment variable with `HostSpec.reach`: an address on the notebook's machine.
+"""Environment variable with `ShareSpec.reach`: an address on the notebook's machine.
 
 Ranks connect to it. The variable is not set if the run has no such address.
 """
@@ -125,12 +133,15 @@ class Origin(Struct, frozen=True):
     changed: Mapping[str, str | None] = {}
     store: Identity | None = None
 
-    def on_another_machine(self, environ: Mapping[str, str], sys_path: Sequence[str]) -> "Origin":
-        """Return the settings for a host that has its own environment and import path."""
-        users = [path for path in users_path(self.sys_path) if path not in sys_path]
+    def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of ranks on another machine, whose own environment is given."""
         merged = {**environ, **self.changed}
-        kept = {name: value for name, value in merged.items() if value is not None}
-        return structs.replace(self, environ=kept, sys_path=(*sys_path, *users))
+        return {name: value for name, value in merged.items() if value is not None}
+
+    def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
+        """Return the import path of ranks on another machine, whose own import path is given."""
+        users = [path for path in users_path(self.sys_path) if path not in sys_path]
+        return (*sys_path, *users)
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
@@ -157,48 +168,29 @@ def users_path(
     ]
 
 
-class HostSpec(Struct, frozen=True):
-    """One host's share of a run: its ranks, or its fetchers.
+class RunSpec(Struct, frozen=True, omit_defaults=True):
+    """A run, as its kernel describes it for the pools of its ranks and fetchers.
 
     Attributes:
-        plan: Plan of the run. The copy for one host (`of_host`) contains only that host.
-        host_rank: Number of this host among the hosts of the run, or of its fetchers.
-        run_dir: Folder of the run on this host.
+        plan: Plan of the run.
+        run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
-        master_addr: Address of the first host, which runs torch's key-value store for the ranks.
-        master_port: Port of that store. 0 on the first host, which chooses the port.
-        attempt: Number of the attempt, from 0.
-        ran_s: Seconds that earlier attempts used. They count towards `--timeout`.
-        fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        home_dir: Folder of the run on the notebook's machine, if it differs from `run_dir`.
         requires: Modules that must be installed on the hosts. None checks nothing.
-        n_hosts: Number of hosts of the run.
         reach: Address on the notebook's machine that ranks connect to, as "tls://host:port". "" if
-            there is none. Hosts may need different addresses for the same port; the copy for one
-            host has the one that this host can use.
+            there is none.
         reads_only: Whether the run only reads the project store. It does not own the store, and
             writes to a host's mirror are not copied back.
-        fetches: Whether the share consists of fetchers, which never write to the project store.
         idle_s: Seconds after which a session without a cell ends. None if the run is no session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
         cell_number: Number of the cell in its session, from 1.
     """
 
     plan: Plan
-    host_rank: int
     run_dir: str
     origin: Origin
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    attempt: int = 0
-    ran_s: float = 0.0
-    fetchers: Mapping[int, LoaderPlaces] = {}
-    home_dir: str = ""
     requires: tuple[str, ...] | None = None
-    n_hosts: int = 1
     reach: str = ""
     reads_only: bool = False
-    fetches: bool = False
     idle_s: float | None = None
     session: str = ""
     cell_number: int = 0
@@ -209,6 +201,66 @@ class HostSpec(Struct, frozen=True):
         return self.idle_s is not None
 
     @property
+    def folder(self) -> RunFolder:
+        """The run's folder on the notebook's machine."""
+        return RunFolder(Path(self.run_dir))
+
+    def for_hosts(self, are_local: bool) -> "RunSpec":
+        """Return the part of the run that all its hosts need.
+
+        The part has no host plans: if each of 1,000 hosts got all of them, a million host plans
+        would be sent. It also has no fields that only the pool uses.
+
+        Args:
+            are_local: Whether the hosts are the notebook's machine. Other machines do not need the
+                kernel's environment, which may hold secrets. The variables that the notebook
+                changed are kept in `Origin.changed`.
+        """
+        origin = self.origin if are_local else structs.replace(self.origin, environ={})
+        plan = structs.replace(self.plan, hosts=())
+        return structs.replace(self, plan=plan, origin=origin, requires=None, reach="")
+
+
+class ShareSpec(Struct, frozen=True, omit_defaults=True):
+    """One host's share of a run, its ranks or its fetchers, as the pool describes it for the host.
+
+    Attributes:
+        run: The run, without what only the pool uses (`RunSpec.for_hosts`).
+        host_rank: Number of this host among the hosts of the run, or of its fetchers.
+        host_plan: Numbers of this host's ranks, and their number of threads. None if the share
+            consists of fetchers, which never write to the project store.
+        n_hosts: Number of hosts that run the ranks.
+        master_addr: Address of the first host, which runs torch's key-value store for the ranks.
+        master_port: Port of that store. 0 on the first host, which chooses the port.
+        attempt: Number of the attempt, from 0.
+        ran_s: Seconds since the start of the first attempt. They count towards `--timeout`.
+        fetchers: Addresses of the fetchers that have started, by number of the fetcher.
+        reach: Address at which this host reaches `RunSpec.reach`. Hosts may need different
+            addresses for the same port.
+    """
+
+    run: RunSpec
+    host_rank: int
+    host_plan: HostPlan | None = None
+    n_hosts: int = 1
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    attempt: int = 0
+    ran_s: float = 0.0
+    fetchers: Mapping[int, LoaderPlaces] = {}
+    reach: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the run, without its hosts. Its store is the notebook's (`LocalShare.store`)."""
+        return self.run.plan
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the share consists of fetchers."""
+        return self.host_plan is None
+
+    @property
     def share_id(self) -> str:
         """Id of the share in the pool and on its hosts."""
         return share_id(self.plan.run_id) if self.fetches else self.plan.run_id
@@ -216,41 +268,69 @@ class HostSpec(Struct, frozen=True):
     @property
     def has_rank_0(self) -> bool:
         """Whether rank 0, which writes to the project store, runs here."""
-        return not self.fetches and self.share.first_rank == 0
-
-    @property
-    def share(self) -> HostPlan:
-        """Plan of this host's share: the numbers of its ranks, and their number of threads."""
-        return next(host for host in self.plan.hosts if host.host_rank == self.host_rank)
+        return self.host_plan is not None and self.host_plan.first_rank == 0
 
     @property
     def ranks(self) -> range:
-        """Global numbers of this host's ranks."""
-        return range(self.share.first_rank, self.share.first_rank + self.share.ranks)
+        """Global numbers of this host's ranks. Empty if the share consists of fetchers."""
+        mine = self.host_plan
+        return range(mine.first_rank, mine.first_rank + mine.ranks) if mine else range(0)
+
+    def notebook_log_path(self, rank: int) -> str:
+        """Return the path of a rank's log on the notebook's machine."""
+        return str(self.run.folder.log(rank))
+
+
+class LocalShare(Struct, frozen=True):
+    """A share with the paths on its host. The agent makes it when the share's files are there.
+
+    Attributes:
+        spec: The share, as the pool described it.
+        run_dir: Folder of the run on this host.
+        store: Rule of the project store, with this host's paths. None for no restrictions.
+        cwd: Working directory of ranks and fetchers: the project store on this host.
+        environ: Environment that ranks and fetchers inherit from the notebook or from this host.
+        sys_path: Import path of ranks and fetchers.
+    """
+
+    spec: ShareSpec
+    run_dir: str
+    store: StoreRule | None
+    cwd: str
+    environ: Mapping[str, str]
+    sys_path: tuple[str, ...]
+
+    @property
+    def run(self) -> RunSpec:
+        """The run that the share is part of."""
+        return self.spec.run
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the run (`ShareSpec.plan`)."""
+        return self.spec.run.plan
 
     @property
     def folder(self) -> RunFolder:
         """The run's folder on this host."""
         return RunFolder(Path(self.run_dir))
 
-    def notebook_log_path(self, rank: int) -> str:
-        """Return the path of a rank's log on the notebook's machine."""
-        return str(RunFolder(Path(self.home_dir or self.run_dir)).log(rank))
-
-    def environ(self, place: HostAddress) -> dict[str, str]:
+    def rank_environ(self, place: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks. torchrun's variables override it."""
+        spec, host = self.spec, self.spec.host_plan
+        assert host is not None
         environ = {  # the notebook's variables override these
-            "OMP_NUM_THREADS": str(self.share.threads_per_rank),
+            "OMP_NUM_THREADS": str(host.threads_per_rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        interface = name_of(place.address if self.n_hosts > 1 else LOOPBACK)
+        interface = name_of(place.address if spec.n_hosts > 1 else LOOPBACK)
         # by default gloo listens on the host name's address, which may be any interface or none
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
-        if self.n_hosts > 1:
+        if spec.n_hosts > 1:
             environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
-        environ |= {**self.origin.environ, RUN_TOKEN: self.plan.run_id, HOST: place.host}
-        return environ | ({REACH: self.reach} if self.reach else {})
+        environ |= {**self.environ, RUN_TOKEN: self.plan.run_id, HOST: place.host}
+        return environ | ({REACH: spec.reach} if spec.reach else {})
 
 
 Emit = Callable[[Event], None]
@@ -258,17 +338,29 @@ Emit = Callable[[Event], None]
 
 
 class Launch(Request[Started]):
-    """A request to start a run, or its fetchers, on the hosts of its plan.
+    """A request to start a run's ranks on the hosts of its plan.
 
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
-        spec: Share of the first host, from which the other shares are derived.
+        run: The run.
         said: Events that the run's fetchers have sent before the run starts.
     """
 
     owner: str
-    spec: HostSpec
+    run: RunSpec
     said: Sequence[AnyEvent] = ()
+
+
+class LaunchFetchers(Request[Started]):
+    """A request to start a run's fetchers on the hosts of its data plan.
+
+    Attributes:
+        owner: Id of the kernel's Dask client. The fetchers end when this client disconnects.
+        run: The run.
+    """
+
+    owner: str
+    run: RunSpec
 
 
 class StartShare(Request[int]):
@@ -281,7 +373,7 @@ class StartShare(Request[int]):
         again: Whether to end the ranks of the last attempt first, and start the next attempt.
     """
 
-    spec: HostSpec
+    spec: ShareSpec
     again: bool = False
 
 
@@ -292,14 +384,14 @@ class ProcessSpec:
     They are pickled, because they are sent to a fork of the same program.
 
     Attributes:
-        share: The host's share of the run, with this host's paths.
+        share: The host's share of the run.
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and
             `--env` overrides both.
         means: The host's mechanism that enforces the rule of the project store.
     """
 
-    share: HostSpec
+    share: LocalShare
     folder: Path
     environ: Mapping[str, str]
     means: "StoreProtection"
@@ -341,31 +433,6 @@ class FetcherSpec:
         return f"fetcher {self.plan.number} on host {self.host or socket.gethostname()}"
 
 
-def without_environ(spec: HostSpec) -> HostSpec:
-    """Return a share without the kernel's environment, for other machines.
-
-    They do not need the environment, and it may hold secrets. The variables that the notebook
-    changed are kept in `Origin.changed`.
-    """
-    return structs.replace(spec, origin=structs.replace(spec.origin, environ={}))
-
-
-def of_host(spec: HostSpec, host_rank: int) -> HostSpec:
-    """Return one host's share of a run, with a copy of the plan that contains only that host.
-
-    If each of 1,000 hosts got the whole plan, a million host plans would be sent.
-
-    Args:
-        spec: The run.
-        host_rank: Number of the host.
-    """
-    hosts = spec.plan.hosts
-    if spec.fetches:
-        return structs.replace(spec, host_rank=host_rank)
-    mine = structs.replace(spec.plan, hosts=(hosts[host_rank],))
-    return structs.replace(spec, plan=mine, host_rank=host_rank, n_hosts=len(hosts))
-
-
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
     """Return the event for a fetcher that failed or never started.
 
@@ -386,7 +453,7 @@ TORCHRUN_NAMES = (
 
 
 def torchrun_variables(
-    spec: HostSpec, local_rank: int, port: int, error_file: Path
+    spec: ShareSpec, local_rank: int, port: int, error_file: Path
 ) -> dict[str, str]:
     """Return the environment variables that torchrun would set for a rank of this host.
 
@@ -396,15 +463,15 @@ def torchrun_variables(
         port: Port of torch's key-value store.
         error_file: File that `torch.distributed.elastic.multiprocessing.errors.record` writes.
     """
-    share, world_size = spec.share, str(spec.plan.world_size)
-    rank = str(share.first_rank + local_rank)
+    world_size = str(spec.plan.world_size)
+    rank = str(spec.ranks[local_rank])
     return {
         "LOCAL_RANK": str(local_rank),
         "RANK": rank,
         "GROUP_RANK": str(spec.host_rank),
         "ROLE_RANK": rank,
         "ROLE_NAME": "default",
-        "LOCAL_WORLD_SIZE": str(share.ranks),
+        "LOCAL_WORLD_SIZE": str(len(spec.ranks)),
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": str(spec.n_hosts),
         "ROLE_WORLD_SIZE": world_size,

@@ -29,7 +29,7 @@ from taas_magic.errors import TaasError
 from taas_magic.host import link
 from taas_magic.host.link import SIGNAL
 from taas_magic.host.output import Pump
-from taas_magic.host.spec import Emit, HostSpec
+from taas_magic.host.spec import Emit, LocalShare
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
 from taas_magic.messages import (
     Hang,
@@ -237,9 +237,11 @@ class StackMonitor:
             does not count as time without progress.
     """
 
-    def __init__(self, spec: HostSpec, ranks: Ranks, pump: Pump, folder: Path, emit: Emit) -> None:
-        self._attempt, self._payload = spec.attempt, spec.folder.payload
-        self._hang_s = hang_s = spec.plan.hang_s
+    def __init__(
+        self, share: LocalShare, ranks: Ranks, pump: Pump, folder: Path, emit: Emit
+    ) -> None:
+        self._attempt, self._payload = share.spec.attempt, share.folder.payload
+        self._hang_s = hang_s = share.plan.hang_s
         self._ranks, self._pump, self._folder, self._emit = ranks, pump, folder, emit
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}

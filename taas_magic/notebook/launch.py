@@ -23,7 +23,7 @@ from taas_magic.data import service
 from taas_magic.display.head import RunState
 from taas_magic.display.view import NoView, View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
-from taas_magic.host.spec import HostSpec, Origin, environ_changes
+from taas_magic.host.spec import Origin, RunSpec, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import attach, between_cells, pools, runs, sessions
@@ -106,7 +106,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
     differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
-    driver, spec = prepare_run(plan, captured, pool, shell, config)
+    driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
         _run_in_session(driver, spec, pool, config, session, captured)
     else:
@@ -145,28 +145,31 @@ def prepare_run(
     shell: "InteractiveShell",
     config: Config,
     *,
+    session: Session | None = None,
     reads_only: bool = False,
-) -> tuple[RunDriver, HostSpec]:
+) -> tuple[RunDriver, RunSpec]:
     """Write the folder of a new run. Start nothing.
 
     Args:
+        session: The session whose ranks run the cell. None for a run with ranks of its own.
         reads_only: Whether the run leaves the project store to other runs.
 
     Returns:
-        The kernel's side of the run, and the run for its pools.
+        The kernel's side of the run, and the description of the run for its pools.
 
     Raises:
         PoolError: The state folder is not writable.
     """
     folder = _written(plan, captured, config)
     assert plan.store is not None
-    spec = HostSpec(
+    spec = RunSpec(
         plan,
-        0,
         str(folder.path),
         origin(shell, plan.store.path),
         requires=None if pool.config.engine == "local" else captured.requires,
         reads_only=reads_only,
+        session=session.run_id if session is not None else "",
+        cell_number=session.count_cell() if session is not None else 0,
     )
     labels = {filename: source.label for filename, source in captured.sources.items()}
     context = _context(plan, pool, config)
@@ -178,7 +181,7 @@ def prepare_run(
 
 def _run_in_session(
     driver: RunDriver,
-    spec: HostSpec,
+    spec: RunSpec,
     pool: Pool,
     config: Config,
     session: Session,
@@ -255,7 +258,7 @@ def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
 
 def carry_out(
     driver: RunDriver,
-    spec: HostSpec,
+    spec: RunSpec,
     pool: Pool,
     config: Config,
     detaches: bool = False,
@@ -267,7 +270,7 @@ def carry_out(
 
     Args:
         driver: The kernel's side of the run.
-        spec: The run, for the pools.
+        spec: Description of the run for its pools.
         pool: Pool that runs the ranks.
         config: Settings of taas.toml.
         detaches: Whether to detach the run as soon as all ranks have started.
@@ -280,7 +283,6 @@ def carry_out(
     fetchers = None
     with RunFolder(driver.path).held(), Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
-            spec = structs.replace(spec, session=session.run_id) if session is not None else spec
             fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
@@ -306,7 +308,7 @@ def carry_out(
                 start_session(
                     session, connection, spec.origin, driver.cell_text(), config, interrupts
                 )
-                connection, spec = session.connection, session.cell_spec(spec)
+                connection = session.connection
             driver.start(
                 connection, spec, fetchers.pop_events() if fetchers else [], view, interrupts
             )
@@ -365,12 +367,9 @@ def call_on_ranks(
     plan = structs.replace(plan, hang_s=0.0, out=flags.out, ranks=())
     settings = capture_settings(shell, config)
     captured = payload.capture(cell, {}, known=session.names, **settings)
-    folder = _written(plan, captured, config)
-    assert plan.store is not None
-    spec = HostSpec(plan, 0, str(folder.path), origin(shell, plan.store.path), reads_only=True)
-    with folder.whole():
-        folder.write_context(_context(plan, pool, config))
-    driver = RunDriver(RunState(plan, folder.path))
+    driver, spec = prepare_run(
+        plan, captured, pool, shell, config, session=session, reads_only=True
+    )
     driver.listener = session.record_event
     found: dict[str, Any] = {}
     try:
@@ -378,7 +377,7 @@ def call_on_ranks(
         driver.conclude(found)
     finally:
         session.end_cell(captured, counts=False)
-        folder.discard()
+        spec.folder.discard()
     values: list[Any] = found[_ASKED]
     return values
 

@@ -26,7 +26,7 @@ from taas_magic.errors import (
     StoreError,
     interrupted,
 )
-from taas_magic.host.spec import HostSpec, fetcher_failed, share_id
+from taas_magic.host.spec import RunSpec, fetcher_failed, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
@@ -220,7 +220,7 @@ class RunFetchers:
 
     Args:
         pool: Pool that runs the fetchers.
-        spec: `HostSpec` of the run for that pool.
+        spec: The run.
         listen: Function that receives each event until `forward_events` is called. Later, the
             kernel receives these events from the pool of the ranks. Any thread calls the function.
         waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool: then
@@ -228,7 +228,7 @@ class RunFetchers:
     """
 
     def __init__(
-        self, pool: Pool, spec: HostSpec, listen: Callable[[Event], None], waits: bool
+        self, pool: Pool, spec: RunSpec, listen: Callable[[Event], None], waits: bool
     ) -> None:
         self._pool, self._spec, self._listen, self._waits = pool, spec, listen, waits
         self._run_id = spec.plan.run_id
@@ -370,7 +370,7 @@ class RunFetchers:
     def _launch(self, listen: Callable[[Event], None]) -> None:
         assert self._connection is not None
         if not self._closing:
-            self._connection.launch(structs.replace(self._spec, fetches=True), listen)
+            self._connection.launch_fetchers(self._spec, listen)
         if self._closing:
             self._end()
 
@@ -528,7 +528,7 @@ class RunDriver:
     def start(
         self,
         connection: PoolConnection,
-        spec: HostSpec,
+        spec: RunSpec,
         fetcher_events: list[Event],
         view: View | NoView,
         interrupts: Interrupts,
@@ -537,7 +537,7 @@ class RunDriver:
 
         Args:
             connection: Connection to the pool.
-            spec: The run, for the pool.
+            spec: The run.
             fetcher_events: Events that the run's fetchers have sent before.
             view: Display of the run.
             interrupts: The user's interrupts.

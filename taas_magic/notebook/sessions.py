@@ -21,7 +21,7 @@ from taas_magic.capture.payload import Payload
 from taas_magic.config import closest
 from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
 from taas_magic.messages import (
     CellNames,
@@ -234,7 +234,7 @@ class Session:
             folder.write_context(context)
             _write_flags(folder, self.flags)
         requires = None if connection.config.engine == "local" else ()
-        spec = HostSpec(self.plan, 0, str(folder.path), origin, requires=requires, idle_s=idle_s)
+        spec = RunSpec(self.plan, str(folder.path), origin, requires, idle_s=idle_s)
 
         def launch() -> None:
             connection.launch(spec, self._on_run_event)
@@ -311,14 +311,10 @@ class Session:
         self._fetchers[self._cells] = fetchers
         fetchers.forward_events(self.connection, self.run_id)
 
-    def cell_spec(self, spec: HostSpec) -> HostSpec:
-        """Return the description of the session's next cell for its hosts.
-
-        Args:
-            spec: Description of the cell as a run of its own.
-        """
+    def count_cell(self) -> int:
+        """Return the number of the session's next cell, counted from 1."""
         self._cells += 1
-        return structs.replace(spec, session=self.run_id, cell_number=self._cells)
+        return self._cells
 
     def record_event(self, event: Event) -> None:
         """Record which names a cell changed on a rank, and that ranks were killed.

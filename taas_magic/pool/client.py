@@ -46,7 +46,7 @@ from taas_magic.shared_files import is_free
 if TYPE_CHECKING:
     from distributed import Client
 
-    from taas_magic.host.spec import HostSpec
+    from taas_magic.host.spec import Launch, LaunchFetchers, RunSpec
 
 
 _T = TypeVar("_T")
@@ -289,16 +289,16 @@ class PoolConnection:
             self._waiting.pop(wait.id, None)
 
     def launch(
-        self, spec: "HostSpec", on_event: Callable[[Event], None], said: Sequence[Event] = ()
+        self, run: "RunSpec", on_event: Callable[[Event], None], said: Sequence[Event] = ()
     ) -> list[str]:
-        """Start a run, or its fetchers, and pass its events to `on_event`.
+        """Start a run's ranks, and pass the run's events to `on_event`.
 
         Args:
             on_event: Called with every event of the run, in the thread of the Dask client.
             said: Events that the run's fetchers have already sent to this kernel.
 
         Returns:
-            The names of the hosts on which the ranks or fetchers start.
+            The names of the hosts on which the ranks start.
 
         Raises:
             ConnectionEnded: The process has ended.
@@ -307,13 +307,30 @@ class PoolConnection:
         """
         from taas_magic.host.spec import Launch
 
-        self._listeners[spec.share_id] = on_event
+        return self._launch(Launch(self.id, run, said), run.plan.run_id, on_event)
+
+    def launch_fetchers(self, run: "RunSpec", on_event: Callable[[Event], None]) -> list[str]:
+        """Start a run's fetchers, and pass their events to `on_event`.
+
+        See `launch` for the arguments, the returned value and the errors.
+        """
+        from taas_magic.host.spec import LaunchFetchers, share_id
+
+        return self._launch(LaunchFetchers(self.id, run), share_id(run.plan.run_id), on_event)
+
+    def _launch(
+        self,
+        request: "Launch | LaunchFetchers",
+        run_id: str,
+        on_event: Callable[[Event], None],
+    ) -> list[str]:
+        self._listeners[run_id] = on_event
         answer = Started()
         try:
-            answer = self.call(Launch(self.id, spec, said))
+            answer = self.call(request)
         finally:
             if not answer.hosts:
-                self.forget(spec.share_id)
+                self.forget(run_id)
         self.require(answer)
         if answer.store_error:
             raise StoreError(answer.store_error)

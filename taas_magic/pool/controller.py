@@ -23,11 +23,11 @@ from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.host.spec import (
     EVENT,
     POOL_BEAT,
-    HostSpec,
     Launch,
+    LaunchFetchers,
+    RunSpec,
     share_id,
     topic,
-    without_environ,
 )
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
@@ -253,14 +253,19 @@ class Controller(SchedulerPlugin):
     def __init__(
         self, scheduler: Scheduler, source: Engine, pool: PoolConfig, linger_s: float
     ) -> None:
-        self._scheduler, self._is_local = scheduler, pool.engine == LOCAL
+        self._scheduler = scheduler
         self._runs: dict[str, Share] = {}
         self._fetchers_of: dict[str, EndFetchers] = {}
         """For each detached run, by run id: the function that ends its fetchers."""
 
         self._tasks = Tasks()
         self.members = PoolHosts(
-            scheduler, source, pool.start_timeout_s, pool.lease_s, self._on_lost
+            scheduler,
+            source,
+            pool.start_timeout_s,
+            pool.lease_s,
+            self._on_lost,
+            are_local=pool.engine == LOCAL,
         )
         self._kernels = Kernels(self.members, linger_s)
         self._meter = PoolMeter(self.members, pool.idle_timeout_s)
@@ -271,6 +276,7 @@ class Controller(SchedulerPlugin):
                 RegisterKernel: self._kernels.enter,
                 WaitForHosts: self._kernels.ready,
                 Launch: self.launch,
+                LaunchFetchers: self.launch_fetchers,
                 Relay: self.relay,
                 Detach: self.detach,
                 TakeSession: self.take_session,
@@ -294,27 +300,23 @@ class Controller(SchedulerPlugin):
         return self._kernels.over
 
     async def launch(self, asked: Launch) -> Started:
-        """Start a run's ranks, or its fetchers, on hosts of this pool.
+        """Start a run's ranks on hosts of this pool.
 
         Returns:
             The response for the kernel: the names of the hosts, or the error.
         """
-        # Another machine gets only the changed variables of the environment.
-        first = asked.spec if self._is_local else without_environ(asked.spec)
-        owner = asked.owner
-        if first.fetches:
-            return await self._fetch(owner, first)
-        tell = self._event_sender(owner, first.plan.run_id)
+        spec, owner, run_id = asked.run, asked.owner, asked.run.plan.run_id
+        tell = self._event_sender(owner, run_id)
         await self._interrupted_end(owner, tell)
         over = asyncio.Event()
         async with contextlib.AsyncExitStack() as until_end:
             until_end.callback(over.set)
-            until_end.callback(self._runs.pop, first.plan.run_id, None)
+            until_end.callback(self._runs.pop, run_id, None)
             try:
-                session = self._session_of(first)
-                if not (first.reads_only or first.is_session):
-                    await _own_store(until_end, first.plan)
-                journal = _journal(first.folder, tell)
+                session = self._session_of(spec)
+                if not (spec.reads_only or spec.is_session):
+                    await _own_store(until_end, spec.plan)
+                journal = _journal(spec.folder, tell)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
 
                 def publish(event: Event) -> None:
@@ -322,7 +324,7 @@ class Controller(SchedulerPlugin):
                     if run.owner:
                         run.tell(event)
 
-                run = PoolRun(first, owner, self.members, publish, over, session)
+                run = PoolRun(spec, owner, self.members, publish, over, session)
                 run.tell = tell
                 if session is not None:
                     until_end.enter_context(session.in_use(run))
@@ -334,17 +336,17 @@ class Controller(SchedulerPlugin):
             self._tasks.start(self._carry_out(run, journal, until_end.pop_all()))
         return Started(hosts=hosts)
 
-    def _session_of(self, first: HostSpec) -> PoolRun | None:
+    def _session_of(self, spec: RunSpec) -> PoolRun | None:
         """Return the session in which a cell runs; None for a run that starts its own ranks.
 
         Raises:
             PoolError: The session has ended.
         """
-        if not first.session:
+        if not spec.session:
             return None
-        session = self._runs.get(first.session)
+        session = self._runs.get(spec.session)
         if not isinstance(session, PoolRun):
-            raise PoolError(f"session {first.plan.session} has ended")
+            raise PoolError(f"session {spec.plan.session} has ended")
         return session
 
     def _end_idle_sessions(self) -> None:
@@ -504,14 +506,20 @@ class Controller(SchedulerPlugin):
                 tell(Note(text=f"waiting for the interrupted run {run.run_id} to end"))
                 await run.over.wait()
 
-    async def _fetch(self, owner: str, first: HostSpec) -> Started:
-        if before := self._runs.get(first.share_id):
+    async def launch_fetchers(self, asked: LaunchFetchers) -> Started:
+        """Start a run's fetchers on hosts of this pool.
+
+        Returns:
+            The response for the kernel: the names of the hosts, or the error.
+        """
+        owner, run_id = asked.owner, share_id(asked.run.plan.run_id)
+        if before := self._runs.get(run_id):
             # A `Halt` for the old fetchers would also end new ones on a host.
             await before.wait_until_ended()
-        fetch = PoolFetchers(first, owner, self.members, self._event_sender(owner, first.share_id))
-        session = self._runs.get(first.session)
-        if isinstance(session, PoolRun) and first.plan.data is not None:
-            session.count_fetchers(first.plan.data)
+        fetch = PoolFetchers(asked.run, owner, self.members, self._event_sender(owner, run_id))
+        session = self._runs.get(asked.run.session)
+        if isinstance(session, PoolRun) and asked.run.plan.data is not None:
+            session.count_fetchers(asked.run.plan.data)
 
         async def carry_out() -> None:
             await fetch.carry_out()

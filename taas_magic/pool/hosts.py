@@ -125,6 +125,7 @@ class PoolHosts(SchedulerPlugin):
         start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
         on_lost: Called with each host that is gone, for whatever reason, and the reason.
+        are_local: Whether the hosts are the notebook's machine.
     """
 
     name = "taas-members"
@@ -136,8 +137,10 @@ class PoolHosts(SchedulerPlugin):
         start_timeout_s: float,
         lease_s: float,
         on_lost: Callable[[PoolHost, str], None] = lambda member, why: None,
+        *,
+        are_local: bool = False,
     ) -> None:
-        self._scheduler, self._source = scheduler, source
+        self._scheduler, self._source, self.are_local = scheduler, source, are_local
         self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
         self._members: dict[str, PoolHost] = {}

@@ -27,7 +27,7 @@ from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.files import FileServer, OwnedFiles
-from taas_magic.host.spec import HostSpec, StartShare, fetcher_failed, of_host
+from taas_magic.host.spec import RunSpec, ShareSpec, StartShare, fetcher_failed, share_id
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.journal.folder import RunFolder
@@ -223,19 +223,26 @@ class Share(ABC):
     """The ranks of a run on all their hosts, or the run's fetchers on all their hosts.
 
     Args:
-        spec: The first host's share of the run. `of_host` derives the other hosts' shares from it.
+        run: The run, as its kernel describes it.
         owner: Dask client id of the run's kernel; "" for a detached run.
         publish: Called with each event of these ranks or fetchers.
+
+    Attributes:
+        run_id: Id of the run; of fetchers, the id of their share.
     """
 
+    fetches: bool
+    """Whether these are fetchers."""
+
     def __init__(
-        self, spec: HostSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
+        self, run: RunSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
-        self._spec, self.owner = spec, owner
+        self._run, self.owner = run, owner
         self._members, self.publish = members, publish
-        self.run_id = spec.share_id
+        self.run_id = share_id(run.plan.run_id) if self.fetches else run.plan.run_id
         self.attempt = 0
-        self._files = FileServer(spec)
+        self._files = FileServer(run, self.fetches)
+        self._for_hosts = run.for_hosts(members.are_local)
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
@@ -276,22 +283,22 @@ class Share(ABC):
     @property
     def session_id(self) -> str:
         """Run id of the session that the ranks or fetchers belong to; "" for none."""
-        return self.run_id if self._spec.is_session else self._spec.session
+        return self.run_id if self._run.is_session else self._run.session
 
     @property
     def cell_number(self) -> int:
         """Number of the cell in its session; 0 if the run is no cell of a session."""
-        return self._spec.cell_number
+        return self._run.cell_number
 
     @property
     def folder(self) -> RunFolder:
         """The run folder on the notebook's machine."""
-        return self._spec.folder
+        return self._run.folder
 
     @property
     def plan(self) -> Plan:
         """The plan of the run."""
-        return self._spec.plan
+        return self._run.plan
 
     @property
     def is_halted(self) -> bool:
@@ -434,13 +441,14 @@ class Share(ABC):
         Raises:
             PoolError: A host lacks something, or is gone.
         """
-        if self._spec.requires is not None:
-            await require_fit(self._members, members, self._spec.requires)
+        if self._run.requires is not None:
+            await require_fit(self._members, members, self._run.requires)
 
-    async def _start_one(self, part: HostPart, spec: HostSpec, again: bool = False) -> int:
+    async def _start_one(self, part: HostPart, spec: ShareSpec, again: bool = False) -> int:
         """Start the ranks or fetchers of one host.
 
         Args:
+            spec: The host's share.
             again: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
@@ -450,9 +458,9 @@ class Share(ABC):
             PoolError: The host could not start them.
         """
         part.member.runs.add(self.run_id)
-        address, told = part.member.address, of_host(spec, part.host_rank)
+        address = part.member.address
         try:
-            port = await self._members.call(address, StartShare(told, again))
+            port = await self._members.call(address, StartShare(spec, again))
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._members.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
@@ -500,10 +508,12 @@ class Share(ABC):
 class PoolFetchers(Share):
     """The fetchers of a run, on one pool."""
 
+    fetches = True
+
     def __init__(
-        self, spec: HostSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
+        self, run: RunSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
-        super().__init__(spec, owner, members, publish)
+        super().__init__(run, owner, members, publish)
         self.said: list[Event] = []
         """Start and end events of the fetchers so far. If a run is detached, the new owner of its
         fetchers needs them."""
@@ -516,7 +526,8 @@ class PoolFetchers(Share):
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(member, number) for number, member in enumerate(chosen)]
         self._parts = {part.member.address: part for part in parts}
-        starting = (self._start_one(part, self._spec) for part in parts)
+        shares = (ShareSpec(self._for_hosts, part.host_rank) for part in parts)
+        starting = map(self._start_one, parts, shares)
         for error in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -586,16 +597,18 @@ class PoolRun(Share):
         session: For a cell in a session: the session, whose hosts and ranks the cell uses.
     """
 
+    fetches = False
+
     def __init__(
         self,
-        spec: HostSpec,
+        run: RunSpec,
         owner: str,
         members: PoolHosts,
         publish: Callable[[Event], None],
         over: asyncio.Event,
         session: "PoolRun | None" = None,
     ) -> None:
-        super().__init__(spec, owner, members, publish)
+        super().__init__(run, owner, members, publish)
         self.over, self._session = over, session
         self.tell: Callable[[Event], None] = lambda event: None
         """Function that sends an event to the owner."""
@@ -632,7 +645,7 @@ class PoolRun(Share):
     @property
     def is_idle(self) -> bool:
         """Whether this is a session that has run no cell for `session_idle_s`."""
-        limit_s = self._spec.idle_s
+        limit_s = self._run.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
     @property
@@ -867,34 +880,48 @@ class PoolRun(Share):
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}
-        now = time.monotonic()
-        self._ran_since = self._ran_since or now
-        spec = structs.replace(
-            self._spec,
-            attempt=self.attempt,
-            ran_s=now - self._ran_since,
-            fetchers=self._fetchers,
-            master_addr=members[0].place if others else LOOPBACK,
-        )
-        port = await self._start_ranks(first, spec, running)
+        self._ran_since = self._ran_since or time.monotonic()
+        address = members[0].place if others else LOOPBACK
+        port = await self._start_ranks(first, running, address)
         if port:
-            spec = structs.replace(spec, master_port=port)
-            await asyncio.gather(*(self._start_ranks(part, spec, running) for part in others))
+            await asyncio.gather(
+                *(self._start_ranks(part, running, address, port) for part in others)
+            )
         else:
             for part in others:
                 part.ended = part.member.address not in running
 
-    async def _start_ranks(self, part: HostPart, spec: HostSpec, running: set[str]) -> int:
+    async def _start_ranks(
+        self, part: HostPart, running: Collection[str], master_addr: str, master_port: int = 0
+    ) -> int:
         """Start an attempt's ranks on one host. Record a failed start as the host's report.
+
+        Args:
+            running: Addresses of the hosts that ran the last attempt.
+            master_addr: Address of the first host, which creates the rendezvous of the ranks.
+            master_port: Port of the rendezvous; 0 for the first host, which chooses the port.
 
         Returns:
             The port of the ranks' rendezvous if it is on this host; 0 if not, or after a failure.
         """
+        assert self._ran_since is not None
         try:
-            if spec.reach:
-                way = self._members.way(part.member, spec.reach)
+            reach = ""
+            if self._run.reach:
+                way = self._members.way(part.member, self._run.reach)
                 reach = await self._ways.enter_async_context(way)
-                spec = structs.replace(spec, reach=reach)
+            spec = ShareSpec(
+                self._for_hosts,
+                part.host_rank,
+                self.plan.hosts[part.host_rank],
+                n_hosts=len(self._parts),
+                master_addr=master_addr,
+                master_port=master_port,
+                attempt=self.attempt,
+                ran_s=time.monotonic() - self._ran_since,
+                fetchers=self._fetchers,
+                reach=reach,
+            )
             return await self._start_one(part, spec, part.member.address in running)
         except PoolError as error:
             self._report(part, "FAILED", "host", [host_failure(part.member.name, error)])

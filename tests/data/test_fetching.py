@@ -16,7 +16,7 @@ import pytest
 
 from taas_magic.config import load_config
 from taas_magic.errors import PoolError, RankFailed
-from taas_magic.host.spec import HostSpec
+from taas_magic.host.spec import RunSpec
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import RunDriver
 from taas_magic.pool.client import ConnectionEnded, PoolConnection
@@ -214,19 +214,17 @@ def test_hosts_with_fetchers_die_before_these_listen(
     two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAULTS.md 20: no rank waits for a fetcher that never comes."""
-    launch = PoolConnection.launch
+    launch = PoolConnection.launch_fetchers
 
-    def launch_in_vain(connection: PoolConnection, spec: HostSpec, *args: Any) -> list[str]:
-        if not spec.fetches:
-            return launch(connection, spec, *args)
-        os.mkfifo(spec.folder.path / "logs" / "fetcher-0.log")  # whoever opens it waits
-        hosts = launch(connection, spec, *args)
+    def launch_in_vain(connection: PoolConnection, run: RunSpec, *args: Any) -> list[str]:
+        os.mkfifo(run.folder.path / "logs" / "fetcher-0.log")  # whoever opens it waits
+        hosts = launch(connection, run, *args)
         for process in below(connection.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
                 process.kill()
         return hosts
 
-    monkeypatch.setattr(PoolConnection, "launch", launch_in_vain)
+    monkeypatch.setattr(PoolConnection, "launch_fetchers", launch_in_vain)
     outcome = two_pools.run(TRAIN, "--cpus 1 --timeout 100")
     assert isinstance(outcome.error, RankFailed)
     assert re.search('no fetcher of loader "loader" is left: host .* is gone: ', outcome.shown)

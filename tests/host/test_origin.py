@@ -16,7 +16,7 @@ def test_only_what_changed_travels() -> None:
 def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
     own = {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "3", "OLD": "2"}
     origin = Origin("/x", {"HOME": "/root"}, (), changed={"NEW": "x", "OLD": None})
-    assert origin.on_another_machine(own, ()).environ == {
+    assert origin.environ_on(own) == {
         "HOME": "/home/me",
         "CUDA_VISIBLE_DEVICES": "3",
         "NEW": "x",

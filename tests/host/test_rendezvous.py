@@ -17,7 +17,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host import rendezvous
 from taas_magic.host.host_run import HostRun
 from taas_magic.host.rendezvous import Rendezvous
-from taas_magic.host.spec import HostAddress, HostSpec, Origin, of_host, torchrun_variables
+from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec, torchrun_variables
 from taas_magic.messages import pack, unpack
 from taas_magic.plan import Flags, HostCapacity, make_plan
 
@@ -25,9 +25,15 @@ ADDRESS = "127.0.0.1"
 WAIT_S = 100.0
 
 
-def spec(host_rank: int, ranks: int = 2) -> HostSpec:
+def run(ranks: int = 2) -> RunSpec:
     plan = make_plan(Flags(gpus=ranks), HostCapacity(gpus=ranks // 2, cores=1), "run", max_hosts=2)
-    return HostSpec(plan, host_rank, "/nowhere", Origin("/", {}, ()), ADDRESS, n_hosts=2)
+    return RunSpec(plan, "/nowhere", Origin("/", {}, ()), requires=("numpy",), reach="tls://x:1")
+
+
+def share(host_rank: int, ranks: int = 2) -> ShareSpec:
+    whole = run(ranks)
+    mine = whole.plan.hosts[host_rank]
+    return ShareSpec(whole.for_hosts(True), host_rank, mine, n_hosts=2, master_addr=ADDRESS)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gone = structs.replace(spec(0), master_addr="192.0.2.1")
+    gone = structs.replace(share(0), master_addr="192.0.2.1")
     with pytest.raises(OSError, match="Cannot assign requested address"):
         HostRun(gone, HostAddress("gpu1", "192.0.2.1", False), print, lambda: True, print)
     assert not list(tmp_path.iterdir())
@@ -97,15 +103,15 @@ def test_a_first_host_that_cannot_be_reached_is_named() -> None:
         rendezvous.reach(ADDRESS, 1)
 
 
-def test_a_host_is_told_only_its_own_ranks() -> None:
-    whole = spec(0)
-    mine = unpack(pack(of_host(whole, 1)), HostSpec)
-    assert (mine.n_hosts, mine.host_rank, len(mine.plan.hosts)) == (2, 1, 1)
-    assert mine.share == whole.plan.hosts[1]
+def test_a_host_receives_only_what_it_needs() -> None:
+    mine = unpack(pack(share(1)), ShareSpec)
+    assert (mine.n_hosts, mine.host_rank, mine.ranks) == (2, 1, range(1, 2))
+    assert mine.plan == structs.replace(run().plan, hosts=())
+    assert (mine.run.requires, mine.run.reach) == (None, "")
 
 
 def test_a_rank_of_the_second_host_has_torchruns_variables() -> None:
-    second = structs.replace(spec(1, ranks=4), attempt=3)
+    second = structs.replace(share(1, ranks=4), attempt=3)
     found = torchrun_variables(second, 1, 29500, Path("/pipes/error.json"))
     places = {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "3"}
     sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}

@@ -22,7 +22,7 @@ from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host import tracebacks
 from taas_magic.host.output import Pump
-from taas_magic.host.spec import HostSpec, Origin
+from taas_magic.host.spec import LocalShare, Origin, RunSpec, ShareSpec
 from taas_magic.host.stacks import StackMonitor, StackSample, of_fetcher, waits_for
 from taas_magic.host.watch import Ranks, still_since
 from taas_magic.messages import (
@@ -452,12 +452,13 @@ def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_ran
 ) -> None:
     ranks, said, pump = Ranks([0]), threading.Event(), mock.Mock(Pump)
     plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
-    spec = HostSpec(plan, 0, str(tmp_path), Origin("/", {}, ()))
+    spec = ShareSpec(RunSpec(plan, str(tmp_path), Origin("/", {}, ())), 0, plan.hosts[0])
+    share = LocalShare(spec, str(tmp_path), None, "/", {}, ())
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
         pump.last_output_at.return_value = 0.0
         monkeypatch.setattr(StackMonitor, "_report_hang", lambda monitor, still_s: said.set())
-        monitor = StackMonitor(spec, ranks, pump, tmp_path, print)
+        monitor = StackMonitor(share, ranks, pump, tmp_path, print)
         monitor.is_paused = True  # a rank waits for the user
         for second in range(3, 303, 3):
             monitor.check(time.monotonic() + second)

@@ -10,7 +10,7 @@ from msgspec import structs
 from taas_magic.errors import ProtocolError
 from taas_magic.host import files as run_files
 from taas_magic.host.files import FileServer, HostFiles, OwnedFiles, RunFolderCopy
-from taas_magic.host.spec import HostAddress, HostSpec, Origin
+from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
 from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
@@ -35,21 +35,24 @@ def home(plan: Plan) -> RunFolder:
     return folder
 
 
+def share_of(plan: Plan, run_dir: str, host_rank: int = 0, attempt: int = 0) -> ShareSpec:
+    run = RunSpec(plan, run_dir, Origin("/", {}, ()))
+    return ShareSpec(run.for_hosts(True), host_rank, plan.hosts[host_rank], attempt=attempt)
+
+
 class Far:
     """A host that asks the server directly; it sees the run's folder at a path where nothing is."""
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
-        self.server = FileServer(HostSpec(plan, 0, str(home.path), Origin("/", {}, ())))
+        self.server = FileServer(RunSpec(plan, str(home.path), Origin("/", {}, ())), fetches=False)
         self.host_rank, self.attempt = host_rank, 0
-        self.spec = HostSpec(plan, host_rank, f"/nowhere{home.path}", Origin("/", {}, ()))
+        self.spec = share_of(plan, f"/nowhere{home.path}", host_rank)
         self.files = RunFolderCopy(self.spec, self.ask, cache)
-        self.here = Path(self.files.local(self.spec).run_dir)
+        self.here = self.files.path
 
     def ask(self, request: FileRequest[Any]) -> Any:
-        share = self.spec.share
-        ranks = range(share.first_rank, share.first_rank + share.ranks)
         may_send = senders(self.spec.plan.out, self.spec.plan.world_size)
-        owned = OwnedFiles(ranks, self.attempt, may_send)
+        owned = OwnedFiles(self.spec.ranks, self.attempt, may_send)
         return self.server.answer_of_folder(self.host_rank, owned, request)
 
 
@@ -59,9 +62,10 @@ def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
 
 
 def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan) -> None:
-    spec = HostSpec(plan, 0, str(home.path), Origin("/", {}, ()))
+    spec = share_of(plan, str(home.path))
     files = HostFiles(spec, HERE, lambda request: pytest.fail(f"asked {request}"), print)
-    assert files.copy_in(lambda: True) == spec
+    here = files.copy_in(lambda: True)
+    assert here is not None and (here.spec, here.run_dir) == (spec, str(home.path))
     files.send_back()
     assert home.payload.exists()
 
@@ -71,12 +75,13 @@ def test_another_runs_folder_of_the_same_path_is_not_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
-    spec = HostSpec(plan, 0, str(other.path), Origin("/", {}, ()))
+    spec = share_of(plan, str(other.path))
     files = HostFiles(spec, HERE, mock.Mock(return_value={}), print)
     here = files.copy_in(lambda: True)
-    assert here is not None and here.run_dir != here.home_dir == str(other.path)
+    assert here is not None and here.run_dir != here.run.run_dir == str(other.path)
     files.send_back()
     assert not Path(here.run_dir).exists() and other.path.exists()
+    assert spec.notebook_log_path(1) == f"{other.path}/logs/rank-1.log"  # in failures
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
@@ -158,13 +163,9 @@ def test_a_host_brings_what_is_of_its_own_ranks(
 
 def test_results_of_earlier_attempts_stay_on_the_host(far: Far, home: RunFolder) -> None:
     far.attempt = 1
-    far.files.local(structs.replace(far.spec, attempt=1))
+    far.files.begin_attempt(1)
     far.here.joinpath("results").mkdir()
     for attempt in (0, 1):
         (far.here / "results" / f"{attempt}-0-0").write_bytes(b"result")
     far.files.send_back()
     assert [path.name for path in home.results.iterdir()] == ["1-0-0"]
-
-
-def test_failures_name_the_log_where_the_user_finds_it(far: Far) -> None:
-    assert far.files.local(far.spec).notebook_log_path(1) == f"{far.spec.run_dir}/logs/rank-1.log"

@@ -20,7 +20,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys, Peer, PeerRole
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.spec import HostSpec, Launch, Origin, StartShare
+from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     AnswerInput,
@@ -184,7 +184,7 @@ def test_who_may_ask_what_and_who_answers(
     """A new request belongs into one of these sets; hosts and vehicles may ask no other."""
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
-    by_kernels: Kinds = {WaitForHosts, Launch, Relay, Halt, GetStatus, GetStacks}
+    by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     of_hosts |= {AnswerInput, PauseClocks}
@@ -385,7 +385,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     folder.payload.write_bytes(b"payload")
     changed = {"SET_IN_A_CELL": "1"}
     origin = Origin("/", {"SECRET": "of the kernel"}, (), changed=changed)
-    spec = HostSpec(plan, 0, str(folder.path), origin, requires=None)
+    spec = RunSpec(plan, str(folder.path), origin)
     others: list[Line] = [
         {"kind": "lines", "host": "good", "rank": 0, "lines": ["forged"]},
         {"kind": "ended", "host": "", "state": "SUCCEEDED", "failures": [], "first": None},
@@ -409,9 +409,9 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 await send_request(kernel.scheduler, Launch(kernel.id, spec))
                 _, bad = made
                 assert bad.told is not None
-                told = bad.told.spec
-                assert told.origin.environ == {}
-                assert told.origin.changed == changed
+                told = bad.told.spec.run.origin
+                assert told.environ == {}
+                assert told.changed == changed
                 for said in (*map(json.dumps, others), '{"kind": "new"}', "{"):
                     await bad.say(op="taas_event", run_id="a-run", event=said.encode())
                 await bad.say(op="taas_event", run_id="a-run", event={"kind": "note"})

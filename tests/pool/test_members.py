@@ -15,7 +15,7 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import HostSpec, Launch, Origin, share_id
+from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, share_id
 from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
@@ -65,7 +65,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
     plan = make_plan(Flags(gpus=1, units=10**30), HostCapacity(gpus=1, cores=1), "a-run")
     origin = Origin("/caf\udce9", {"A": "\udcff"}, (), changed={"B": None})
     said = [Note(text="ü"), FetcherEnded(number=1)]
-    request = Launch("kernel", HostSpec(plan, 0, "/", origin), said)
+    request = Launch("kernel", RunSpec(plan, "/", origin), said)
     assert messages.from_bytes(messages.to_bytes(request), Launch) == request
     written = WriteRunFile("results/0-0-0", 0, bytes(range(256)), True)
     assert messages.from_bytes(messages.to_bytes(written), WriteRunFile) == written
@@ -107,9 +107,9 @@ def test_fetchers_that_cannot_start_are_on_no_host(
         plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
         data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
         plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
-        spec = HostSpec(plan, 0, str(tmp_path), origin, requires=("nonesuch_module",))
+        run = RunSpec(plan, str(tmp_path), origin, requires=("nonesuch_module",))
         controller.add_client(scheduler, "kernel")
-        said = await controller.launch(Launch("kernel", structs.replace(spec, fetches=True)))
+        said = await controller.launch_fetchers(LaunchFetchers("kernel", run))
         assert "nonesuch_module" in said.error
         assert not member.runs
         for _ in range(10):  # the loop's turns in which what is left of it ends
