@@ -288,14 +288,15 @@ def this_shell() -> Any:
 Storages = MutableMapping[int, "torch.UntypedStorage"]
 
 
-def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
+def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Reduced:
     """Reduce a storage to a buffer over its bytes.
 
     Args:
         storage: Storage on any device; it is copied to the CPU if it is elsewhere.
-        seen: Storages in this pickle, by `_cdata`: torch may have several objects for one storage.
+        storages: Storages in this pickle, by `_cdata`: torch may have several objects for one of
+            them.
     """
-    first = seen.setdefault(storage._cdata, storage)
+    first = storages.setdefault(storage._cdata, storage)
     if first is not storage:
         return _same, (first,)
     device = storage.device.type
@@ -303,10 +304,10 @@ def _reduce_untyped(storage: "torch.UntypedStorage", seen: Storages) -> Reduced:
     return rebuild_untyped, (PickleBuffer(bytes_of_storage(held)), device)
 
 
-def _reduce_typed(storage: "torch.TypedStorage", seen: Storages) -> Reduced:
+def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
     """Reduce a typed storage to its untyped storage and a dtype."""
     untyped = storage._untyped_storage
-    return rebuild_typed, (seen.setdefault(untyped._cdata, untyped), storage.dtype)
+    return rebuild_typed, (storages.setdefault(untyped._cdata, untyped), storage.dtype)
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
@@ -410,18 +411,18 @@ def _rebuild_script(data: bytes, device: str) -> Any:
         return torch.jit.load(io.BytesIO(data), map_location=where)  # type: ignore[no-untyped-call]
 
 
-def torch_reducers(seen: Storages) -> dict[type, Callable[[Any], Any] | None]:
+def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None]:
     """Return the reducers of torch's classes, in the order in which they are tried.
 
     Args:
-        seen: Storages in this pickle, by `_cdata`.
+        storages: Storages in this pickle, by `_cdata`.
     """
     import torch.utils.data
 
     return {
         torch.Tensor: _reduce_tensor,
-        torch.UntypedStorage: lambda storage: _reduce_untyped(storage, seen),
-        torch.TypedStorage: lambda storage: _reduce_typed(storage, seen),
+        torch.UntypedStorage: lambda storage: _reduce_untyped(storage, storages),
+        torch.TypedStorage: lambda storage: _reduce_typed(storage, storages),
         torch.Generator: lambda it: (_rebuild_generator, (it.device.type, it.get_state())),
         torch.utils.data.DataLoader: reduce_loader,
         torch.memory_format: _reduce_torch_name,

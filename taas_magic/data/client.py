@@ -32,7 +32,7 @@ _FEW_BYTES = 32 << 10
 Without the copy, one small batch that the cell keeps would keep the whole buffer alive.
 """
 
-_LOOK_AGAIN_S = 0.25
+_CHECK_AGAIN_S = 0.25
 """Seconds between checks for further fetchers, after the first fetcher has started."""
 
 _FIRST_LOOKS_S = 0.01
@@ -79,7 +79,7 @@ class Route:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._lease = tls, lease
         self._found = LoaderAddresses(fetchers=0)
-        self._look_again_at, self._has_started = 0.0, False
+        self._next_check_at, self._has_started = 0.0, False
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
         self._paused: dict[int, tuple[float, float]] = {}
@@ -225,9 +225,9 @@ class Route:
         if len(known.addresses) >= max(1, known.fetchers):
             return
         now = time.monotonic()
-        if known.addresses and now < self._look_again_at:
+        if known.addresses and now < self._next_check_at:
             return
-        self._look_again_at, deadline = now + _LOOK_AGAIN_S, now + self._lease.start_s
+        self._next_check_at, deadline = now + _CHECK_AGAIN_S, now + self._lease.start_s
         while True:
             found = self._looked_up()
             if found.addresses or known.addresses:
@@ -340,8 +340,8 @@ class Client:
 
     def order(self) -> bytes:
         """Return the encoded indices of all batches of the epoch, for `follow` on other ranks."""
-        ask = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
-        return bytes(self._answer_to(ask, ResponseKind.VALUE))
+        request = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
+        return bytes(self._answer_to(request, ResponseKind.VALUE))
 
     def follow(self, order: bytes) -> int:
         """Use another rank's order for this epoch; return the number of batches.
@@ -352,20 +352,20 @@ class Client:
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
 
-    def send_requests(self, asks: Sequence[SlotRequest]) -> None:
+    def send_requests(self, requests: Sequence[SlotRequest]) -> None:
         """Send requests without waiting for the responses."""
-        for ask in asks:
-            self._send_later(self._request(ask))
+        for request in requests:
+            self._send_later(self._loader_request(request))
         self._flush()
 
-    def reply(self, ask: SlotRequest) -> Delivered:
+    def reply(self, request: SlotRequest) -> Delivered:
         """Return the response to a request; send the request now if `send_requests` did not.
 
         Raises:
             RunLost: No fetcher responds, or no worker can prepare the batch.
             RuntimeError: The batch took longer than the loader's `timeout`.
         """
-        return received(*self._await(self._request(ask)))
+        return received(*self._await(self._loader_request(request)))
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
@@ -401,16 +401,16 @@ class Client:
         self._route.give_back(self._links, self._blocks)
         self._links = {}
 
-    def _request(self, ask: SlotRequest) -> LoaderRequest:
+    def _loader_request(self, slot_request: SlotRequest) -> LoaderRequest:
         """Return the message for the fetcher that requests a slot's batch or its units."""
-        kind = RequestKind.GET if ask.mine else RequestKind.PEEK
-        detail = b"" if self._indices is None else encode.as_bytes(self._indices[ask.slot])
-        return LoaderRequest(kind, self._epoch, ask.slot, detail)
+        kind = RequestKind.GET if slot_request.mine else RequestKind.PEEK
+        detail = b"" if self._indices is None else encode.as_bytes(self._indices[slot_request.slot])
+        return LoaderRequest(kind, self._epoch, slot_request.slot, detail)
 
-    def _value(self, ask: LoaderRequest) -> Any:
+    def _value(self, request: LoaderRequest) -> Any:
         """Send a request whose response is an object, and return the object."""
-        body = self._answer_to(ask, ResponseKind.VALUE)
-        if ask.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
+        body = self._answer_to(request, ResponseKind.VALUE)
+        if request.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
                 f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
                 f"{protocol.MAX_STATE_BYTES / 1e9:.1f} GB can be loaded again. Leave large data "
@@ -418,14 +418,14 @@ class Client:
             )
         return encode.from_bytes(bytes(body))
 
-    def _answer_to(self, ask: LoaderRequest, expected: ResponseKind) -> memoryview:
+    def _answer_to(self, request: LoaderRequest, expected: ResponseKind) -> memoryview:
         """Send a request and return the response's body.
 
         Raises:
             ProtocolError: The response has a kind other than `expected` or ERROR.
             Exception: The exception of the user's code that an ERROR response carries.
         """
-        response, body = self._await(ask)
+        response, body = self._await(request)
         if response.kind is expected:
             return body
         if response.kind is not ResponseKind.ERROR:
@@ -433,29 +433,29 @@ class Client:
         raised: Raised = encode.from_bytes(bytes(body))
         raised.reraise()
 
-    def _await(self, ask: LoaderRequest) -> tuple[Response, memoryview]:
+    def _await(self, request: LoaderRequest) -> tuple[Response, memoryview]:
         """Wait for the response to a request, and return it; send the request if it was not sent.
 
         Raises:
             RunLost: No fetcher responds, or workers ended each time they prepared the batch.
         """
-        if ask not in self._here:
-            if ask not in self._where:
-                self._send_later(ask)
+        if request not in self._here:
+            if request not in self._where:
+                self._send_later(request)
                 self._flush()
-            self._until(ask)
-        response, body = self._here.pop(ask)
+            self._until(request)
+        response, body = self._here.pop(request)
         if response.kind is ResponseKind.LOST:
             raise RunLost(bytes(body).decode())
         return response, body
 
-    def _send_later(self, ask: LoaderRequest) -> None:
+    def _send_later(self, request: LoaderRequest) -> None:
         """Queue a request on the connection to its fetcher; connect first if necessary."""
         while True:
-            of_order = ask.kind in (RequestKind.OPEN, RequestKind.ORDER)
+            of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
             # Another fetcher may have started since, and may have another order.
-            opener = self._opener if ask.kind is RequestKind.ORDER else None
-            number = self._route.pick(0 if of_order else ask.slot, self._streams, opener)
+            opener = self._opener if request.kind is RequestKind.ORDER else None
+            number = self._route.pick(0 if of_order else request.slot, self._streams, opener)
             began = time.monotonic()
             try:
                 if number not in self._links:
@@ -465,10 +465,10 @@ class Client:
                     raise
                 self._route.failed(number, error, time.monotonic() - began)
                 continue
-            self._links[number].unsent.append(ask)
-            self._where[ask] = number
-            if self._instead and ask in self._instead:
-                self._where[self._instead[ask]] = number
+            self._links[number].unsent.append(request)
+            self._where[request] = number
+            if self._instead and request in self._instead:
+                self._where[self._instead[request]] = number
             return
 
     def _flush(self) -> None:
@@ -480,16 +480,16 @@ class Client:
             except OSError as error:
                 self._lost(number, error)
 
-    def _until(self, ask: LoaderRequest) -> None:
-        """Receive responses until the one to `ask` has arrived."""
-        began = heard = time.monotonic()
+    def _until(self, request: LoaderRequest) -> None:
+        """Receive responses until the one to `request` has arrived."""
+        began = received_at = time.monotonic()
         silent_s = 0.0
-        while ask in self._where:
+        while request in self._where:
             if self.is_left:
                 raise CancelledError
             if self._timeout_s and time.monotonic() - began > self._timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")
-            number = self._where[ask]
+            number = self._where[request]
             try:
                 self._receive(number)
             except Silent as error:
@@ -498,8 +498,8 @@ class Client:
                     continue
                 self._lost(number, error, silent_s)
             except (OSError, ProtocolError) as error:
-                self._lost(number, error, time.monotonic() - heard)
-            silent_s, heard = 0.0, time.monotonic()
+                self._lost(number, error, time.monotonic() - received_at)
+            silent_s, received_at = 0.0, time.monotonic()
 
     def _receive(self, number: int) -> None:
         """Receive a fetcher's next message and all further messages that arrived with it."""
@@ -517,47 +517,49 @@ class Client:
         Raises:
             ProtocolError: The response does not belong to the oldest request.
         """
-        asked, bodies = link.asked, 1 + response.more
-        ask = asked[0] if len(asked) >= bodies else None
-        if ask is None or response.slot != ask.slot or response.epoch != ask.epoch:
+        pending, bodies = link.pending, 1 + response.more
+        request = pending[0] if len(pending) >= bodies else None
+        if request is None or response.slot != request.slot or response.epoch != request.epoch:
             raise ProtocolError(
-                f"{link.address} was asked for {ask} and answered with batch {response.slot} of "
-                f"epoch {response.epoch}, and {response.more} more"
+                f"{link.address} was asked for {request} and answered with batch {response.slot} "
+                f"of epoch {response.epoch}, and {response.more} more"
             )
         size = len(body) // bodies
-        for number, one in enumerate([asked.popleft() for _ in range(bodies)]):
+        for number, one in enumerate([pending.popleft() for _ in range(bodies)]):
             own = body[number * size : (number + 1) * size]
             self._store_one_response(
                 one, response, memoryview(bytearray(own)) if size <= _FEW_BYTES else own
             )
 
-    def _store_one_response(self, ask: LoaderRequest, response: Response, body: memoryview) -> None:
+    def _store_one_response(
+        self, request: LoaderRequest, response: Response, body: memoryview
+    ) -> None:
         """Store the response to one request, or send the request that it makes necessary."""
-        number = self._where.pop(ask)
-        if ask.kind is RequestKind.OPEN:
+        number = self._where.pop(request)
+        if request.kind is RequestKind.OPEN:
             self._opener = number
-        first = self._instead.pop(ask, ask) if self._instead else ask
-        instead = self._after(ask, first, response, body)
+        first = self._instead.pop(request, request) if self._instead else request
+        instead = self._after(request, first, response, body)
         if instead is not None:
             self._instead[instead] = first
             self._send_later(instead)
             self._flush()
             return
-        if first is not ask:
+        if first is not request:
             del self._where[first]
         self._here[first] = response, body
 
     def _after(
-        self, ask: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
+        self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
         """Return the request that must follow, if a response has another order than the epoch.
 
         The class docstring describes these requests.
 
         Args:
-            ask: The request that was sent.
-            first: The original request for the batch; `ask` itself, or the request that led to it.
-            response: The response to `ask`.
+            request: The request that was sent.
+            first: The original request for the batch: `request` itself, or the one that led to it.
+            response: The response to `request`.
             body: The response's body.
 
         Returns:
@@ -565,12 +567,12 @@ class Client:
         """
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None
-        if first is ask and is_other:
-            return LoaderRequest(RequestKind.ORDER, ask.epoch, ask.slot)
-        has_indices = ask.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE
-        if has_indices and first is not ask:
+        if first is request and is_other:
+            return LoaderRequest(RequestKind.ORDER, request.epoch, request.slot)
+        has_indices = request.kind is RequestKind.ORDER and response.kind is ResponseKind.VALUE
+        if has_indices and first is not request:
             if is_other:
-                raise RunLost(_OTHER_ORDER.format(epoch=ask.epoch))
+                raise RunLost(_OTHER_ORDER.format(epoch=request.epoch))
             return LoaderRequest(RequestKind.GET, first.epoch, first.slot, bytes(body))
         return None
 
@@ -585,11 +587,11 @@ class Client:
             raise error
         link = self._links.pop(number)
         link.close()
-        owed = [*link.asked, *link.unsent]
+        owed = [*link.pending, *link.unsent]
         self._route.failed(number, error, silent_s)
         self.retried += len(owed)
-        for ask in owed:
-            self._send_later(ask)
+        for request in owed:
+            self._send_later(request)
         self._flush()
 
 

@@ -76,7 +76,7 @@ class FetcherLink:
         patience_s: Seconds that the fetcher may pause in the middle of a message.
 
     Attributes:
-        asked: Requests that were sent and have no response yet, in order.
+        pending: Requests that were sent and have no response yet, in order.
         unsent: Requests that the next call of `request` will send.
         lent: Spans of the fetcher's shared memory that this process reads.
 
@@ -95,7 +95,7 @@ class FetcherLink:
         patience_s: float = 5.0,
     ) -> None:
         self.address = address
-        self.asked: deque[LoaderRequest] = deque()
+        self.pending: deque[LoaderRequest] = deque()
         self.unsent: list[LoaderRequest] = []
         self._cancelled = 0
         self._connect_until = time.monotonic() + connect_s
@@ -134,7 +134,7 @@ class FetcherLink:
     def request(self) -> None:
         """Send the requests in `unsent`; those that differ only in the slot share a message."""
         requests, self.unsent = self.unsent, []
-        self.asked += requests
+        self.pending += requests
         messages = []
         for (kind, epoch, detail), alike in itertools.groupby(requests, _ALL_BUT_SLOT):
             slots = tuple([request.slot for request in alike])
@@ -144,8 +144,8 @@ class FetcherLink:
     def cancel(self) -> None:
         """Cancel all pending requests; `receive` then skips the responses to them."""
         self.unsent.clear()
-        if self.asked:
-            self.asked.clear()
+        if self.pending:
+            self.pending.clear()
             self.send([(protocol.Cancel(), b"")])
             self._cancelled += 1
 
@@ -199,11 +199,11 @@ class FetcherLink:
         assert isinstance(challenge, protocol.Challenge)
         mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
         self.send([(protocol.Proof(nonce, mac, loader), b"")])
-        said = self._first()
-        if isinstance(said, protocol.Rejected):
-            raise ProtocolError(f"{self.address} refused: {said.why}")
-        assert isinstance(said, protocol.Welcome)
-        if not protocol.proven(key, Role.SERVER, nonce, place, said.mac):
+        response = self._first()
+        if isinstance(response, protocol.Rejected):
+            raise ProtocolError(f"{self.address} refused: {response.why}")
+        assert isinstance(response, protocol.Welcome)
+        if not protocol.proven(key, Role.SERVER, nonce, place, response.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _first(self) -> FromServer:

@@ -410,8 +410,8 @@ def _choose_spans(
     rows = [_row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
 
-    def travel(start: int, end: int, members: Iterable[_Extent], owner: torch.Tensor) -> None:
-        for at, _, number in members:
+    def add_span(start: int, end: int, extents: Iterable[_Extent], owner: torch.Tensor) -> None:
+        for at, _, number in extents:
             buffer = first_buffer + len(spans)
             rows[number] = rows[number]._replace(buffer=buffer, offset=at - start)
         array = (ctypes.c_ubyte * (end - start)).from_address(start)
@@ -428,7 +428,7 @@ def _choose_spans(
             start -= (start - owner.untyped_storage().data_ptr()) % _WIDEST
             most_bytes = _THIN * sum([tensors[extent.number].nbytes for extent in group]) + _WIDEST
         if end - start <= most_bytes:
-            travel(start, end, group, owner)
+            add_span(start, end, group, owner)
             continue
         for extent in group:
             tensor = tensors[extent.number]
@@ -436,7 +436,7 @@ def _choose_spans(
             if extent.end - extent.start > max(_SPREAD * tensor.nbytes, _SPREAD_BYTES):
                 rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
             own = _extent(extent.number, dense)
-            travel(own.start, own.end, [own], dense)
+            add_span(own.start, own.end, [own], dense)
     return rows, spans
 
 

@@ -164,11 +164,11 @@ class EpochIterator(Iterator[Any]):
         if self.ended:
             raise StopIteration
         if (profiler := self._loader.feed.profiler) is None:
-            return self._take_next()
+            return self._next_batch()
         with profiler.batch(self._loader.name):
-            return self._take_next()
+            return self._next_batch()
 
-    def _take_next(self) -> Any:
+    def _next_batch(self) -> Any:
         """Return the next batch. Close the pass at its end, and if an exception is raised."""
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
@@ -388,7 +388,7 @@ class EpochRequests:
         else:
             self._schedule = EpochSchedule(part, opened.batches, place)
         self._scouts = isinstance(self._schedule, ScoutedSchedule)
-        self._first = self._ask_again_at = place.position // part.world_size
+        self._first = self._request_again_at = place.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
         self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
@@ -404,18 +404,18 @@ class EpochRequests:
 
     def _receive_step(self, step: int) -> Delivered | None:
         """Return this rank's batch of a step; None at the end of the epoch."""
-        if step >= self._ask_again_at:
+        if step >= self._request_again_at:
             self._request_ahead(step)
         while (slot := self._schedule.at(step)) is NoSlot.WAIT:
             if not self._unlearnt:
                 self._request_ahead(step)
-            ask = self._unlearnt.popleft()
-            learnt = self._client.reply(ask)
-            self._schedule.record_units(ask.slot, learnt.units)
+            request = self._unlearnt.popleft()
+            learnt = self._client.reply(request)
+            self._schedule.record_units(request.slot, learnt.units)
             if learnt.order:
-                self._compare(ask.slot, learnt.order)
-            if ask.mine and learnt.units != VOID:
-                self._kept[ask.slot] = learnt
+                self._compare(request.slot, learnt.order)
+            if request.mine and learnt.units != VOID:
+                self._kept[request.slot] = learnt
         if isinstance(slot, NoSlot):
             return None
         received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
@@ -435,11 +435,11 @@ class EpochRequests:
         ahead = self._least
         if self._largest_bytes:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
-        asks = list(self._schedule.asks(step + ahead))
-        self._client.send_requests(asks)
+        requests = list(self._schedule.requests(step + ahead))
+        self._client.send_requests(requests)
         if self._scouts:
-            self._unlearnt += asks
-        self._ask_again_at = step + max(1, ahead // 4)
+            self._unlearnt += requests
+        self._request_again_at = step + max(1, ahead // 4)
 
 
 class ReceiveThread(Iterator[Step]):

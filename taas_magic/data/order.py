@@ -156,9 +156,9 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
         epoch: The epoch to set.
         inner: Name of the attribute with the wrapped object (`dataset` of a Subset).
     """
-    told: list[object] = []
-    while value is not None and all(value is not one for one in told):
-        told.append(value)
+    visited: list[object] = []
+    while value is not None and all(value is not one for one in visited):
+        visited.append(value)
         set_epoch = getattr(value, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -186,7 +186,7 @@ class Unsized:
         self._raised: Exception | None
         self._restart()
         self._draw()
-        self.digest = _pack(self._seen)[1]
+        self.digest = _pack(self._recent)[1]
 
     def __getitem__(self, batch: int) -> Any:
         """Return the indices of a batch's samples.
@@ -195,12 +195,12 @@ class Unsized:
             IndexError: The sampler ended before this batch.
             Exception: The exception that the sampler raised at this batch.
         """
-        if batch < self._drawn - len(self._seen):
+        if batch < self._drawn - len(self._recent):
             self._restart()
         while self._drawn <= batch and not self._has_ended:
             self._draw()
         if self._drawn > batch:
-            return self._seen[batch - self._drawn]
+            return self._recent[batch - self._drawn]
         if self._raised is not None and batch == self._drawn:
             raise self._raised
         raise IndexError(batch)
@@ -210,7 +210,7 @@ class Unsized:
         _set_random_state(self._random)
         try:
             for _ in range(_UNSIZED_STEP):
-                self._seen.append(_copied(next(self._rest)))
+                self._recent.append(_copied(next(self._rest)))
                 self._drawn += 1
         except StopIteration:
             self._has_ended = True
@@ -220,7 +220,7 @@ class Unsized:
 
     def _restart(self) -> None:
         """Start the sampler from the beginning of the epoch."""
-        self._seen, self._drawn = deque[Any](maxlen=_KEEP_UNSIZED), 0
+        self._recent, self._drawn = deque[Any](maxlen=_KEEP_UNSIZED), 0
         self._has_ended, self._raised = False, None
         self._rest, self._random = self._begin(), _random_state()
 

@@ -395,7 +395,7 @@ class Assembler:
     def __init__(self, state: ProtocolState) -> None:
         self._state = state
         self._bytes = bytearray()
-        self._heard: ReceivedFrame | None = None
+        self._received: ReceivedFrame | None = None
 
     def feed(self, data: bytes) -> Iterable[tuple[Any, bytes]]:
         """Yield every message that `data` completes, with its body.
@@ -405,16 +405,16 @@ class Assembler:
         """
         self._bytes += data
         while True:
-            if self._heard is None:
+            if self._received is None:
                 with memoryview(self._bytes) as view:
-                    self._heard = self._state.decode(view)
-                if self._heard is None:
+                    self._received = self._state.decode(view)
+                if self._received is None:
                     return
-                del self._bytes[: self._heard.header_bytes]
-            if len(self._bytes) < self._heard.body_bytes:
+                del self._bytes[: self._received.header_bytes]
+            if len(self._bytes) < self._received.body_bytes:
                 return
-            message, _, size = self._heard
-            self._heard = None
+            message, _, size = self._received
+            self._received = None
             body = bytes(self._bytes[:size])
             del self._bytes[:size]
             yield message, body
@@ -430,8 +430,8 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
         place: The server's name as the prover knows it, so that the proof of one server is not
             valid for another.
     """
-    said = b"\0".join((role.value.encode(), place.encode(), nonce))
-    return hmac.new(key, said, hashlib.sha256).digest()
+    signed = b"\0".join((role.value.encode(), place.encode(), nonce))
+    return hmac.new(key, signed, hashlib.sha256).digest()
 
 
 def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:

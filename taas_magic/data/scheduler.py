@@ -466,8 +466,8 @@ class Buffer:
             # Finish the oldest epoch first: ranks that are behind have few requests left in it.
             epoch = min(next(iter(queue)).epoch for queue in queues)
             chosen = next(one for queue in queues for one in queue if one.epoch == epoch)
-            asked = (one for queue in queues for one in queue if one.epoch == epoch)
-            chosen = next(filter(follows, asked), chosen)
+            candidates = (one for queue in queues for one in queue if one.epoch == epoch)
+            chosen = next(filter(follows, candidates), chosen)
         queued = self._entries[chosen].queued
         assert queued is not None
         self._queues[queued[0]].move_to_end(queued[1])
@@ -503,11 +503,11 @@ class Buffer:
         """
         home = self._home(request)
         queues = self._queues.setdefault(home, OrderedDict())
-        asked = queues.get(who)
-        if asked is None or at_once:
-            queues[who] = {request: None, **(asked or {})}
+        queue = queues.get(who)
+        if queue is None or at_once:
+            queues[who] = {request: None, **(queue or {})}
         else:
-            asked[request] = None
+            queue[request] = None
         entry.queued = home, who
 
     def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
@@ -620,7 +620,7 @@ class Scheduler:
             ready_bytes=self.buffer.ready_bytes,
             fetch_s=sum(self._wall_s.values()),
             fetch_most_s=max(self._wall_s.values(), default=0.0),
-            idle=sum(not one.told for one in self._workers.values()),
+            idle=sum(not one.unanswered for one in self._workers.values()),
         )
 
     def dispatch(self) -> None:
@@ -715,12 +715,12 @@ class Scheduler:
         Raises:
             RuntimeError: The parent process itself has ended.
         """
-        said = self._control.recv(CONTROL_BYTES)
-        if not said:
+        data = self._control.recv(CONTROL_BYTES)
+        if not data:
             raise RuntimeError(
                 f'the process that starts the workers of loader "{self._served.name}" has ended'
             )
-        self._lose(msgspec.msgpack.decode(said, type=protocol.WorkerChange))
+        self._lose(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
 
     def _receive_replies(self, one: WorkerHandle) -> None:
         """Handle the replies that a worker has sent."""
@@ -728,7 +728,7 @@ class Scheduler:
             return  # its parent has reported the end in the same step
         try:
             for reply in one.receive_replies():
-                self._store_reply(one, one.told.pop(reply.number), reply)
+                self._store_reply(one, one.unanswered.pop(reply.number), reply)
         except EOFError:
             # The parent's message, which says how the worker ended, is still to come.
             self._hang_up(one)
@@ -780,34 +780,34 @@ class Scheduler:
             how = f"was killed by {signal_name(exitcode)}"
         if ended.was_stopped:
             how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
-        said = (
+        how_ended = (
             f'worker {number} of {self._served.where} (loader "{self._served.name}", '
             f"pid {ended.pid}) {how}; it was started again"
         )
         self._lost += 1
         if self._lost > _MAX_LOST:
-            raise RuntimeError(f"{self._lost} workers have ended. The last time, {said}")
-        self._note(said)
+            raise RuntimeError(f"{self._lost} workers have ended. The last time, {how_ended}")
+        self._note(how_ended)
         self._positions.clear()
-        for at, request in enumerate(one.told.values()):
+        for at, request in enumerate(one.unanswered.values()):
             if not at:
                 self._tries[request] = self._tries.get(request, 0) + 1
                 if self._tries[request] >= _TRIES:
-                    self._put(request, _given_up(request, said))
+                    self._put(request, _given_up(request, how_ended))
                     continue
             self.buffer.lost(request)
 
 
-def _given_up(request: LoaderRequest, said: str) -> Prepared:
+def _given_up(request: LoaderRequest, how_ended: str) -> Prepared:
     """Return the LOST response to a request that ended its worker `_TRIES` times.
 
     Args:
         request: The request.
-        said: How the last worker ended.
+        how_ended: How the last worker ended.
     """
     text = (
         f"batch {request.slot} of epoch {request.epoch}: in each of {_TRIES} attempts, the worker "
-        f"that prepared it ended. The last time, {said}. Its data may crash the process that reads "
-        "them, or need more memory than the fetcher's host has"
+        f"that prepared it ended. The last time, {how_ended}. Its data may crash the process "
+        "that reads them, or need more memory than the fetcher's host has"
     ).encode()
     return Prepared(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)

@@ -116,11 +116,11 @@ class RankConnection:
 
     Attributes:
         is_greeting: Whether the TLS handshake has not finished yet.
-        said: Monotonic time of the last sign of life for a waiting rank: data, an `Alive` message,
-            or the arrival of the first pending request.
+        last_sent_at: Monotonic time of the last sign of life for a waiting rank: data, an `Alive`
+            message, or the arrival of the first pending request.
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
-        asked: Pending requests in order, each with True if only the batch's units are requested.
+        pending: Pending requests in order, each with True if only the batch's units are requested.
         out: Queued output. Each entry has bytes, a `Prepared` to release after sending (or None),
             and a file descriptor to send with the bytes (or -1).
         lent: Batches that the rank reads in shared memory, by their position there.
@@ -132,9 +132,9 @@ class RankConnection:
         self.tls = self.is_greeting = isinstance(sock, ssl.SSLSocket)
         self.assembler = protocol.Assembler(protocol.ProtocolState(Role.SERVER))
         self.nonce = os.urandom(protocol.NONCE_BYTES)
-        self.began = self.said = time.monotonic()
+        self.began = self.last_sent_at = time.monotonic()
         self.loader: Scheduler | None = None
-        self.asked: deque[tuple[LoaderRequest, bool]] = deque()
+        self.pending: deque[tuple[LoaderRequest, bool]] = deque()
         self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
         self._form: _Form | None = None
         self._slot, self._alike = 0, list[Prepared]()
@@ -378,8 +378,8 @@ class Server:
 
     def warnings(self) -> list[str]:
         """Return the warnings for the user that no earlier call has returned."""
-        said, self._notes[:] = list(self._notes), []
-        return said
+        notes, self._notes[:] = list(self._notes), []
+        return notes
 
     def step(self, timeout_s: float) -> None:
         """Handle all events; wait at most `timeout_s` for the first one.
@@ -555,18 +555,18 @@ class Server:
             return
         if isinstance(message, Cancel):
             # Responses that are already queued are still sent; the rank skips them.
-            connection.asked.clear()
+            connection.pending.clear()
             loader.buffer.forget(connection)
             connection.queue_message(protocol.Cancelled())
             return
-        if not connection.asked:
-            connection.said = time.monotonic()
+        if not connection.pending:
+            connection.last_sent_at = time.monotonic()
         add_request, kind = loader.buffer.add_request, message.kind
         if only_count := kind is RequestKind.PEEK:
             kind = RequestKind.GET
         for slot in message.slots:
             request = LoaderRequest(kind, message.epoch, slot, detail)
-            connection.asked.append((request, only_count))
+            connection.pending.append((request, only_count))
             add_request(connection, request, only_count)
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
@@ -616,7 +616,7 @@ class Server:
             self._receive_messages(connection)
             return
         while True:
-            while connection.asked and connection.out_bytes < _OUT_BYTES:
+            while connection.pending and connection.out_bytes < _OUT_BYTES:
                 if not self._gather(connection):
                     break
             connection.queue_alike()
@@ -624,7 +624,7 @@ class Server:
                 break
             if not self._flush(connection):
                 return
-            if not connection.asked:
+            if not connection.pending:
                 break
         self._wait_to_send(connection, False)
 
@@ -633,7 +633,7 @@ class Server:
         before = connection.out_bytes
         has_gone = connection.send()
         if connection.out_bytes < before:
-            connection.said = time.monotonic()
+            connection.last_sent_at = time.monotonic()
         self._wait_to_send(connection, not has_gone)
         return has_gone
 
@@ -646,7 +646,7 @@ class Server:
 
     def _gather(self, connection: RankConnection) -> bool:
         """Queue the response to the oldest pending request; return False if it is not ready."""
-        request, only_count = connection.asked[0]
+        request, only_count = connection.pending[0]
         loader = connection.loader
         assert loader is not None
         if only_count:
@@ -663,7 +663,7 @@ class Server:
             if prepared.reply.kind is ResponseKind.BATCH:
                 loader.counts.sent += 1
             connection.respond(request, prepared)
-        connection.asked.popleft()
+        connection.pending.popleft()
         return True
 
     def _run_periodic_checks(self, now: float) -> None:
@@ -679,11 +679,11 @@ class Server:
                 break
             self._refuse(connection, f"it has not shown the run's key within {PROOF_S:g} s")
         for connection in list(self._connections):
-            waits = connection.asked and not connection.out
-            if waits and now - connection.said >= ALIVE_S:
+            waits = connection.pending and not connection.out
+            if waits and now - connection.last_sent_at >= ALIVE_S:
                 connection.queue_message(protocol.Alive())
                 self._guarded(connection, self._flush)
-                connection.said = now
+                connection.last_sent_at = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
         """Close the connection of a peer that may not be served, and count it as refused."""

@@ -188,7 +188,7 @@ class EpochSchedule:
     def __init__(self, part: Part, batches: int, place: EpochPosition = EpochPosition()) -> None:  # noqa: B008
         self._part, self._batches = part, batches
         self._rank, self._world_size = part.rank, part.world_size
-        self._asked = self._first = place.position // part.world_size
+        self._next = self._first = place.position // part.world_size
         self._steps = steps(batches, part.rank, part.world_size, part.uneven)
         if part.units is not None:
             left = part.units // part.world_size
@@ -196,11 +196,11 @@ class EpochSchedule:
                 left = steps(part.units, part.rank, part.world_size, "keep")
             self._steps = min(self._steps, self._first + left)
 
-    def asks(self, until_step: int) -> Iterator[SlotRequest]:
+    def requests(self, until_step: int) -> Iterator[SlotRequest]:
         """Yield the requests for the steps before `until_step` that were not yielded before."""
-        while self._asked < min(until_step, self._steps):
-            yield SlotRequest((self._asked * self._world_size + self._rank) % self._batches, True)
-            self._asked += 1
+        while self._next < min(until_step, self._steps):
+            yield SlotRequest((self._next * self._world_size + self._rank) % self._batches, True)
+            self._next += 1
 
     def record_units(self, slot: int, units: int) -> None:
         """Check the units of a slot's batch.
@@ -263,23 +263,23 @@ class ScoutedSchedule:
         self._has_hints = has_hints
         self._known: dict[int, int] = {}
         self._place = place
-        self._walked = self._asked = place.slot
+        self._walked = self._next = place.slot
         self._order: list[int] = []
         self._base = place.position
         self._voids = 0
         self._summed_steps = self._summed_units = 0
 
-    def asks(self, until_step: int) -> Iterator[SlotRequest]:
+    def requests(self, until_step: int) -> Iterator[SlotRequest]:
         """Yield the requests for the steps before `until_step` that were not yielded before."""
         world_size = self._part.world_size
-        for slot in self._place.first_slots if self._asked == self._place.slot else ():
+        for slot in self._place.first_slots if self._next == self._place.slot else ():
             if slot < self._place.slot:
                 yield SlotRequest(slot, mine=False)
-        while not self._ended and self._guess(self._asked) < until_step * world_size:
-            slot = self._asked
+        while not self._ended and self._guess(self._next) < until_step * world_size:
+            slot = self._next
             if self._batches is not None and slot >= self._batches:
                 return
-            self._asked += 1
+            self._next += 1
             yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
 
     def record_units(self, slot: int, units: int) -> None:

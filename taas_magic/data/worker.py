@@ -127,7 +127,7 @@ class WorkerHandle:
         memory: The worker's arena.
         frees: Offsets of batches in the arena that are no longer in use; the next message tells
             the worker, which can reuse the memory.
-        told: Requests that the worker has not answered yet, by their command's number.
+        unanswered: Requests that the worker has not answered yet, by their command's number.
     """
 
     def __init__(self, number: int, arena: int, sock: socket.socket, is_suspect: bool) -> None:
@@ -137,7 +137,7 @@ class WorkerHandle:
         self.memory = Mapping(os.memfd_create("taas-batches", os.MFD_CLOEXEC))
         socket.send_fds(sock, [b"arena"], [self.memory.descriptor])
         self.frees: list[int] = []
-        self.told: dict[int, LoaderRequest] = {}
+        self.unanswered: dict[int, LoaderRequest] = {}
         self.is_gone = False
         self._commands: list[Command] = []
         self._files: list[int] = []
@@ -148,8 +148,8 @@ class WorkerHandle:
 
         It is 0 until the worker has answered half of its queue, and after the worker has ended.
         """
-        told = len(self.told)
-        return 0 if self.is_gone or told > self._depth // 2 else self._depth - told
+        n_unanswered = len(self.unanswered)
+        return 0 if self.is_gone or n_unanswered > self._depth // 2 else self._depth - n_unanswered
 
     def queue_command(self, number: int, request: LoaderRequest) -> None:
         """Queue a command that `send` will send to the worker.
@@ -161,7 +161,7 @@ class WorkerHandle:
             number: Number of the command; the worker's reply has the same number.
             request: The request to answer.
         """
-        self.told[number] = request
+        self.unanswered[number] = request
         if has_file := bool(request.detail):
             file = os.memfd_create("taas-detail", os.MFD_CLOEXEC)
             with os.fdopen(file, "wb", closefd=False) as writer:
@@ -455,10 +455,10 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
             sentinels = {process.sentinel: number for number, process in processes.items()}
             for ready in wait([control, *sentinels], _LOOK_S):
                 if ready is control:
-                    said, sockets, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1, _CLOEXEC)
-                    if not said:
+                    data, sockets, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1, _CLOEXEC)
+                    if not data:
                         return
-                    number = msgspec.msgpack.decode(said, type=protocol.WorkerChange).number
+                    number = msgspec.msgpack.decode(data, type=protocol.WorkerChange).number
                     with socket.socket(fileno=sockets[0]) as theirs:
                         arguments = served, number, theirs, loader, inherited
                         process = context.Process(target=_worker_main, args=arguments)

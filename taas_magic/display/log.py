@@ -241,9 +241,9 @@ class LogSummary:
         self.has_news = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
-        said = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
+        first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
         errors = ["errors among them:", *self._errors, "the last lines:"] if self._errors else []
-        return "\n".join([said, *errors, *self._last])
+        return "\n".join([first, *errors, *self._last])
 
 
 class LogText:

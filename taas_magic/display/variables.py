@@ -50,18 +50,18 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
     return "equal"
 
 
-def _odd(seen: Mapping[int, str]) -> str:
+def _odd(texts: Mapping[int, str]) -> str:
     """Return text on which ranks differ from the majority, or that all differ; "" if none does.
 
     Args:
-        seen: The text to compare, by rank.
+        texts: The text to compare, by rank.
     """
-    counts = Counter(seen.values()).most_common(2)
+    counts = Counter(texts.values()).most_common(2)
     if len(counts) == 1:
         return ""
     if counts[0][1] == counts[1][1]:
         return "values differ"
-    others = [rank for rank, text in seen.items() if text != counts[0][0]]
+    others = [rank for rank, text in texts.items() if text != counts[0][0]]
     return f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
 
 

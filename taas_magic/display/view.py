@@ -114,11 +114,11 @@ class UrgentLines:
     def lines(self, state: RunState, now: float) -> str:
         """Return, one per line, the notes since the last call and the report of a new hang."""
         notes = head.shown_notes(state)
-        said = [f"note: {note}" for note in notes[self._notes :]]
+        lines = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:
-            said += head.hang_lines(state.hang, now)
+            lines += head.hang_lines(state.hang, now)
         self._notes, self._hangs = len(notes), bool(state.hang)
-        return "".join(f"{line}\n" for line in said)
+        return "".join(f"{line}\n" for line in lines)
 
 
 class ConsoleScreen(NotebookScreen):

@@ -265,8 +265,8 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     vehicle = Vehicle(interface, pool.lease_s, pool.start_timeout_s, pool.preload)
     scheduler.worker_plugins[Vehicle.name] = dumps(vehicle)
 
-    async def new_host(asked: GetAgentKeys) -> AgentKeys:
-        name = agent_name(asked.vehicle)
+    async def new_host(request: GetAgentKeys) -> AgentKeys:
+        name = agent_name(request.vehicle)
         return AgentKeys(name=name, security=keys.host(name))
 
     scheduler.handlers |= handlers({GetAgentKeys: new_host})
@@ -374,7 +374,7 @@ class BatchSystem:
         if self.history and _HISTORY_HINT in complaint:
             ended, _ = await self._run_command(self.history(job_ids))
             found = {**ended, **found}
-        ended_long_ago = any(said in complaint.lower() for said in _UNKNOWN)
+        ended_long_ago = any(phrase in complaint.lower() for phrase in _UNKNOWN)
         if complaint and not found and not ended_long_ago:
             raise OSError(complaint)
         return found
@@ -450,7 +450,7 @@ class Vehicles:
         self._served: set[str] = set()
         """Workers whose jobs are not queried: their agents have joined, or they were returned."""
         self._looked = float("-inf")
-        self._said: list[str] = []
+        self._lines: list[str] = []
 
     def note(self, workers: Iterable[tuple[object, Any]]) -> None:
         """Record the id of the batch job behind each of a cluster's workers.
@@ -466,14 +466,14 @@ class Vehicles:
                 self._looked = float("-inf")
 
     async def describe_awaited(
-        self, asked: Collection[str], up: Collection[str], agents: Collection[str]
+        self, requested: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
         """Return one line for the user about each host that has not joined yet.
 
         Queries the batch system at most every `LOOK_S`.
 
         Args:
-            asked: Names of all requested workers.
+            requested: Names of all requested workers.
             up: Names of the workers that have joined.
             agents: Names of the workers whose agents have joined.
 
@@ -482,14 +482,14 @@ class Vehicles:
         """
         self._served |= set(agents)
         if time.monotonic() - self._looked < LOOK_S:
-            return self._said
+            return self._lines
         jobs = await self._query_jobs(
             {n: j for n, j in self._jobs.items() if n not in self._served}
         )
         self._looked = time.monotonic()
-        awaited = sorted(set(asked) - set(agents))
-        self._said = [f"{name}: {self._about(jobs.get(name), name in up)}" for name in awaited]
-        return self._said
+        awaited = sorted(set(requested) - set(agents))
+        self._lines = [f"{name}: {self._about(jobs.get(name), name in up)}" for name in awaited]
+        return self._lines
 
     def forget(self, kept: Collection[str]) -> None:
         """Stop querying the jobs of all workers except those in `kept`."""
@@ -540,6 +540,6 @@ class Vehicles:
         return {name: jobs[job_id] for name, job_id in awaited.items()}
 
     def _about(self, job: BatchJob | None, is_up: bool) -> str:
-        said = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
-        said += ["its Dask worker has joined, and the agent starts"] * is_up
-        return "; ".join(said) or "requested"
+        parts = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
+        parts += ["its Dask worker has joined, and the agent starts"] * is_up
+        return "; ".join(parts) or "requested"

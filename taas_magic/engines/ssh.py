@@ -44,7 +44,7 @@ The rest of the time lets the host's own error reach the controller before the w
 _SLOW_S = 10.0
 """Seconds of one step of a host's start after which a message names the step to the user."""
 
-_asked: dict[str, HostCapacity] = {}
+_capacities: dict[str, HostCapacity] = {}
 _log = logging.getLogger("taas.ssh")
 _T = TypeVar("_T")
 
@@ -76,9 +76,9 @@ class SshEngine(HostsEngine):
         if self.pool.gpus is not None and self.pool.cores:
             return HostCapacity(self.pool.gpus, self.pool.cores)
         key = repr((self.pool.hosts, self.pool.python, self.pool.options))
-        if key not in _asked:
-            _asked[key] = self._query_capacity()
-        found = _asked[key]
+        if key not in _capacities:
+            _capacities[key] = self._query_capacity()
+        found = _capacities[key]
         gpus = found.gpus if self.pool.gpus is None else self.pool.gpus
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
@@ -101,7 +101,7 @@ class SshEngine(HostsEngine):
         """
         stop = threading.Event()
 
-        def ask(way: AbstractContextManager[Shell]) -> HostCapacity:
+        def query(way: AbstractContextManager[Shell]) -> HostCapacity:
             with way as shell:
                 found = ask_host(shell, self.pool.python)
             return HostCapacity(found.gpus, found.cores)
@@ -109,10 +109,10 @@ class SshEngine(HostsEngine):
         executor = ThreadPoolExecutor(len(self.pool.hosts), "taas-ask")
         failures = []
         try:
-            asking = [executor.submit(ask, way) for way in self.ways(stop).values()]
-            for asked in as_completed(asking):
-                if (error := asked.exception()) is None:
-                    return asked.result()
+            queries = [executor.submit(query, way) for way in self.ways(stop).values()]
+            for done in as_completed(queries):
+                if (error := done.exception()) is None:
+                    return done.result()
                 failures.append(str(error))
             raise PoolError("\n".join(failures))
         finally:

@@ -87,7 +87,11 @@ def python_word(python: str | None) -> str:
 
 
 def call_probe(
-    shell: Shell, python: str | None, function: str, asked: Mapping[str, object], timeout_s: float
+    shell: Shell,
+    python: str | None,
+    function: str,
+    arguments: Mapping[str, object],
+    timeout_s: float,
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return its result as JSON.
 
@@ -95,13 +99,13 @@ def call_probe(
         shell: The connection to the host.
         python: The interpreter on the host; None means `python3`.
         function: Name of the function.
-        asked: Keyword arguments of the function, plain JSON values.
+        arguments: Keyword arguments of the function, plain JSON values.
         timeout_s: Seconds that the call may take.
 
     Raises:
         PoolError: The interpreter does not exist, or the program failed.
     """
-    done = shell.run(f"{python_word(python)} -", _program(function, asked), timeout_s)
+    done = shell.run(f"{python_word(python)} -", _program(function, arguments), timeout_s)
     for line in reversed(done.out.decode(errors="replace").splitlines()):
         if line.startswith(MARK):
             return line[len(MARK) :].encode()
@@ -112,11 +116,11 @@ def call_probe(
         )
     else:
         what = f"{python or DEFAULT_PYTHON!r} did not run a test program (exit code {done.code})"
-    said = done.err.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
-    raise PoolError("\n".join([f"host {shell.host}: {what}", *(f"    {line}" for line in said)]))
+    lines = done.err.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    raise PoolError("\n".join([f"host {shell.host}: {what}", *(f"    {line}" for line in lines)]))
 
 
-def _program(function: str, asked: Mapping[str, object]) -> bytes:
+def _program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
     Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
@@ -126,7 +130,7 @@ def _program(function: str, asked: Mapping[str, object]) -> bytes:
         "import sys",
         "sys.path[:] = [entry for entry in sys.path if entry]",  # not the home folder's modules
         "import json",
-        f"source, asked = json.loads({json.dumps(json.dumps([source, asked]))})",
+        f"source, asked = json.loads({json.dumps(json.dumps([source, arguments]))})",
         "if sys.version_info < (3, 8):",
         "    answer = {'python': '.'.join(map(str, sys.version_info[:3]))}",
         "else:",
@@ -199,10 +203,10 @@ def ask_host(
     Raises:
         PoolError: The interpreter does not exist or does not work. The message names the host.
     """
-    asked = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
+    arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
-    said = call_probe(shell, python, probe.main.__name__, asked, PROBE_TIMEOUT_S)
-    return unpack(said, Facts).of(shell.host, begin)
+    output = call_probe(shell, python, probe.main.__name__, arguments, PROBE_TIMEOUT_S)
+    return unpack(output, Facts).of(shell.host, begin)
 
 
 @dataclass(frozen=True)
@@ -446,14 +450,14 @@ def check(
 
     stop = threading.Event()
     executor = ThreadPoolExecutor(MAX_AT_ONCE, "taas-check")
-    asked = []
+    rows = []
     try:
         for pool in pools:
             if pool.engine == "local":
-                asked.append(executor.submit(ask_one, pool, socket.gethostname(), None))
+                rows.append(executor.submit(ask_one, pool, socket.gethostname(), None))
             for host, way in ways(pool, stop).items():
-                asked.append(executor.submit(ask_one, pool, host, way))
-        return [row.result() for row in asked]
+                rows.append(executor.submit(ask_one, pool, host, way))
+        return [row.result() for row in rows]
     finally:
         stop.set()
         executor.shutdown(wait=False, cancel_futures=True)

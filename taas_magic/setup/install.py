@@ -205,9 +205,9 @@ def install_package(parcel: PackageFolder, shell: Shell, python: str | None, cac
 
 def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
     """Call `probe.install` on the host; return its error text, or "" on success."""
-    asked = {"folder": folder, **how}
-    said = call_probe(shell, python, probe.install.__name__, asked, INSTALL_LIMIT_S)
-    return unpack(said, str)
+    arguments = {"folder": folder, **how}
+    output = call_probe(shell, python, probe.install.__name__, arguments, INSTALL_LIMIT_S)
+    return unpack(output, str)
 
 
 def our_bundle() -> bytes:

@@ -134,6 +134,6 @@ def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
     if call.makes_folder:
         return led_path(view, view.target, path)
     if call.writes or (call.writes is None and mode not in ("r", "rb")):
-        keep = call.writes is None and not str(mode).startswith(("w", "x"))
-        return led_path(view, partial(writable, view, keep=keep), path)
+        needs_content = call.writes is None and not str(mode).startswith(("w", "x"))
+        return led_path(view, partial(writable, view, needs_content=needs_content), path)
     return shown_path(view, path)

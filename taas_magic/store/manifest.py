@@ -184,7 +184,7 @@ class Ignore:
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
         own = list(lines)
-        broad = [at for at, line in enumerate(own, 1) if _takes_any_folder_back(line)]
+        broad = [at for at, line in enumerate(own, 1) if _includes_any_folder(line)]
         at = max(broad, default=0)
         self._spec = GitIgnoreSpec.from_lines([*own[:at], *DEFAULTS, *own[at:]])
         named = (line[1:] for line in own if line.startswith("!") and _is_secret(line[1:]))
@@ -229,7 +229,7 @@ def _is_secret(path: str) -> bool:
     return _SECRET.fullmatch(normal_form(path)) is not None
 
 
-def _takes_any_folder_back(line: str) -> bool:
+def _includes_any_folder(line: str) -> bool:
     """Return whether a line overrides the rules for all folders: `!*/`, `!*` or `!.*/`."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
@@ -276,7 +276,7 @@ class Hashes:
         """Return all known paths."""
         return list(self._known)
 
-    def of(self, tree: Tree, seen: TreeEntry) -> str:
+    def of(self, tree: Tree, tree_entry: TreeEntry) -> str:
         """Return the hash of a regular file; read the file only if it is new or has changed.
 
         Returns:
@@ -285,19 +285,19 @@ class Hashes:
         Raises:
             OSError: The file cannot be read, or is no longer a regular file.
         """
-        if seen.is_folder:
+        if tree_entry.is_folder:
             return FOLDER
-        known = self._known.get(seen.path)
-        if known is not None and known[0] == _key(seen.status):
+        known = self._known.get(tree_entry.path)
+        if known is not None and known[0] == _key(tree_entry.status):
             return known[1]
-        with tree.open_file(seen.path) as file:
+        with tree.open_file(tree_entry.path) as file:
             before = os.fstat(file.fileno())
             digest = hashlib.sha256()
             for block in blocks(file):
                 digest.update(block)
             settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > _FRESH_NS
             if settled and _key(before) == _key(os.fstat(file.fileno())):
-                self.remember(seen.path, digest.hexdigest(), before)
+                self.remember(tree_entry.path, digest.hexdigest(), before)
         return digest.hexdigest()
 
     def remember(self, path: str, sha256: str, status: os.stat_result | None = None) -> None:
@@ -369,13 +369,13 @@ class Entry(Struct, frozen=True, array_like=True):
     mtime_ns: int = 0
 
     @classmethod
-    def of(cls, seen: TreeEntry, sha256: str) -> "Entry":
+    def of(cls, tree_entry: TreeEntry, sha256: str) -> "Entry":
         """Make the entry of a file with the hash `sha256`, or of a folder, which has no hash."""
-        status = seen.status
-        if seen.is_folder:
-            return cls(seen.path, 0, FOLDER)
+        status = tree_entry.status
+        if tree_entry.is_folder:
+            return cls(tree_entry.path, 0, FOLDER)
         executable = bool(status.st_mode & 0o100)
-        return cls(seen.path, status.st_size, sha256, executable, status.st_mtime_ns)
+        return cls(tree_entry.path, status.st_size, sha256, executable, status.st_mtime_ns)
 
     @property
     def is_folder(self) -> bool:
@@ -455,22 +455,24 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
     ignore = ignore_of(tree)
     cases, skipped, secrets = CaseChecker(), dict[str, str](), list[str]()
 
-    def takes(seen: TreeEntry) -> bool:
-        tree.remove_leftover(seen.path)
-        if ignore.leaves_out(seen.path, seen.is_folder):
+    def includes(tree_entry: TreeEntry) -> bool:
+        tree.remove_leftover(tree_entry.path)
+        if ignore.leaves_out(tree_entry.path, tree_entry.is_folder):
             return False
-        if ignore.is_secret(seen.path):
-            secrets.append(shown(seen.path))
+        if ignore.is_secret(tree_entry.path):
+            secrets.append(shown(tree_entry.path))
             return False
-        why = why_unsafe(seen.path) or seen.oddity
-        if not why and (other := cases.clash(seen.path)):
+        why = why_unsafe(tree_entry.path) or tree_entry.oddity
+        if not why and (other := cases.clash(tree_entry.path)):
             why = f"its name differs from {other} only by case"
         if why:
-            skipped[shown(seen.path)] = why
+            skipped[shown(tree_entry.path)] = why
         return not why
 
-    found = list(tree.walk(takes))
-    _check_limit([seen for seen in found if not seen.is_folder], tree.root, limit_bytes)
+    found = list(tree.walk(includes))
+    _check_limit(
+        [tree_entry for tree_entry in found if not tree_entry.is_folder], tree.root, limit_bytes
+    )
     if secrets:
         first, others = secrets[0], len(secrets) - 1
         more = f", like {others:,} more" if others else ""
@@ -484,17 +486,17 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
 def _hashed(
     tree: Tree, found: list[TreeEntry], hashes: Hashes, skipped: dict[str, str]
 ) -> Iterator[Entry]:
-    for seen in found:
+    for tree_entry in found:
         try:
-            yield Entry.of(seen, hashes.of(tree, seen))
+            yield Entry.of(tree_entry, hashes.of(tree, tree_entry))
         except FileNotFoundError:
             continue
         except OSError as error:
-            skipped[seen.path] = f"it cannot be read: {error.strerror}"
+            skipped[tree_entry.path] = f"it cannot be read: {error.strerror}"
 
 
 def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
-    size_bytes = sum(seen.status.st_size for seen in files)
+    size_bytes = sum(tree_entry.status.st_size for tree_entry in files)
     if size_bytes > limit_bytes:
         raise StoreError(
             f"the project store {store} is not on this pool's hosts, and its "
@@ -512,9 +514,9 @@ def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
 
 def _biggest(files: list[TreeEntry]) -> str:
     sizes: Counter[str] = Counter()
-    for seen in files:
-        top, slash, _ = seen.path.partition("/")
-        sizes[top + slash] += seen.status.st_size
+    for tree_entry in files:
+        top, slash, _ = tree_entry.path.partition("/")
+        sizes[top + slash] += tree_entry.status.st_size
     named = sizes.most_common(_NAMED_AT_MOST)
     return ", ".join(f"{name} {size_text(size, 1024)}" for name, size in named)
 

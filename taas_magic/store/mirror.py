@@ -231,12 +231,18 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
         The remaining files and folders by path, outer folders first.
     """
     found: dict[str, Entry] = {}
-    for seen in mirror.tree.walk():
+    for tree_entry in mirror.tree.walk():
         with suppress(OSError):  # it is not a regular file, or cannot be read
-            if seen.is_folder or seen.path in wanted or seen.path in mirror.hashes:
-                found[seen.path] = Entry.of(seen, mirror.hashes.of(mirror.tree, seen))
-        if seen.path not in found:
-            mirror.tree.remove(seen.path)
+            if (
+                tree_entry.is_folder
+                or tree_entry.path in wanted
+                or tree_entry.path in mirror.hashes
+            ):
+                found[tree_entry.path] = Entry.of(
+                    tree_entry, mirror.hashes.of(mirror.tree, tree_entry)
+                )
+        if tree_entry.path not in found:
+            mirror.tree.remove(tree_entry.path)
     return found
 
 
@@ -339,11 +345,11 @@ class StoreUpdater:
 
         If a file changes while it is fetched, the next call fetches it again.
         """
-        told = self._ask(ListChanges(self._number))
-        for path in told.removed:
+        changes = self._ask(ListChanges(self._number))
+        for path in changes.removed:
             if not why_unsafe(path):
                 self._remove(path)
-        entries = [it for it in told.entries if not why_unsafe(it.path) and self._makes_way(it)]
+        entries = [it for it in changes.entries if not why_unsafe(it.path) and self._makes_way(it)]
         for folder in (entry.path for entry in entries if entry.is_folder):
             self._mirror.hashes.remember(folder, FOLDER)
             self._mirror.tree.make_folder(folder)
@@ -352,7 +358,7 @@ class StoreUpdater:
         for path, error in _fetch(self._mirror, new, self._ask).items():
             if not isinstance(error, DamagedError):  # damaged: it changed, and will be listed again
                 self._note(f"{shown(path)} of another host is not copied here: {error.strerror}")
-        self._number = told.number
+        self._number = changes.number
 
     def _remove(self, path: str) -> bool:
         """Remove a file or an empty folder; return whether nothing is at the path now."""

@@ -204,7 +204,7 @@ class _Sender:
         self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
         self._sizer = MessageSizer()
-        self._asked = PublishFiles()
+        self._unsent = PublishFiles()
         self._statuses: dict[str, os.stat_result] = {}
         self.large: dict[str, Iterator[Piece]] = {}
         self.written: dict[str, int] = {}
@@ -223,9 +223,9 @@ class _Sender:
                 self._queue_change(path)
             except UnsafeError as error:
                 self._refuse(path, error.why)
-            asked = self._asked
-            n_parts = len(asked.pieces) + len(asked.removed)
-            n_bytes = sum(len(piece.data) for piece in asked.pieces)
+            unsent = self._unsent
+            n_parts = len(unsent.pieces) + len(unsent.removed)
+            n_bytes = sum(len(piece.data) for piece in unsent.pieces)
             if n_parts >= MAX_PARTS or n_bytes >= min(self._sizer.size, CHUNK_BYTES - SMALL_BYTES):
                 self._send()
         self._send()
@@ -241,7 +241,7 @@ class _Sender:
         except UnsafeError as error:
             self._refuse(path, error.why)
             piece = None
-        self._asked.pieces += [piece] if piece else []
+        self._unsent.pieces += [piece] if piece else []
         if path in self._send() or piece is None or piece.entry.sha256:
             del self.large[path]
 
@@ -293,17 +293,17 @@ class _Sender:
         if status is None:
             self._add_gone(path)
             return
-        seen = TreeEntry(path, status)
-        if what := seen.oddity:
+        tree_entry = TreeEntry(path, status)
+        if what := tree_entry.oddity:
             raise UnsafeError(path, what)
         was_folder = mirror.hashes.is_content(path, FOLDER)
-        if path in mirror.hashes and was_folder is not seen.is_folder:
+        if path in mirror.hashes and was_folder is not tree_entry.is_folder:
             self._add_gone(path)
             self._send()
-        if not seen.is_folder:
+        if not tree_entry.is_folder:
             self._add_file(path, status)
         elif not was_folder:
-            self._asked.pieces.append(Piece(Entry.of(seen, FOLDER), 0, b""))
+            self._unsent.pieces.append(Piece(Entry.of(tree_entry, FOLDER), 0, b""))
 
     def _add_gone(self, path: str) -> None:
         """Queue the removal from the store of the file or folder at `path`, with its contents."""
@@ -317,7 +317,7 @@ class _Sender:
         for it in gone:
             hashes.forget(it)
             self.written.pop(it, None)
-        self._asked.removed += gone
+        self._unsent.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
         """Queue a file for sending if it differs from the store's; a large one goes to `large`."""
@@ -333,15 +333,15 @@ class _Sender:
         if self._mirror.hashes.is_content(path, piece.entry.sha256):
             self._mirror.hashes.remember(path, piece.entry.sha256, self._statuses.pop(path))
         else:
-            self._asked.pieces.append(piece)
+            self._unsent.pieces.append(piece)
 
     def _send(self) -> dict[str, str]:
         """Send the queued changes; return the reason for each refused path."""
-        asked, self._asked = self._asked, PublishFiles()
-        if asked == self._asked:
+        unsent, self._unsent = self._unsent, PublishFiles()
+        if unsent == self._unsent:
             return {}
-        refused = self._sizer.send(self._ask, asked)
-        for entry in (piece.entry for piece in asked.pieces if piece.entry.sha256):
+        refused = self._sizer.send(self._ask, unsent)
+        for entry in (piece.entry for piece in unsent.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
             is_kept_beside = refused.get(path) == WHY_BESIDE  # it arrived, under another name
             if is_kept_beside:

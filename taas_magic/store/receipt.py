@@ -160,18 +160,18 @@ def changed(
     deadline = time.monotonic() + limit_s
     found, left_out = set(), {os.path.relpath(folder, store) for folder in shared}
 
-    def takes(seen: TreeEntry) -> bool:
-        name = os.path.basename(seen.path)
-        if not seen.is_folder:
+    def includes(tree_entry: TreeEntry) -> bool:
+        name = os.path.basename(tree_entry.path)
+        if not tree_entry.is_folder:
             return not name.endswith(_NOTEBOOK)
-        is_leftover = remove_leftover(Path(store, seen.path))
+        is_leftover = remove_leftover(Path(store, tree_entry.path))
         is_hidden = name.startswith(".") or name == "__pycache__"
-        return not (is_leftover or is_hidden or seen.path in left_out)
+        return not (is_leftover or is_hidden or tree_entry.path in left_out)
 
     with suppress(OSError), closing(Tree(store)) as tree:
-        for seen in tree.walk(takes):
-            if not seen.is_folder and seen.status.st_ctime_ns >= since_ns:
-                found.add(os.path.join(store, seen.path))
+        for tree_entry in tree.walk(includes):
+            if not tree_entry.is_folder and tree_entry.status.st_ctime_ns >= since_ns:
+                found.add(os.path.join(store, tree_entry.path))
             if time.monotonic() >= deadline:
                 return found, False
     return found, True

@@ -69,12 +69,12 @@ class Watched:
         self._pid = os.getpid()
         self._busy = threading.local()
 
-    def target(self, place: str, *, keep: bool = False) -> str | None:
+    def target(self, place: str, *, needs_content: bool = False) -> str | None:
         """Return the path that a call which writes or makes a file must use instead of `place`.
 
         Args:
             place: Absolute path in the store.
-            keep: Whether the call needs the existing content, to append to it or to change it.
+            needs_content: Whether the call needs the existing content, to append or to change it.
 
         Returns:
             The path; None for `place` itself.
@@ -281,12 +281,13 @@ class Discarded(Watched):
         """Return whether `path` is in the part of the scratch folder that mirrors the store."""
         return is_below(path, self._tree)
 
-    def target(self, place: str, *, keep: bool = False) -> str | None:
+    def target(self, place: str, *, needs_content: bool = False) -> str | None:
         """Return the path in the scratch folder to write instead of `place`.
 
         Args:
             place: Absolute path in the store.
-            keep: See `Watched.target`. The existing file is then copied to the scratch folder.
+            needs_content: See `Watched.target`. If true, the existing file is copied to the
+                scratch folder.
 
         Raises:
             PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
@@ -298,7 +299,7 @@ class Discarded(Watched):
         if not os.path.isdir(self.theirs(parent)) and not self.own(parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if keep and not os.path.lexists(path) and os.path.exists(self.theirs(place)):
+        if needs_content and not os.path.lexists(path) and os.path.exists(self.theirs(place)):
             self._copy(self.theirs(place), path)
         self.used = True
         self.note(place)
@@ -388,11 +389,11 @@ class Rehearsed(Discarded):
         for path in shared:
             os.makedirs(self._replacement(path), exist_ok=True)
 
-    def target(self, place: str, *, keep: bool = False) -> str | None:
+    def target(self, place: str, *, needs_content: bool = False) -> str | None:
         """See `Discarded.target`; raise PermissionError if the run would refuse the write."""
         if self._refuses and not self._publishes(place):
             raise _refusal(self._who, place)
-        return super().target(place, keep=keep)
+        return super().target(place, needs_content=needs_content)
 
     def subject(self, place: str, *, folder: bool = False) -> str:
         """See `Discarded.subject`; raise PermissionError if the run would refuse the change."""
@@ -530,7 +531,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
         "utime": changes,
         "setxattr": changes,
         "removexattr": changes,
-        "truncate": partial(_write, view, partial(view.target, keep=True), follow=True),
+        "truncate": partial(_write, view, partial(view.target, needs_content=True), follow=True),
         "rename": moves,
         "replace": moves,
         "link": partial(_move, view, shutil.copyfile),
@@ -645,16 +646,16 @@ def _own_file(
 
 
 def _call_redirected(
-    real: _Call, asked: Path, led: Path, folder: int | None, *args: Any, **kw: Any
+    real: _Call, requested: Path, led: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
-    """Call `real` with `led`, the redirected path; errors name `asked`, the caller's path."""
+    """Call `real` with `led`, the redirected path; errors name `requested`, the caller's path."""
     if folder is not None:
         kw["dir_fd"] = folder
     try:
         return real(led, *args, **kw)
     except OSError as error:
-        if led is not asked and error.filename == led:
-            error.filename = asked
+        if led is not requested and error.filename == led:
+            error.filename = requested
         raise
 
 
@@ -696,19 +697,19 @@ def shown_path(view: Watched, path: Path) -> Path:
     return view.resolve(view.shown, path) or path
 
 
-def writable(view: Watched, place: str, *, keep: bool = False) -> str | None:
+def writable(view: Watched, place: str, *, needs_content: bool = False) -> str | None:
     """Return the path to open for writing instead of `place`; None for `place` itself.
 
     A folder is not redirected: opening it for writing raises the system's own error.
     """
-    return None if os.path.isdir(place) else view.target(place, keep=keep)
+    return None if os.path.isdir(place) else view.target(place, needs_content=needs_content)
 
 
 def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
         return real(file, mode, *args, **kw)  # an opener calls os.open, which is redirected
     if set(mode) & set("wxa+"):
-        target = partial(writable, view, keep=not set(mode) & set("wx"))
+        target = partial(writable, view, needs_content=not set(mode) & set("wx"))
         return _call_redirected(
             real, file, *_redirect_path(view, target, file, follow=True), mode, *args, **kw
         )
@@ -729,7 +730,7 @@ def _os_open(
 ) -> Any:
     if not flags & _WRITE_FLAGS:
         return _call_on_existing(view, real, path, flags, mode, dir_fd=dir_fd)
-    target = partial(writable, view, keep=not flags & (os.O_TRUNC | os.O_EXCL))
+    target = partial(writable, view, needs_content=not flags & (os.O_TRUNC | os.O_EXCL))
     led = _redirect_path(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
     return _call_redirected(real, path, *led, flags, mode)
 
@@ -924,12 +925,12 @@ def _warn_about_locks(view: Discarded) -> None:
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
         path = _path_of(file if isinstance(file, int) else file.fileno())
         if view.is_own(path) and not operation & fcntl.LOCK_UN:
-            said = (
+            text = (
                 f"the lock on {os.path.basename(path)} does not exclude other ranks: only rank 0 "
                 "writes to the project store, and other ranks lock their own copies. Lock a file "
                 "outside the store, or in a folder of --shared-writes"
             )
-            warnings.warn(said, RuntimeWarning, stacklevel=3)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         return real(file, operation, *args)
 
     for name in ("flock", "lockf"):
@@ -961,7 +962,7 @@ def _redirect_torch_maps(view: Watched) -> None:
         if isinstance(view, Discarded) and _is_the_stores(view, filename):
             shared = False
         if shared:
-            led = led_path(view, partial(writable, view, keep=True), filename)
+            led = led_path(view, partial(writable, view, needs_content=True), filename)
         else:
             led = shown_path(view, filename)
         return real(led, shared, *args, **kw)
@@ -981,12 +982,12 @@ def _map_privately(view: Watched) -> None:
     signature = inspect.signature(numpy.memmap.__new__)
 
     def new(real: _Call, *args: Any, **kw: Any) -> Any:
-        asked = signature.bind(*args, **kw)
-        asked.apply_defaults()
-        if asked.arguments["mode"] in ("r+", "readwrite"):
-            is_the_stores = _is_the_stores(view, asked.arguments["filename"])
-            asked.arguments["mode"] = "c" if is_the_stores else "r+"
-        return real(*asked.args, **asked.kwargs)
+        requested = signature.bind(*args, **kw)
+        requested.apply_defaults()
+        if requested.arguments["mode"] in ("r+", "readwrite"):
+            is_the_stores = _is_the_stores(view, requested.arguments["filename"])
+            requested.arguments["mode"] = "c" if is_the_stores else "r+"
+        return real(*requested.args, **requested.kwargs)
 
     led: Any = staticmethod(_redirected(numpy.memmap.__new__, new))
     setattr(numpy.memmap, "__new__", led)  # noqa: B010

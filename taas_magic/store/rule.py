@@ -119,20 +119,20 @@ def prepare(rule: StoreRule) -> None:
 
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings about the store for the user, one line each, before a run starts."""
-    said = []
+    found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
-        said.append(
+        found.append(
             f"the project store {rule.path} is or contains your home folder: rank 0 can write all "
             f"of it, and hosts of other pools get a copy, except files that may hold secrets; "
             f"{_ANOTHER}"
         )
     if world_size > 1 and (links := _links_out(rule.path)):
         more = f" and {len(links) - 1} more" if len(links) > 1 else ""
-        said.append(
+        found.append(
             f"{links[0]}{more} lead{'s' * (not more)} out of the project store, so ranks other "
             "than 0 can write there (docs/store.md)"
         )
-    return said
+    return found
 
 
 def _links_out(store: str) -> list[str]:

@@ -120,12 +120,12 @@ class StoreServer:
             PublishFiles: self._publish,
         }
 
-    def answer(self, host_rank: int, asked: FileRequest[_T]) -> _T:
+    def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
         """Handle a host's request and return the response; blocks while the disk is busy.
 
         Args:
             host_rank: Number of the host that sent the request.
-            asked: The request.
+            request: The request.
 
         Raises:
             ProtocolError: The request is not valid, or the run has ended.
@@ -134,9 +134,9 @@ class StoreServer:
         if self._is_closed:
             raise ProtocolError("the run has ended: its project store accepts no more files")
         try:
-            answer: _T = self._answers[type(asked)](host_rank, asked)
+            answer: _T = self._answers[type(request)](host_rank, request)
         except ValueError as error:
-            raise ProtocolError(f"host {host_rank}: {asked.op()}: {error}") from error
+            raise ProtocolError(f"host {host_rank}: {request.op()}: {error}") from error
         return answer
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class StoreServer:
         self._hashes.save()
         self._tree.close()
 
-    def _make_token(self, host_rank: int, asked: MakeToken) -> str:
+    def _make_token(self, host_rank: int, request: MakeToken) -> str:
         """Return the name of a file in the store; a host that sees the file shares the store.
 
         The first request makes the file.
@@ -163,9 +163,9 @@ class StoreServer:
                 self._token = Arrival(here)
         return self._token.name
 
-    def _list(self, host_rank: int, asked: ListStore) -> Manifest | None:
+    def _list(self, host_rank: int, request: ListStore) -> Manifest | None:
         """Return the manifest of the store, or None while the store is being searched."""
-        if self._search is None or (asked.fresh and self._search.done()):
+        if self._search is None or (request.fresh and self._search.done()):
             # in a thread, which alone may use the hashes until it ends
             arguments = self._tree, self._hashes, self._rule.limit_bytes
             self._search = self._looker.submit(scan_store, *arguments)
@@ -192,8 +192,8 @@ class StoreServer:
                 entries.append(entry if change is None or change.entry is None else change.entry)
         return Manifest(entries, manifest.skipped)
 
-    def _read(self, host_rank: int, asked: ReadStore) -> list[bytes | None]:
-        parts = asked.parts
+    def _read(self, host_rank: int, request: ReadStore) -> list[bytes | None]:
+        parts = request.parts
         if len(parts) > MAX_PARTS or sum(max(0, size) for _, _, size in parts) > CHUNK_BYTES:
             raise ValueError("too much at once")
         return [self._part(path, offset, size) for path, offset, size in parts]
@@ -213,11 +213,11 @@ class StoreServer:
         except OSError:
             return None
 
-    def _news(self, host_rank: int, asked: ListChanges) -> ChangeList:
+    def _news(self, host_rank: int, request: ListChanges) -> ChangeList:
         """Return the changes that other hosts made after change number `asked.since`."""
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
-            if change.number <= asked.since:
+            if change.number <= request.since:
                 break
             if change.host_rank == host_rank:
                 continue
@@ -227,14 +227,14 @@ class StoreServer:
                 entries.append(change.entry)
         return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
-    def _publish(self, host_rank: int, asked: PublishFiles) -> dict[str, str]:
+    def _publish(self, host_rank: int, request: PublishFiles) -> dict[str, str]:
         """Apply a host's changes; return the reason for each refused path."""
-        if sum(len(piece.data) for piece in asked.pieces) > CHUNK_BYTES:
+        if sum(len(piece.data) for piece in request.pieces) > CHUNK_BYTES:
             raise ValueError("too much at once")
         answers: dict[str, str] = {}
-        for first in range(0, len(asked.pieces), GROUP):
-            answers |= self._write_pieces(host_rank, asked.pieces[first : first + GROUP])
-        for path in asked.removed:
+        for first in range(0, len(request.pieces), GROUP):
+            answers |= self._write_pieces(host_rank, request.pieces[first : first + GROUP])
+        for path in request.removed:
             answers[path] = self._try(self._remove, host_rank, path)
         return {path: why for path, why in answers.items() if why}
 

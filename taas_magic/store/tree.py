@@ -289,20 +289,22 @@ class Tree:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found.append(TreeEntry(prefix + entry.name, status))
-        return sorted(found, key=lambda seen: seen.path)
+        return sorted(found, key=lambda tree_entry: tree_entry.path)
 
-    def walk(self, takes: Callable[[TreeEntry], bool] = lambda seen: True) -> Iterator[TreeEntry]:
-        """Yield all entries for which `takes` is true; a folder comes before its contents.
+    def walk(
+        self, includes: Callable[[TreeEntry], bool] = lambda tree_entry: True
+    ) -> Iterator[TreeEntry]:
+        """Yield all entries for which `includes` is true; a folder comes before its contents.
 
-        Folders for which `takes` is false are not searched.
+        Folders for which `includes` is false are not searched.
         """
         folders = [""]
         while folders:
             below = []
-            for seen in filter(takes, self.entries(folders.pop())):
-                yield seen
-                if seen.is_folder:
-                    below.append(seen.path)
+            for tree_entry in filter(includes, self.entries(folders.pop())):
+                yield tree_entry
+                if tree_entry.is_folder:
+                    below.append(tree_entry.path)
             folders += reversed(below)
 
 

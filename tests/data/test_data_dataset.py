@@ -269,7 +269,7 @@ def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
     indices = Order(loader, SEED).epoch(0).indices
     assert isinstance(indices, UnsizedOrder)
     first = [indices[batch] for batch in range(40_000)]
-    assert len(indices._seen) < 20_000
+    assert len(indices._recent) < 20_000
     assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
 
 

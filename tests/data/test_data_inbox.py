@@ -230,7 +230,7 @@ class Link(FetcherLink):
 
     def __init__(self) -> None:
         self.address = Address(0, "cpu1", 7000, "", "")
-        self.asked, self.unsent, self.lent = deque(), [], Lent(int)
+        self.pending, self.unsent, self.lent = deque(), [], Lent(int)
         self._is_tls = False
         ends = contextlib.ExitStack()
         self._socket, _ = map(ends.enter_context, socket.socketpair())
@@ -257,7 +257,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
     client._store_response(links[0], response, memoryview(bytearray(body.body_bytes)))
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
-    assert sorted(links[1].asked) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
+    assert sorted(links[1].pending) == sorted([LoaderRequest(RequestKind.ORDER, 0, 0), *again])
     assert client.retried == 4
 
 

@@ -411,7 +411,7 @@ def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path: P
 def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(client, "_CHECK_AGAIN_S", 0.0)
     with service(tmp_path, DataLoader(Rows(20), 2, sampler=Unseeded()), fetchers=2) as running:
         hidden = {0}
 

@@ -420,12 +420,12 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
         theirs.send(msgspec.msgpack.encode([small]))
         assert len(list(one.receive_replies())) == 1
         while room := one.room:
-            for _ in range(1 if len(one.told) < room else room):
-                number = len(one.told)
+            for _ in range(1 if len(one.unanswered) < room else room):
+                number = len(one.unanswered)
                 one.queue_command(number, LoaderRequest(RequestKind.GET, 0, number, bytes(1 << 16)))
             one.frees += range(10_000)
             one.send(0)
-        assert len(one.told) == 64
+        assert len(one.unanswered) == 64
 
 
 class Which(Dataset[int]):

@@ -50,7 +50,7 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(
         worker.queue_command(7, LoaderRequest(RequestKind.GET, 0, 0))
         reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=body_bytes, wall_s=wall_s)
         theirs.send(msgspec.msgpack.encode([reply]))
-        worker.told.clear()
+        worker.unanswered.clear()
         assert len(list(worker.receive_replies())) == 1
         assert worker.room == commands
 

@@ -53,7 +53,7 @@ def walk(
     """Play a rank: ask ahead, learn the answers in order, take steps until the end."""
     handed: list[int] = []
     while True:
-        for ask in schedule.asks(step + ahead):
+        for ask in schedule.requests(step + ahead):
             if answers(ask.slot) == VOID or isinstance(schedule, ScoutedSchedule) or ask.mine:
                 schedule.record_units(ask.slot, answers(ask.slot))
         verdict = schedule.at(step)
@@ -128,7 +128,7 @@ def test_a_course_goes_on_where_another_stopped(
         whole = walk(ScoutedSchedule(part, None, streams), answers)
         step = min(stop, len(whole))
         schedule = ScoutedSchedule(part, None, streams)
-        for ask in schedule.asks(step + 1):
+        for ask in schedule.requests(step + 1):
             schedule.record_units(ask.slot, answers(ask.slot))
         resumed = ScoutedSchedule(part, None, streams, schedule.place(step))
         assert walk(resumed, answers, step=step) == whole[step:]
@@ -166,7 +166,7 @@ def test_hints_of_some_batches_only_are_refused() -> None:
 
 def test_an_unknown_row_waits() -> None:
     schedule = ScoutedSchedule(Part(0, 2), None, 1)
-    list(schedule.asks(2))
+    list(schedule.requests(2))
     schedule.record_units(0, 1)
     assert schedule.at(0) is NoSlot.WAIT
     schedule.record_units(1, 1)
@@ -175,7 +175,7 @@ def test_an_unknown_row_waits() -> None:
 
 def test_the_units_of_a_row() -> None:
     schedule = ScoutedSchedule(Part(0, 2), 4, 1)
-    for ask in schedule.asks(2):
+    for ask in schedule.requests(2):
         schedule.record_units(ask.slot, ask.slot + 1)
     assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
     assert EpochSchedule(Part(0, 2, "keep"), 3).row_units(1) == 1
