@@ -84,8 +84,8 @@ class PoolConfig(Struct, frozen=True):
         max_hosts: Number of hosts that may be in use at the same time.
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
         lease_s: Seconds without a message from the pool after which a host ends all its processes.
-        start_timeout_s: Seconds within which a host must join the pool. Also seconds without any
-            activity after which a starting process counts as stuck.
+        start_timeout_s: Seconds without any activity after which a starting process counts as
+            stuck. Also seconds to wait for hosts that are not starting yet, such as queued jobs.
         preload: Modules to import before ranks start, in addition to torch and IPython.
         trusted: Whether its hosts may return objects that run code in the kernel or the browser.
         options: Options that are passed to the engine unchanged.

@@ -330,6 +330,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 def _pickled(name: str, parts: "LoaderParts") -> bytes:
     pickler = ValuePickler(to="fetchers")
     pickler.pickle_variable(name, parts)
+    pickler.add_definitions()
     return pickler.pickled().data
 
 

@@ -233,7 +233,9 @@ class ValuePickler(cloudpickle.Pickler):
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
-        needs: Names of the namespace that the added functions look up when they run.
+        needs: Names of the namespace that the added functions look up when they run, and names of
+            the added functions and classes themselves. For `fetchers`, only the latter, in this
+            process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names of the namespace that the added functions set by `global`.
@@ -318,6 +320,21 @@ class ValuePickler(cloudpickle.Pickler):
         except BaseException:
             undo()
             raise
+
+    def add_definitions(self) -> None:
+        """Pickle a dict of the functions and classes of `__main__` among the added values.
+
+        Objects of these are pickled by name, for example on their way to a process pool, so
+        fetchers put them into `__main__`.
+        """
+        main, is_complete = vars(sys.modules["__main__"]), False
+        while not is_complete:
+            names = list(self.needs)
+            with self.undoing() as undo:
+                self.add({name: main[name] for name in names})
+                is_complete = names == list(self.needs)  # a class may show that more are needed
+                if not is_complete:
+                    undo()
 
     def pickled(self) -> Pickled:
         """Return everything that was added, without copying the memory of arrays and tensors."""
@@ -454,12 +471,14 @@ class ValuePickler(cloudpickle.Pickler):
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """Add the own name of a function or class to `needs`, so that ranks have it in `__main__`.
+        """Add the own name of a function or class to `needs`, so that `__main__` has it there.
 
         The worker processes of a DataLoader pickle instances with the name of their class.
         """
-        name = _qualname(definition).partition(".")[0]
-        if self._namespace is not None and _finds(self._namespace.get(name), definition):
+        name, namespace = _qualname(definition).partition(".")[0], self._namespace
+        if self._to == "fetchers":
+            namespace = vars(sys.modules["__main__"])
+        if namespace is not None and _finds(namespace.get(name), definition):
             self.needs[name] = None
 
 

@@ -6,17 +6,19 @@ slot), not on the batches prepared before. A map-style dataset is indexed. An it
 is replayed from the start of its stream, or from a saved state if the dataset has a `state_dict`.
 """
 
+import io
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from taas_magic.data.definitions import Definitions
 from taas_magic.data.generators import own_generators
 from taas_magic.data.order import Epoch, Order, call_set_epoch, dump_beside, load_beside, seed_all
 from taas_magic.data.protocol import Opened
@@ -132,6 +134,21 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
     return LoaderParts(loader.dataset, *order, *rest)
 
 
+class LoadedLoader(NamedTuple):
+    """A loader in a worker, or its `LoaderParts`, and the definitions that it uses."""
+
+    loader: Any
+    definitions: Definitions
+
+
+def load(payload: bytes) -> LoadedLoader:
+    """Unpickle a loader, or its `LoaderParts`, and make its definitions known in `__main__`."""
+    unpickler = pickle.Unpickler(io.BytesIO(payload))
+    loader = unpickler.load()
+    found = unpickler.load() if isinstance(loader, LoaderParts) else {}
+    return LoadedLoader(loader, Definitions(found))
+
+
 class Source:
     """The user's dataset in a worker, with all that is needed to prepare any batch of it.
 
@@ -160,7 +177,7 @@ class Source:
         loader: Any = None,
     ) -> None:
         self._payload = payload
-        self.loader: Any = _with_own_memory(pickle.loads(payload) if loader is None else loader)
+        self.loader: Any = _with_own_memory(load(payload).loader if loader is None else loader)
         self._name, self._seed, self._where = name, seed, where
         self.streams = streams_of(self.loader)
         self._order = Order(self.loader, seed) if self.streams is None else None
@@ -358,14 +375,15 @@ class Source:
 
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return an iterator over a stream with a fresh dataset, at or before `item`."""
-        loader: Any = _with_own_memory(pickle.loads(self._payload))
+        loader, definitions = load(self._payload)
+        loader = _with_own_memory(loader)
         call_set_epoch(loader.dataset, epoch, "dataset")
         seed = seed_of(self._seed, epoch)
         info = self._start_worker(loader, stream, seed) if loader.num_workers else None
         seed_all(seed + stream)
         snapshots = self._snapshots_of(epoch, stream)
         start = snapshots.restore(loader.dataset, item)
-        return Cursor(loader, epoch, stream, start, info, snapshots)
+        return Cursor(loader, definitions, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
         """Run `worker_init_fn` as a worker of a local DataLoader does.
@@ -432,6 +450,7 @@ class Cursor:
     """
 
     loader: Any
+    definitions: Definitions | None
     epoch: int
     stream: int
     item: int
@@ -450,7 +469,7 @@ class Cursor:
         """
         if self._ended:
             # Free the dataset, but keep the cursor: ranks may request more slots at the end.
-            self.loader = self.info = self._samples = None
+            self.loader = self.definitions = self.info = self._samples = None
             raise Ended
         if self.item <= _LOOKS_AT_INTS:
             self._ints.append(_ints_of(self.loader.dataset))

@@ -13,7 +13,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import time
@@ -29,7 +28,7 @@ import torch
 
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
-from taas_magic.data.dataset import Ended, Failed, Source, own_units
+from taas_magic.data.dataset import Ended, Failed, Source, load, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import UNHINTED, VOID, FetcherShare
@@ -492,7 +491,7 @@ def _preload(served: ServedLoader) -> Any:
         return None
     torch.set_num_threads(1)
     try:
-        return pickle.loads(served.payload)
+        return load(served.payload).loader
     except Exception:
         return None  # each worker tries again and reports the error with the requested batch
 

@@ -234,6 +234,14 @@ class HostsEngine(Engine):
             raise PoolError("\n".join(dict.fromkeys(failures)))
         return sorted(filter(None, (host.news() for host in self.hosts.values())))
 
+    def is_starting(self) -> bool:
+        """Return whether any host is starting; see `Engine.is_starting`.
+
+        Such a host makes progress: the supervisor ends a host whose agent is stuck before it has
+        joined, and the agent ends a host whose forkserver is stuck.
+        """
+        return any(not host.coming.done() for host in self.hosts.values())
+
     async def give_back(self, keep: Collection[str]) -> None:
         """See `Engine.give_back`."""
         left = [host for name, host in self.hosts.items() if name not in keep]

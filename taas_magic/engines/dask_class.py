@@ -146,6 +146,16 @@ class DaskClassEngine(Engine):
             self._vehicles.note(cluster.workers.items())
             return lines
 
+    def is_starting(self) -> bool:
+        """See `Engine.is_starting`: whether a host's Dask worker has joined, but not its agent.
+
+        Such a host makes progress, because its supervisor ends it if the agent is stuck. The wait
+        in the batch system's queue does not count as a start.
+        """
+        requested = set(map(str, self._cluster.worker_spec))
+        joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
+        return bool(requested & joined - {vehicle_of(agent) for agent in self.ready})
+
     async def give_back(self, keep: Collection[str]) -> None:
         """See `Engine.give_back`. Ends the workers that started the returned agents."""
         async with self._turn:

@@ -57,7 +57,7 @@ class LocalEngine(HostsEngine):
         if self._started:
             return self._started.pop()
         command = spawn_command("taas_magic.host.supervisor")
-        command += supervisor_arguments(None, self.pool.preload)
+        command += supervisor_arguments(None, self.pool.start_timeout_s, self.pool.preload)
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def make_host(self, name: str) -> Host:
@@ -68,13 +68,6 @@ class LocalEngine(HostsEngine):
         """
         used = {host.number for host in self.hosts.values() if isinstance(host, _LocalHost)}
         return _LocalHost(self, name, next(n for n in itertools.count() if n not in used))
-
-    def is_starting(self) -> bool:
-        """Return whether any host is starting; see `Engine.is_starting`.
-
-        Such a host makes progress, because `_LocalHost.start` fails for a host that does nothing.
-        """
-        return any(not host.coming.done() for host in self.hosts.values())
 
 
 class _LocalHost(Host):
@@ -124,7 +117,8 @@ class _LocalHost(Host):
             trouble = _trouble(supervisor)
             if not trouble and has_joined and not is_here:
                 trouble = "left its pool"
-            # After the host has joined, its agent reports imports, and ends itself if one is stuck.
+            # The supervisor ends a stuck agent; this is for a stuck supervisor. After the host has
+            # joined, its agent reports imports, and ends itself if one is stuck.
             if not trouble and not has_joined and timer.idle_s() >= pool.start_timeout_s:
                 trouble = f"did nothing for start_timeout_s = {pool.start_timeout_s:g} s"
             if not trouble:

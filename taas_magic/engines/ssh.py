@@ -35,12 +35,6 @@ from taas_magic.ssh.connect import (
 _POLL_S = 0.05
 _END_S = 1.0
 
-_SHARE = 0.9
-"""Fraction of `start_timeout_s` after which the start of a host fails.
-
-The rest of the time lets the host's own error reach the controller before the wait for hosts ends.
-"""
-
 _SLOW_S = 10.0
 """Seconds of one step of a host's start after which a message names the step to the user."""
 
@@ -218,13 +212,12 @@ class _SshHost(Host):
         Raises:
             PoolError: No free host could be started, or `end` was called.
         """
-        until = time.monotonic() + _SHARE * self._engine.pool.start_timeout_s
         failures: dict[str, str] = {}
         while (host := await self._engine.acquire_host(failures, self._stop)) is not None:
             self._host, joined = host, False
             try:
                 await self._engine.in_thread(self._start_host, host)
-                await self._join(host, until)
+                await self._join(host)
                 joined = True
                 return
             except Stopped:
@@ -300,8 +293,8 @@ class _SshHost(Host):
         path = ":".join(path_entries)
         environ = {"PYTHONPATH": path} if path else {}  # empty if taas-magic is installed there
         arguments = ["-c", entry_code("taas_magic.host.supervisor")]
-        arguments += supervisor_arguments(pool.lease_s, pool.preload)
-        self._do("its agent is still starting")
+        arguments += supervisor_arguments(pool.lease_s, pool.start_timeout_s, pool.preload)
+        self._do("its agent is still starting, and imports Dask")
         self._command = KeptCommand(
             connection,
             shell_words(pool.python, arguments, environ),
@@ -310,18 +303,19 @@ class _SshHost(Host):
             lambda line: _log.warning("[%s] %s", host, line),
         )
 
-    async def _join(self, host: str, until: float) -> None:
+    async def _join(self, host: str) -> None:
         """Wait until the host can start ranks.
 
-        Args:
-            until: Time at which the wait fails if the host's agent has not joined the pool.
+        The wait for the supervisor's first line has a time limit. After that, the supervisor ends
+        the host if the agent is stuck.
 
         Raises:
-            PoolError: The agent ended, left the pool or did not join in time.
+            PoolError: The supervisor did not start in time, or the agent ended or left the pool.
             Stopped: `end` was called.
         """
         assert self._command is not None
-        has_joined = False
+        limit_s = self._engine.pool.start_timeout_s
+        until, has_joined = time.monotonic() + limit_s, False
         while self.name not in self._engine.ready:
             if self._stop.is_set():
                 raise Stopped
@@ -334,11 +328,11 @@ class _SshHost(Host):
                 raise PoolError(
                     f"host {host} left the pool before it was ready:\n{self._command.tail}"
                 )
-            elif time.monotonic() > until:
+            elif not self._command.has_output and time.monotonic() > until:
                 raise PoolError(
-                    f"host {host}: its agent did not join within "
-                    f"start_timeout_s = {self._engine.pool.start_timeout_s:g}:\n"
-                    f"{self._command.tail}"
+                    f"host {host}: its supervisor did not start within "
+                    f"start_timeout_s = {limit_s:g} s. Check whether {host} is overloaded and "
+                    "whether its Python starts there, or raise start_timeout_s"
                 )
             await asyncio.sleep(_POLL_S)
 

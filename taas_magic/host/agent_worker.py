@@ -45,6 +45,7 @@ from taas_magic.host.spec import (
     ShareSpec,
     StartShare,
 )
+from taas_magic.host.supervisor import report_joined
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
@@ -426,6 +427,7 @@ async def serve(words: bytes) -> None:
         death_timeout=30,
     )
     async with agent:
+        report_joined()
         if place.is_foreign:  # a local supervisor watches a pipe, which no stall can cut
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())

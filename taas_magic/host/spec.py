@@ -233,7 +233,8 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         master_addr: Address of the first host, which runs torch's key-value store for the ranks.
         master_port: Port of that store. 0 on the first host, which chooses the port.
         attempt: Number of the attempt, from 0.
-        ran_s: Seconds since the start of the first attempt. They count towards `--timeout`.
+        ran_s: Seconds that count towards `--timeout` already: since the start of the first attempt,
+            without those in which a rank waited for the user.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
         reach: Address at which this host reaches `RunSpec.reach`. Hosts may need different
             addresses for the same port.

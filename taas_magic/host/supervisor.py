@@ -7,9 +7,11 @@ package on the host. Over a network, a cut cable does not close standard input. 
 also writes a byte regularly, and the supervisor ends the host if no byte arrives in time.
 
 The first argument is the number of seconds without input after which the supervisor ends the host
-(0: never). The second argument lists the modules that the pool's settings add to the forkserver's
-imports; the supervisor passes it to the agent. The supervisor imports neither torch nor Dask, so it
-can neither run out of memory nor hang because of them.
+(0: never). The second argument is the pool's `start_timeout_s`: if the agent does nothing for so
+long before it has joined the pool, the supervisor ends the host. The third argument lists the
+modules that the pool's settings add to the forkserver's imports; the supervisor passes it to the
+agent. The supervisor imports neither torch nor Dask, so it can neither run out of memory nor hang
+because of them.
 
 The supervisor is a subreaper (prctl(2)): it becomes the parent of every orphan among its
 descendants. So it finds even a cell's daemon that forked twice or called setsid.
@@ -18,6 +20,7 @@ All temporary files of a host are in one folder:
 
     <TMPDIR>/taas-<uid>-<random>/   mode 0700; locked by the host's supervisor while it runs
         lock
+        joined                      made by the agent when it has joined the pool
         pymp-…                      temporary files of multiprocessing, in the agent
         run-…                       pipes and scratch folders of a run
 
@@ -32,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +43,7 @@ from pathlib import Path
 import psutil
 
 from taas_magic.errors import PoolError, reason_of
+from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import (
     adopt_orphans,
     end_all,
@@ -51,31 +56,49 @@ from taas_magic.shared_files import is_free, take_lock
 GRACE_S = 3.0
 """Seconds for the agent to close its connections and exit after SIGTERM. Then it is killed."""
 
+_JOINED = "joined"
+"""Name of the file in the host's folder that the agent makes when it has joined the pool."""
+
+_LOOK_S = 0.5
+
 
 def main() -> int:
     """Run the supervisor until the agent or the lease ends; return the agent's exit code."""
-    lease_s, preload = float(sys.argv[1]) or None, sys.argv[2]
+    lease_s, start_timeout_s, preload = float(sys.argv[1]) or None, float(sys.argv[2]), sys.argv[3]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         with host_folder() as folder:
-            return _supervise(preload, folder, lease_s)
+            return _supervise(preload, folder, lease_s, start_timeout_s)
     except PoolError as error:
         sys.exit(str(error))
 
 
-def _supervise(preload: str, folder: Path, lease_s: float | None) -> int:
+def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Run an agent until it or the lease ends, then end all processes below this one.
+
+    An agent that is stuck before it has joined the pool is ended as well.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
     """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
+    sys.stderr.write("\n")  # shows an engine over SSH that this process has started
+    sys.stderr.flush()
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        threading.Thread(target=_hold_lease, args=(agent, lease_s), daemon=True).start()
+        told = threading.Event()
+        watches = (
+            (_hold_lease, (agent, lease_s, told)),
+            (
+                _watch_start,
+                (agent.pid, folder, start_timeout_s, told),
+            ),
+        )
+        for watch, words in watches:
+            threading.Thread(target=watch, args=words, daemon=True).start()
         while (child := os.wait())[0] != agent.pid:
             pass  # an orphan has ended
         agent.returncode = os.waitstatus_to_exitcode(child[1])
@@ -94,7 +117,9 @@ def _on_sigterm(*_: object) -> None:
     sys.exit(0)
 
 
-def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
+def _hold_lease(
+    agent: subprocess.Popen[bytes], lease_s: float | None, told: threading.Event
+) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, end the host.
 
     Runs in a thread. To end the host, sends SIGTERM to the main thread, which exits and cleans up.
@@ -102,6 +127,7 @@ def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
     Args:
         lease_s: Seconds without input after which the lease ends. If None, it ends only when
             standard input closes.
+        told: Set when the agent has its settings.
     """
     assert agent.stdin is not None
     heard = b""
@@ -110,8 +136,38 @@ def _hold_lease(agent: subprocess.Popen[bytes], lease_s: float | None) -> None:
             with suppress(BrokenPipeError):  # the agent has just ended; the main thread notices
                 agent.stdin.write(heard[: heard.index(b"\n") + 1])
                 agent.stdin.close()
-    if not ready:
-        sys.stderr.write(f"no message from the pool for {lease_s} s: this host ends\n")
+            told.set()
+    _end_host("" if ready else f"no message from the pool for {lease_s} s: this host ends")
+
+
+def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
+    """End the host if its agent is stuck before it has joined the pool. Runs in a thread.
+
+    How long the agent's imports take does not matter, as long as they use processor time or read
+    files.
+
+    Args:
+        pid: The agent's process id.
+        folder: The host's folder for temporary files.
+        start_timeout_s: Seconds without any work after which the agent counts as stuck.
+        told: Set when the agent has its settings; until then it may have to wait for them.
+    """
+    told.wait()
+    timer = IdleTimer(pid)
+    while not (folder / _JOINED).exists():
+        if timer.idle_s() >= start_timeout_s:
+            _end_host(
+                f"the agent (process {pid}) used no processor time and read nothing for "
+                f"start_timeout_s = {start_timeout_s:g} before it had joined the pool"
+            )
+            return
+        time.sleep(_LOOK_S)
+
+
+def _end_host(why: str) -> None:
+    """Make the main thread end the host, and write the reason to standard error if there is one."""
+    if why:
+        sys.stderr.write(f"{why}\n")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
@@ -151,6 +207,11 @@ def host_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def report_joined() -> None:
+    """Tell the supervisor that the agent has joined the pool. Runs in the agent."""
+    Path(tempfile.gettempdir(), _JOINED).touch()
 
 
 def run_folder() -> Path:

@@ -114,14 +114,17 @@ def entry_code(module: str) -> str:
     )
 
 
-def supervisor_arguments(lease_s: float | None, preload: Sequence[str]) -> list[str]:
+def supervisor_arguments(
+    lease_s: float | None, start_timeout_s: float, preload: Sequence[str]
+) -> list[str]:
     """Return the command-line arguments of a supervisor.
 
     Args:
         lease_s: Seconds without input after which the supervisor ends its host; None for never.
+        start_timeout_s: Seconds without any work after which a starting agent counts as stuck.
         preload: Modules of the pool's settings for the forkserver to import.
     """
-    return [f"{lease_s or 0:g}", ",".join(preload)]
+    return [f"{lease_s or 0:g}", f"{start_timeout_s:g}", ",".join(preload)]
 
 
 def adopt_orphans() -> None:

@@ -98,7 +98,7 @@ class Vehicle(WorkerPlugin):
         agent = await send_request(worker.scheduler, GetAgentKeys(str(worker.name)))
         self._supervisor = await asyncio.create_subprocess_exec(
             *spawn_command("taas_magic.host.supervisor"),
-            *supervisor_arguments(None, self._preload),
+            *supervisor_arguments(None, self._start_timeout_s, self._preload),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from taas_magic.config import PoolConfig
 from taas_magic.engines.base import find_engine, log_tail
 from taas_magic.errors import PoolError, RunLost, StoreError
+from taas_magic.host.activity import IdleTimer
 from taas_magic.messages import (
     EndPool,
     Event,
@@ -741,18 +742,24 @@ class Pool:
             check: Called repeatedly during the wait; raises PoolError to stop it.
 
         Raises:
-            PoolError: The process was not ready within `start_timeout_s` and was killed, or `check`
-                raised it.
+            PoolError: The process was stuck and was killed, or `check` raised it. It counts as
+                stuck if it used no processor time and read nothing for `start_timeout_s`.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
-        deadline = time.monotonic() + self.config.start_timeout_s
+        timer, limit_s = IdleTimer(process.pid, with_children=False), self.config.start_timeout_s
+        look_at = time.monotonic()
         while (place := self.folder.place(process)) is None:
             check()
-            if time.monotonic() > deadline:
-                error = self._error(f"did not start within {self.config.start_timeout_s:g} s")
-                process.kill()
-                raise error
+            if time.monotonic() >= look_at:
+                look_at += _LOOK_S
+                if timer.idle_s() >= limit_s:
+                    error = self._error(
+                        f"did not start: its process {process.pid} used no processor time and read "
+                        f"nothing for start_timeout_s = {limit_s:g} s, and was killed"
+                    )
+                    process.kill()
+                    raise error
             time.sleep(_POLL_S)
         return place
 

@@ -587,6 +587,27 @@ class PoolFetchers(Share):
             self._publish_event(ended)
 
 
+class RunClock:
+    """Clock of a run's `--timeout`, over all its attempts.
+
+    It starts with the first attempt, so it does not count the wait for hosts. It does not count the
+    time in which a rank waits for the user's input either.
+    """
+
+    def __init__(self) -> None:
+        self._ran_s = 0.0
+        self._since: float | None = None
+
+    def pause(self, is_paused: bool, now: float) -> None:
+        """Stop the clock, or let it run. Do nothing if it is already so."""
+        self._ran_s = self.ran_s(now)
+        self._since = None if is_paused else now
+
+    def ran_s(self, now: float) -> float:
+        """Return the seconds that the clock has run."""
+        return self._ran_s + (now - self._since if self._since is not None else 0.0)
+
+
 class PoolRun(Share):
     """The ranks of a run on all hosts, in all its attempts.
 
@@ -631,9 +652,7 @@ class PoolRun(Share):
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
         self._ways = contextlib.AsyncExitStack()
         self._started = time.monotonic()
-        self._ran_since: float | None = None
-        """Start time of the first attempt; None before. `--timeout` counts from this time, so it
-        does not include the wait for hosts."""
+        self._clock = RunClock()
 
     async def start(self) -> list[str]:
         """See `Share.start`. Starts the first attempt."""
@@ -765,7 +784,7 @@ class PoolRun(Share):
             await self.answer_input(AnswerInput(self.run_id, rank, number, is_refused=True))
 
     async def _on_input_requested(self) -> None:
-        await self._send_to_all(PauseClocks(self.run_id, is_paused=bool(self._open_requests)))
+        await self._pause_clocks()
         if not self.owner:  # a detached run
             await self.refuse_input()
 
@@ -778,7 +797,13 @@ class PoolRun(Share):
         for rank in closed:
             self.publish(InputAnswered(rank=rank))
         if closed:
-            await self._send_to_all(PauseClocks(self.run_id, is_paused=bool(self._open_requests)))
+            await self._pause_clocks()
+
+    async def _pause_clocks(self) -> None:
+        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user."""
+        is_paused = bool(self._open_requests)
+        self._clock.pause(is_paused, time.monotonic())
+        await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
 
     def _numbers(self, part: HostPart) -> range:
         mine = self.plan.hosts[part.host_rank]
@@ -880,7 +905,7 @@ class PoolRun(Share):
         running = set(self._running())
         first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
         self._parts = {part.member.address: part for part in parts}
-        self._ran_since = self._ran_since or time.monotonic()
+        self._clock.pause(False, time.monotonic())
         address = members[0].place if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
         if port:
@@ -904,7 +929,6 @@ class PoolRun(Share):
         Returns:
             The port of the ranks' rendezvous if it is on this host; 0 if not, or after a failure.
         """
-        assert self._ran_since is not None
         try:
             reach = ""
             if self._run.reach:
@@ -918,7 +942,7 @@ class PoolRun(Share):
                 master_addr=master_addr,
                 master_port=master_port,
                 attempt=self.attempt,
-                ran_s=time.monotonic() - self._ran_since,
+                ran_s=self._clock.ran_s(time.monotonic()),
                 fetchers=self._fetchers,
                 reach=reach,
             )

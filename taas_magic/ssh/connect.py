@@ -446,9 +446,10 @@ class KeptCommand:
         command: Command line for the host's shell.
         first_line: First input of the command. Unlike an argument, `ps` does not show it.
         beat_s: Seconds from one empty line to the next.
-        log: Receives every line of the command's output.
+        log: Receives every line of the command's output that is not empty.
 
     Attributes:
+        has_output: Whether the command has written anything, such as an empty line.
         ended: Set at the end of the output, when the command or the connection has ended.
 
     Raises:
@@ -466,7 +467,7 @@ class KeptCommand:
         self._beat_s, self._log = beat_s, log
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._closing = threading.Event()
-        self.ended = threading.Event()
+        self.has_output, self.ended = False, threading.Event()
         self._channel = connection.start(command)
         self._channel.set_combine_stderr(True)
         for work, words in ((self._read, ()), (self._beat, (first_line,))):
@@ -498,9 +499,10 @@ class KeptCommand:
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
-                text = line.decode(errors="replace").rstrip()
-                self._tail.append(text)
-                self._log(text)
+                self.has_output = True
+                if text := line.decode(errors="replace").rstrip():
+                    self._tail.append(text)
+                    self._log(text)
         self.ended.set()
 
 

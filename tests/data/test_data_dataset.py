@@ -2,7 +2,9 @@
 
 import pickle
 import random
+import sys
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 import cloudpickle
 import hypothesis
@@ -23,6 +25,7 @@ from taas_magic.data.dataset import Ended, Failed, Source
 from taas_magic.data.order import Order
 from taas_magic.data.order import Unsized as UnsizedOrder
 from taas_magic.data.sharding import seed_of
+from taas_magic.registry import Registered
 
 SEED = 11
 
@@ -399,6 +402,38 @@ def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next() -> None:
     source.forget_before(1)
     assert source.state(0, 130) is None
     assert source.state(1, 0) is None, "a stream that has given nothing begins at its beginning"
+
+
+PICKLING = """
+import pickle
+from torch.utils.data import DataLoader, IterableDataset
+
+def add(number):
+    return number + 1
+
+class Pickling(IterableDataset):
+    def __init__(self, work):
+        self.work = work
+
+    def __iter__(self):
+        for number in range(3):
+            yield pickle.loads(pickle.dumps(self)).work(number)
+
+loader = DataLoader(Pickling(add), batch_size=None)
+"""
+
+
+def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook, worker = ModuleType("__main__"), ModuleType("__main__")
+    exec(PICKLING, vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    payload = Registered("stream", lambda: notebook.loader).packed().payload
+    monkeypatch.setitem(sys.modules, "__main__", worker)
+    source = Source(payload, "stream", SEED, "test")
+    for epoch, slot in (0, 0), (1, 0), (0, 1), (1, 1), (0, 2):
+        assert source.prepare(epoch, slot) == slot + 1
 
 
 def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None:

@@ -273,3 +273,51 @@ def test_a_child_that_is_spawned_finds_all_names_but_the_batches(notebook: Noteb
     batches, worked, refused = run(notebook, SPAWNED, 1)
     assert (batches, worked) == ("batches 2", "worked [0, 10, 20]")
     assert refused.startswith('refused loader "loader" works only in ranks, and process ')
+
+
+POOLED = """
+import multiprocessing, taas
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+OFFSET = 100
+
+@dataclass
+class Task:
+    number: int
+
+def work(task):
+    return task.number + OFFSET
+
+def pool():
+    return ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+
+class Items(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        with pool() as executor:
+            return executor.submit(work, Task(index)).result()
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        with pool() as executor:
+            yield from executor.map(work, [Task(number) for number in range(2)])
+
+items = taas.register(DataLoader(Items(), batch_size=None))
+stream = taas.register(DataLoader(Stream(), batch_size=None))
+"""
+POOLED_EPOCHS = """
+for epoch in range(2):
+    print(list(items), list(stream))
+"""
+
+
+@pytest.mark.parametrize("cpus", [0, 1])
+def test_a_dataset_sends_functions_of_the_notebook_to_a_process_pool(
+    notebook: Notebook, cpus: int
+) -> None:
+    notebook.define(POOLED)
+    assert run(notebook, POOLED_EPOCHS, cpus) == ["[100, 101] [100, 101]"] * 2

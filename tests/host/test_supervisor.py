@@ -1,10 +1,12 @@
 """The first process of a host: whatever happens to its lease, nothing outlives it."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,9 +20,9 @@ LEASE_S = 2.0
 WITHIN_S = 100.0
 
 
-def supervisor_command(lease_s: float | None) -> list[str]:
+def supervisor_command(lease_s: float | None, start_timeout_s: float = WITHIN_S) -> list[str]:
     command = spawn_command("taas_magic.host.supervisor")
-    return [*command, *supervisor_arguments(lease_s, [])]
+    return [*command, *supervisor_arguments(lease_s, start_timeout_s, [])]
 
 
 @pytest.fixture
@@ -34,6 +36,34 @@ def supervisor() -> Iterator[subprocess.Popen[bytes]]:
         while not seen.children():
             assert process.poll() is None
         yield process
+
+
+STUCK = """
+import importlib.abc, sys, time
+
+class Stuck(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("distributed", "torch"):
+            time.sleep(3600)
+
+sys.meta_path.insert(0, Stuck())
+"""
+
+
+def test_an_agent_that_is_stuck_in_an_import_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    with subprocess.Popen(
+        supervisor_command(None, start_timeout_s=2.0),
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(b"settings\n")
+        process.wait(WITHIN_S)
+        assert b"start_timeout_s = 2 before it had joined the pool" in process.stderr.read()
 
 
 def test_the_end_of_its_lease_ends_all(supervisor: subprocess.Popen[bytes]) -> None:

@@ -171,3 +171,40 @@ def test_a_lazy_cube_of_the_project_is_read_where_nothing_is_shared(far: Noteboo
     failed = far.run(f"open({str(far.project / 'cube.zarr')!r})", "--pool far")
     assert isinstance(failed.error, RankFailed)
     assert "use a path relative to it" in str(failed.error)
+
+
+FORGES = """
+import pickle
+from pathlib import Path
+from taas_magic.capture import pickling
+from taas_magic.host.results import ResultsHeader
+
+class Makes:
+    def __reduce__(self):
+        return os.mknod, (MADE,)
+
+names = ["x", "<value>"]
+folder = Path(os.environ["TAAS_PAYLOAD"]).parent / "results"
+if rank:
+    folder.mkdir(exist_ok=True)
+    data = pickle.dumps(dict.fromkeys(names, pickling.loads and Makes()))
+    for name in ("0-0-0", "0-0-9", "0-1-0", "1-0-0"):
+        written = pickling.Pickled(data, ())
+        pickling.write_archive(folder / name, written, ResultsHeader(names=names))
+print("FORGED" if rank else "", *sorted(path.name for path in folder.glob("*")))
+x = rank
+dist.barrier()
+rank + 7
+"""
+
+
+def test_73_a_host_that_forges_results_runs_nothing_in_the_kernel(
+    far: Notebook, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    source = MEET + FORGES.replace("MADE", repr(str(made)))
+    outcome = far.run(source, "--pool far --out x", gpus=2)
+    assert outcome.error is None and outcome.run is not None, outcome.shown
+    assert any("FORGED 0-0-0 0-0-9" in line for line in outcome.lines[1]), outcome.lines
+    assert (outcome.run.result, outcome.run.out) == (7, {"x": 0})
+    assert not made.exists()

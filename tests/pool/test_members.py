@@ -21,6 +21,7 @@ from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
+from taas_magic.pool.runs import RunClock
 from taas_magic.store.manifest import WriteRunFile
 from tests.harness import below, words
 from tests.rig.pools import pool_here
@@ -207,3 +208,15 @@ def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
         assert [m.name for m in members.choose(2, keep=["0"])] == ["h0", "h2"]
 
     asyncio.run(play())
+
+
+def test_the_clock_of_a_run_leaves_out_the_time_in_which_the_user_types() -> None:
+    clock = RunClock()
+    assert clock.ran_s(100.0) == 0.0
+    clock.pause(False, 100.0)
+    clock.pause(True, 103.0)
+    clock.pause(True, 150.0)  # a second rank asks
+    assert clock.ran_s(200.0) == 3.0
+    clock.pause(False, 200.0)  # the next attempt begins
+    clock.pause(False, 201.0)
+    assert clock.ran_s(202.0) == 5.0

@@ -7,6 +7,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -240,6 +241,61 @@ def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
     outcome = remote.run("1", "odd")
     assert isinstance(outcome.error, PoolError)
     assert "/nowhere/python" in outcome.shown
+
+
+GATED = """
+import importlib.abc, os, sys, time
+
+class Gated(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        while name == "distributed" and not os.path.exists(__file__ + ".open"):
+            open(__file__).read()
+            time.sleep(0.05)
+
+sys.meta_path.insert(0, Gated())
+"""
+START_S = 2.0
+
+
+def test_imports_of_the_pools_process_and_on_a_host_may_take_longer_than_any_limit(
+    remote: Remote, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = {"taas_magic.pool.process": tmp_path / "here", "taas_magic.host.agent": tmp_path}
+    for folder in gates.values():
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(GATED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'here'}:{os.environ.get('PYTHONPATH', '')}")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    remote.pool("slow", 3, python=str(python), start_timeout_s=START_S)
+    is_over = threading.Event()
+
+    def is_late(process: psutil.Process, name: str) -> bool:
+        """Return whether a process starts for longer than it may do nothing."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return name in words(process) and time.time() - process.create_time() > 3 * START_S
+        return False
+
+    def open_gates() -> None:
+        for name, folder in gates.items():
+            while not is_over.wait(0.1):
+                if any(
+                    is_late(it, name) for it in [*psutil.Process().children(), *hosts.processes(3)]
+                ):
+                    break
+            (folder / "sitecustomize.py.open").touch()
+
+    opening = threading.Thread(target=open_gates)
+    opening.start()
+    try:
+        outcome = remote.run("print('on')", "slow")
+    finally:
+        is_over.set()
+        opening.join()
+    assert outcome.lines == {0: ["on"]}, outcome.shown
 
 
 def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts) -> None:

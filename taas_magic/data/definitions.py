@@ -1,0 +1,51 @@
+"""The notebook's functions and classes that a loader uses, in the `__main__` of a worker.
+
+pickle saves functions, and instances of classes, by name, and looks the name up in `__main__`. A
+loader may pickle them in a worker, for example to send them to a process pool.
+"""
+
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+_COPIES = "_taas_copies"
+"""Name in `__main__` of the object that leads to the definitions of further copies of a loader."""
+
+
+class Definitions:
+    """The functions and classes of the notebook that one copy of a loader uses, as attributes.
+
+    All copies of a loader in a process share the classes, with their methods, but each has its own
+    functions. The first copy's functions are in `__main__` under their own names. Those of further
+    copies get a `__qualname__` that leads to this object, as long as it exists.
+
+    Args:
+        found: The functions and classes by name.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        main, key = sys.modules["__main__"], f"copy{next(_numbers)}"
+        for name, value in found.items():
+            setattr(self, name, value)
+            if getattr(main, name, value) is value:
+                setattr(main, name, value)
+            else:
+                setattr(main, _COPIES, _Copies())
+                value.__qualname__ = f"{_COPIES}.{key}.{name}"
+        _copies[key] = self
+
+
+class _Copies:
+    """Object that has all `Definitions` that exist as attributes."""
+
+    def __getattr__(self, key: str) -> Definitions:
+        try:
+            return _copies[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+_copies: "WeakValueDictionary[str, Definitions]" = WeakValueDictionary()
+_numbers = itertools.count()
