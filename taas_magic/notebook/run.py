@@ -657,7 +657,8 @@ class RunDriver:
             return
 
         def is_void() -> bool:
-            return self._voids_input or connection.is_over or interrupts.count > 0
+            is_lost = connection.is_over or connection.silent_s > SILENT_LOST_S
+            return self._voids_input or is_lost or interrupts.count > 0
 
         answer = keyboard.refuse(request, self.plan)
         if isinstance(view, View) and keyboard.can_type(get_ipython()) and not is_void():

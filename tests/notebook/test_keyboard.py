@@ -10,6 +10,7 @@ from taas_magic.messages import InputRequested
 from taas_magic.notebook.keyboard import SAME_RANK_S, InputQueue, prompt_of
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
 from tests.frontend import Frontend
+from tests.harness import words
 
 pytestmark = [pytest.mark.timeout(300)]
 on_kernel = pytest.mark.usefixtures("no_leftovers")
@@ -193,6 +194,22 @@ raise ValueError("rank 0 fails")
     go.touch()
     assert frontend.finish(request)["status"] == "error"
     assert "ValueError: rank 0 fails" in plain(frontend, request)
+
+
+@on_kernel
+def test_a_pool_that_is_silent_for_too_long_closes_the_input(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    frontend.run("import taas_magic.notebook.run as run; limit_s, run.SILENT_LOST_S = 60.0, 3.0")
+    request = frontend.send("%%taas --gpus 1\ninput('name? ')", allows_input=True)
+    frontend.asked(request)
+    [pool] = [it for it in frontend.process.children() if "taas_magic.pool.process" in words(it)]
+    pool.suspend()
+    try:
+        assert frontend.finish(request)["ename"] == "RunLost"
+        assert f"its process {pool.pid} has not been heard for" in plain(frontend, request)
+    finally:
+        pool.kill()
+        frontend.run("run.SILENT_LOST_S = limit_s")
 
 
 @on_kernel
