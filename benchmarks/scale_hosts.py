@@ -252,7 +252,7 @@ async def _cpu(work: Awaitable[None]) -> float:
 async def _join(agents: Sequence[Agent], address: str, controller: Controller) -> None:
     for start in range(0, len(agents), JOINING):
         await asyncio.gather(*(agent.join(address) for agent in agents[start : start + JOINING]))
-    await controller.members.acquire(len(agents))
+    await controller.pool_hosts.acquire(len(agents))
 
 
 async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, hosts: int) -> None:

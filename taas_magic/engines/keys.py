@@ -79,15 +79,15 @@ class Keys:
 
     def __init__(self) -> None:
         self._pool = certificate.make("taas-magic pool")
-        self._members = certificate.Authority("taas-magic members")
+        self._peers = certificate.Authority("taas-magic peers")
         self._carriers = certificate.Authority("taas-magic vehicles")
         identity = Peer(PeerRole.VEHICLE).identity
         self._vehicle = self._carriers.issue("vehicle", identity, serves=True)
-        self._kernel = self._members.issue("kernel", Peer(PeerRole.KERNEL).identity)
+        self._kernel = self._peers.issue("kernel", Peer(PeerRole.KERNEL).identity)
 
     def scheduler(self) -> SecurityOptions:
         """Return the options with which the pool's scheduler opens its port."""
-        trusted = self._members.certificate + self._carriers.certificate
+        trusted = self._peers.certificate + self._carriers.certificate
         return security(trusted, scheduler=self._pool)
 
     def kernel(self) -> SecurityOptions:
@@ -96,7 +96,7 @@ class Keys:
 
     def host(self, name: str) -> SecurityOptions:
         """Create a key for one host; return the options with which the host's agent connects."""
-        issued = self._members.issue("host", Peer(PeerRole.HOST, name).identity)
+        issued = self._peers.issue("host", Peer(PeerRole.HOST, name).identity)
         return security(self._pool[0], worker=issued)
 
     def cluster(self, talks: bool) -> SecurityOptions:

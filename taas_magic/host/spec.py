@@ -344,12 +344,12 @@ class Launch(Request[Started]):
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
         run: The run.
-        said: Events that the run's fetchers have sent before the run starts.
+        fetcher_events: Events that the run's fetchers have sent before the run starts.
     """
 
     owner: str
     run: RunSpec
-    said: Sequence[AnyEvent] = ()
+    fetcher_events: Sequence[AnyEvent] = ()
 
 
 class LaunchFetchers(Request[Started]):

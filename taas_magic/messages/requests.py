@@ -97,7 +97,7 @@ class Relay(Request[None]):
     """
 
     run_id: str
-    said: list[AnyEvent]
+    events: list[AnyEvent]
 
 
 class Detach(Request[str]):

@@ -211,7 +211,7 @@ class PoolConnection:
         from taas_magic.host.spec import POOL_BEAT, topic
 
         self.id, self.config, self.process, self.why = str(client.id), config, process, ""
-        self._client, self._log, self._heard_at = client, log, time.monotonic()
+        self._client, self._log, self._last_beat_at = client, log, time.monotonic()
         # Dask would reconnect by itself, but by then the process has dropped this kernel.
         self._comm = client.scheduler_comm
         self._listeners: dict[str, Callable[[Event], None]] = {}
@@ -231,7 +231,7 @@ class PoolConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the last beat of the process."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._last_beat_at
 
     @property
     def is_over(self) -> bool:
@@ -290,13 +290,16 @@ class PoolConnection:
             self._waiting.pop(wait.id, None)
 
     def launch(
-        self, run: "RunSpec", on_event: Callable[[Event], None], said: Sequence[Event] = ()
+        self,
+        run: "RunSpec",
+        on_event: Callable[[Event], None],
+        fetcher_events: Sequence[Event] = (),
     ) -> list[str]:
         """Start a run's ranks, and pass the run's events to `on_event`.
 
         Args:
             on_event: Called with every event of the run, in the thread of the Dask client.
-            said: Events that the run's fetchers have already sent to this kernel.
+            fetcher_events: Events that the run's fetchers have already sent to this kernel.
 
         Returns:
             The names of the hosts on which the ranks start.
@@ -308,7 +311,7 @@ class PoolConnection:
         """
         from taas_magic.host.spec import Launch
 
-        return self._launch(Launch(self.id, run, said), run.plan.run_id, on_event)
+        return self._launch(Launch(self.id, run, fetcher_events), run.plan.run_id, on_event)
 
     def launch_fetchers(self, run: "RunSpec", on_event: Callable[[Event], None]) -> list[str]:
         """Start a run's fetchers, and pass their events to `on_event`.
@@ -465,7 +468,7 @@ class PoolConnection:
             raise ConnectionEnded(self.why) from error
 
     def _on_beat(self, beat: tuple[float, Sequence[str]]) -> None:
-        self._heard_at = time.monotonic()
+        self._last_beat_at = time.monotonic()
         for on_wait in list(self._waiting.values()):
             on_wait(cleaned(list(beat[1])))
 
@@ -493,14 +496,14 @@ class PoolConnection:
         self._over.set()
 
     def _how_process_ended(self) -> str:
-        said = (
+        text = (
             f'pool "{self.config.name}": its process {self.process.pid} {self.process.state()}. '
             f"Its runs have ended; run the cell again to start another process."
         )
         # If the process was killed, its log ends with its hosts' later messages, not with a cause.
         has_failed = (self.process.exit_code or 0) > 0
         log = f"Its log ends with:\n{log_tail(self._log)}" if has_failed else f"Log: {self._log}"
-        return f"{said} {log}"
+        return f"{text} {log}"
 
     def _broken(self) -> str:
         return (
@@ -596,7 +599,7 @@ class Pool:
 
     def connect(
         self,
-        tell: Callable[[list[str]], None] = lambda lines: None,
+        on_wait: Callable[[list[str]], None] = lambda lines: None,
         wait: Wait | None = None,
     ) -> PoolConnection:
         """Connect to the pool's process; start one if none is running. Requests no host.
@@ -604,7 +607,7 @@ class Pool:
         A process that runs but does not respond (it is stopped or hangs) is killed and replaced.
 
         Args:
-            tell: Called with lines for the user who waits.
+            on_wait: Called with lines for the user who waits.
             wait: Cancels this call (`Wait.give_up`).
 
         Raises:
@@ -613,7 +616,7 @@ class Pool:
         """
         wait = wait or Wait(self)
         with self._joining:
-            found = self._ready_connection() or self._join(wait, tell, starts=True)
+            found = self._ready_connection() or self._join(wait, on_wait, starts=True)
             assert found is not None
             wait.check()
             return found
@@ -640,7 +643,7 @@ class Pool:
         return None
 
     def _join(
-        self, wait: Wait, tell: Callable[[list[str]], None], starts: bool = False
+        self, wait: Wait, on_wait: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
         """Connect to the pool's process. The caller holds `_joining`.
 
@@ -661,9 +664,9 @@ class Pool:
             if process is None:
                 return None
             try:
-                found = self._enter(process, wait, tell)
+                found = self._enter(process, wait, on_wait)
             except OSError:  # the process is stopped or hangs
-                tell([f'pool "{self.name}" did not answer: its process is replaced'])
+                on_wait([f'pool "{self.name}" did not answer: its process is replaced'])
                 process.kill()
                 continue
             if found is not None:
@@ -672,7 +675,7 @@ class Pool:
         raise self._error("did not start: each of its processes ended or did not answer")
 
     def _enter(
-        self, process: PoolProcess, wait: Wait, tell: Callable[[list[str]], None]
+        self, process: PoolProcess, wait: Wait, on_wait: Callable[[list[str]], None]
     ) -> PoolConnection | None:
         """Connect to a process and ask it to accept this kernel.
 
@@ -693,7 +696,7 @@ class Pool:
                 raise ConnectionEnded(f"process {process.pid} {process.state()}")
             if not is_told and time.monotonic() - began > NAMED_S:
                 is_told = True
-                tell([self._waits_for(process, "to answer")])
+                on_wait([self._waits_for(process, "to answer")])
 
         try:
             client = _connect(self._place_of(process, check), check)
@@ -709,7 +712,7 @@ class Pool:
             if self.folder.place(process) is not None and process.is_alive():
                 raise
         if process.is_alive():  # the process has begun to end
-            tell([self._waits_for(process, "to end")])
+            on_wait([self._waits_for(process, "to end")])
         process.wait_for_end(END_S)
         if process.exit_code:
             raise self._error(f"did not start: its process {process.pid} {process.state()}")

@@ -88,8 +88,8 @@ class Kernels:
         is_ending: Whether the pool has begun to end.
     """
 
-    def __init__(self, members: PoolHosts, linger_s: float) -> None:
-        self._members, self._linger_s = members, linger_s
+    def __init__(self, pool_hosts: PoolHosts, linger_s: float) -> None:
+        self._pool_hosts, self._linger_s = pool_hosts, linger_s
         self.connected: set[str] = set()
         self._waiting: dict[str, tuple[str, asyncio.Future[list[PoolHost]]]] = {}
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
@@ -113,11 +113,11 @@ class Kernels:
             if owner == client:
                 self.give_up(wait)
 
-    async def enter(self, asked: RegisterKernel) -> bool:
+    async def enter(self, request: RegisterKernel) -> bool:
         """Return whether the pool accepts a kernel. A connected kernel keeps the pool running."""
-        return not self.is_ending and asked.owner in self.connected
+        return not self.is_ending and request.owner in self.connected
 
-    async def ready(self, asked: WaitForHosts) -> Started:
+    async def ready(self, request: WaitForHosts) -> Started:
         """Wait until the requested number of hosts can start ranks.
 
         A kernel may have several waits at the same time, for example a cell's wait while the pool
@@ -128,8 +128,10 @@ class Kernels:
         """
         if self.is_ending:
             return Started(error="its process is ending", is_ending=True)
-        waiting = asyncio.ensure_future(self._members.acquire(asked.hosts, has_run=asked.has_run))
-        self._waiting[asked.wait] = asked.owner, waiting
+        waiting = asyncio.ensure_future(
+            self._pool_hosts.acquire(request.hosts, has_run=request.has_run)
+        )
+        self._waiting[request.wait] = request.owner, waiting
         try:
             await waiting
             return Started()
@@ -141,7 +143,7 @@ class Kernels:
             interrupted = PoolError("the wait for its hosts was interrupted")
             return Started(error=self.why_not_started(interrupted))
         finally:
-            self._waiting.pop(asked.wait, None)
+            self._waiting.pop(request.wait, None)
 
     def why_not_started(self, error: Exception) -> str:
         """Return the message for a kernel whose wait or start failed.
@@ -174,11 +176,11 @@ class PoolMeter:
 
     def __init__(
         self,
-        members: PoolHosts,
+        pool_hosts: PoolHosts,
         idle_timeout_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._members, self._idle_timeout_s = members, idle_timeout_s
+        self._pool_hosts, self._idle_timeout_s = pool_hosts, idle_timeout_s
         self._clock = clock
         self._looked = clock()
         self._gpu_s = self._used_gpu_s = 0.0
@@ -191,46 +193,46 @@ class PoolMeter:
         """
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
-        for member in self._members.all():
-            member.had_s += passed_s
-            self._gpu_s += member.gpus * passed_s
-            if member.runs:
-                self._used_gpu_s += member.gpus * passed_s
-                member.idle_since = None
-            elif member.idle_since is None:
-                member.idle_since = now
-        return not all(map(self.is_in_use, self._members.all()))
+        for host in self._pool_hosts.all():
+            host.had_s += passed_s
+            self._gpu_s += host.gpus * passed_s
+            if host.runs:
+                self._used_gpu_s += host.gpus * passed_s
+                host.idle_since = None
+            elif host.idle_since is None:
+                host.idle_since = now
+        return not all(map(self.is_in_use, self._pool_hosts.all()))
 
-    def host(self, member: PoolHost) -> HostStatus:
+    def host(self, host: PoolHost) -> HostStatus:
         """Return a host's status for `%taas pools`."""
         return HostStatus(
-            host=member.name,
-            means=member.means,
-            runs=sorted(member.runs),
-            had_s=member.had_s,
-            idle_s=None if member.idle_since is None else self._clock() - member.idle_since,
-            gpu_hours=member.gpus * member.had_s / 3600,
+            host=host.name,
+            means=host.means,
+            runs=sorted(host.runs),
+            had_s=host.had_s,
+            idle_s=None if host.idle_since is None else self._clock() - host.idle_since,
+            gpu_hours=host.gpus * host.had_s / 3600,
         )
 
     def pool(self) -> PoolStatus:
         """Return the pool's status for `%taas pools`."""
         return PoolStatus(
-            hosts=[self.host(member) for member in self._members.all()],
+            hosts=[self.host(host) for host in self._pool_hosts.all()],
             gpu_hours=self._gpu_s / 3600,
             used_gpu_hours=self._used_gpu_s / 3600,
         )
 
-    def is_in_use(self, member: PoolHost) -> bool:
+    def is_in_use(self, host: PoolHost) -> bool:
         """Return whether the pool is to keep a host.
 
         It keeps each host that has a run or has been idle for less than `idle_timeout_s`.
         """
-        if member.runs or member.idle_since is None or self._idle_timeout_s is None:
+        if host.runs or host.idle_since is None or self._idle_timeout_s is None:
             return True
-        return self._clock() - member.idle_since < self._idle_timeout_s
+        return self._clock() - host.idle_since < self._idle_timeout_s
 
 
-Tell = Callable[[Event], None]
+EventSink = Callable[[Event], None]
 
 BEAT_S = 1.0
 """Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
@@ -259,7 +261,7 @@ class Controller(SchedulerPlugin):
         """For each detached run, by run id: the function that ends its fetchers."""
 
         self._tasks = Tasks()
-        self.members = PoolHosts(
+        self.pool_hosts = PoolHosts(
             scheduler,
             source,
             pool.start_timeout_s,
@@ -267,8 +269,8 @@ class Controller(SchedulerPlugin):
             self._on_lost,
             are_local=pool.engine == LOCAL,
         )
-        self._kernels = Kernels(self.members, linger_s)
-        self._meter = PoolMeter(self.members, pool.idle_timeout_s)
+        self._kernels = Kernels(self.pool_hosts, linger_s)
+        self._meter = PoolMeter(self.pool_hosts, pool.idle_timeout_s)
         scheduler.add_plugin(self)
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers |= handlers(
@@ -291,7 +293,7 @@ class Controller(SchedulerPlugin):
         )
         for kind in leaves(FileRequest):
             scheduler.handlers[kind.op()] = self._of_hosts(kind)
-        for work in (self._beat(), self.members.watch()):
+        for work in (self._beat(), self.pool_hosts.watch()):
             self._tasks.start(work)
 
     @property
@@ -299,15 +301,15 @@ class Controller(SchedulerPlugin):
         """Set when the pool is to end."""
         return self._kernels.over
 
-    async def launch(self, asked: Launch) -> Started:
+    async def launch(self, request: Launch) -> Started:
         """Start a run's ranks on hosts of this pool.
 
         Returns:
             The response for the kernel: the names of the hosts, or the error.
         """
-        spec, owner, run_id = asked.run, asked.owner, asked.run.plan.run_id
-        tell = self._event_sender(owner, run_id)
-        await self._interrupted_end(owner, tell)
+        spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
+        send_event = self._event_sender(owner, run_id)
+        await self._interrupted_end(owner, send_event)
         over = asyncio.Event()
         async with contextlib.AsyncExitStack() as until_end:
             until_end.callback(over.set)
@@ -316,19 +318,19 @@ class Controller(SchedulerPlugin):
                 session = self._session_of(spec)
                 if not (spec.reads_only or spec.is_session):
                     await _own_store(until_end, spec.plan)
-                journal = _journal(spec.folder, tell)
+                journal = _journal(spec.folder, send_event)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
 
                 def publish(event: Event) -> None:
                     journal.append(event)
                     if run.owner:
-                        run.tell(event)
+                        run.send_event(event)
 
-                run = PoolRun(spec, owner, self.members, publish, over, session)
-                run.tell = tell
+                run = PoolRun(spec, owner, self.pool_hosts, publish, over, session)
+                run.send_event = send_event
                 if session is not None:
                     until_end.enter_context(session.in_use(run))
-                hosts = await self._start(run, asked.said)
+                hosts = await self._start(run, request.fetcher_events)
             except StoreError as error:
                 return Started(store_error=str(error))
             except (PoolError, OSError) as error:
@@ -356,7 +358,7 @@ class Controller(SchedulerPlugin):
                 run.publish(Note(text=f"session {run.plan.session} ends: {idle}"))
                 self._tasks.start(run.halt("interrupt"))
 
-    async def detach(self, asked: Detach) -> str:
+    async def detach(self, request: Detach) -> str:
         """Detach a run and its fetchers from the kernel, so that they continue without it.
 
         A session stays with its kernel until the kernel ends.
@@ -364,9 +366,9 @@ class Controller(SchedulerPlugin):
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
         """
-        run = self._runs.get(asked.run_id)
+        run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
-            return f"run {asked.run_id} has ended, or is not in this pool"
+            return f"run {request.run_id} has ended, or is not in this pool"
         if run.session_id == run.run_id:
             run.stays = True
             return ""
@@ -381,18 +383,18 @@ class Controller(SchedulerPlugin):
         await run.refuse_input()
         return ""
 
-    async def take_session(self, asked: TakeSession) -> SessionState:
+    async def take_session(self, request: TakeSession) -> SessionState:
         """Give a detached session to a kernel, and take it away from the kernel that has it."""
-        run = self._runs.get(asked.run_id)
+        run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun) or run.is_halted:
             return SessionState(error="it has ended")
         if not run.stays:
             return SessionState(error="it was started without --detach and belongs to its kernel")
-        if asked.owner not in self._kernels.connected:
+        if request.owner not in self._kernels.connected:
             return SessionState(error="the notebook's kernel is gone")
-        if run.owner and run.owner != asked.owner:
-            run.tell(Detached())
-        run.owner, run.tell = asked.owner, self._event_sender(asked.owner, run.run_id)
+        if run.owner and run.owner != request.owner:
+            run.send_event(Detached())
+        run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
         state, run.left_cell = run.state(), ""
         return state
 
@@ -443,28 +445,28 @@ class Controller(SchedulerPlugin):
             fetchers = here
             fetchers.owner = ""
             fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
-            await run.relay(fetchers.said)
+            await run.relay(fetchers.lifecycle_events)
             return partial(fetchers.halt, "kill")
         if run.plan.data is None:
             return _no_fetchers
         folder = Path(run.folder.context().data_folder)
         return await take_fetchers(folder, data_id, run.relay, self._tasks)
 
-    async def take_fetchers(self, asked: TakeFetchers) -> list[Event] | None:
+    async def take_fetchers(self, request: TakeFetchers) -> list[Event] | None:
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
             The start and end events of the fetchers so far; None if these fetchers are not on this
             pool (any more) or the other process is not connected.
         """
-        fetchers = self._runs.get(asked.run_id)
-        if not isinstance(fetchers, PoolFetchers) or asked.owner not in self._kernels.connected:
+        fetchers = self._runs.get(request.run_id)
+        if not isinstance(fetchers, PoolFetchers) or request.owner not in self._kernels.connected:
             return None
         fetchers.owner, fetchers.publish = (
-            asked.owner,
-            self._event_sender(asked.owner, asked.run_id),
+            request.owner,
+            self._event_sender(request.owner, request.run_id),
         )
-        return fetchers.said
+        return fetchers.lifecycle_events
 
     async def _carry_out(
         self, run: PoolRun, journal: Writer, until_end: contextlib.AsyncExitStack
@@ -484,42 +486,42 @@ class Controller(SchedulerPlugin):
             closing = asyncio.ensure_future(until_end.aclose())
             await asyncio.wait({closing}, timeout=END_S)  # the disk of the state folder may hang
         if run.owner:
-            run.tell(ended)
+            run.send_event(ended)
         await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
         is_detached = run.run_id in self._fetchers_of
         await self._end_fetchers(run)
         if is_detached:
             await asyncio.to_thread(notify, journal.folder, ended)
 
-    async def _interrupted_end(self, owner: str, tell: Tell) -> None:
+    async def _interrupted_end(self, owner: str, send_event: EventSink) -> None:
         """Wait until all interrupted runs of this kernel, or of kernels that are gone, have ended.
 
         These runs may still own the project store. The wait is bounded: the pool ends a host itself
         if the host's lease runs out or the host does not end its ranks within `HALT_S`.
 
         Args:
-            tell: Sends a note about the wait to the kernel.
+            send_event: Sends a note about the wait to the kernel.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.is_halted and run.owner not in others:
-                tell(Note(text=f"waiting for the interrupted run {run.run_id} to end"))
+                send_event(Note(text=f"waiting for the interrupted run {run.run_id} to end"))
                 await run.over.wait()
 
-    async def launch_fetchers(self, asked: LaunchFetchers) -> Started:
+    async def launch_fetchers(self, request: LaunchFetchers) -> Started:
         """Start a run's fetchers on hosts of this pool.
 
         Returns:
             The response for the kernel: the names of the hosts, or the error.
         """
-        owner, run_id = asked.owner, share_id(asked.run.plan.run_id)
+        owner, run_id = request.owner, share_id(request.run.plan.run_id)
         if before := self._runs.get(run_id):
             # A `Halt` for the old fetchers would also end new ones on a host.
             await before.wait_until_ended()
-        fetch = PoolFetchers(asked.run, owner, self.members, self._event_sender(owner, run_id))
-        session = self._runs.get(asked.run.session)
-        if isinstance(session, PoolRun) and asked.run.plan.data is not None:
-            session.count_fetchers(asked.run.plan.data)
+        fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._event_sender(owner, run_id))
+        session = self._runs.get(request.run.session)
+        if isinstance(session, PoolRun) and request.run.plan.data is not None:
+            session.count_fetchers(request.run.plan.data)
 
         async def carry_out() -> None:
             await fetch.carry_out()
@@ -535,11 +537,11 @@ class Controller(SchedulerPlugin):
             self._tasks.start(carry_out())
         return Started(hosts=hosts)
 
-    async def _start(self, share: Share, said: Sequence[Event] = ()) -> list[str]:
+    async def _start(self, share: Share, fetcher_events: Sequence[Event] = ()) -> list[str]:
         """Register and start a run's ranks or fetchers.
 
         Args:
-            said: Events that the run's fetchers have already sent to the kernel.
+            fetcher_events: Events that the run's fetchers have already sent to the kernel.
 
         Returns:
             The names of the hosts.
@@ -551,36 +553,36 @@ class Controller(SchedulerPlugin):
         if share.owner not in self._kernels.connected:
             raise PoolError("the notebook's kernel is gone")
         if isinstance(share, PoolRun):
-            await share.relay(said)
+            await share.relay(fetcher_events)
         return await share.start()
 
-    async def relay(self, asked: Relay) -> None:
+    async def relay(self, request: Relay) -> None:
         """Pass events of a run's fetchers, which may be on another pool, to the run."""
-        run = self._runs.get(asked.run_id)
+        run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
-            await run.relay(asked.said)
+            await run.relay(request.events)
 
-    async def halt(self, asked: Halt) -> None:
+    async def halt(self, request: Halt) -> None:
         """Interrupt or kill a run or its fetchers on all hosts, or cancel a wait for hosts."""
-        self._kernels.give_up(asked.run_id)
-        if run := self._runs.get(asked.run_id):
-            await run.halt(asked.how)
+        self._kernels.give_up(request.run_id)
+        if run := self._runs.get(request.run_id):
+            await run.halt(request.how)
 
-    async def answer_input(self, asked: AnswerInput) -> None:
+    async def answer_input(self, request: AnswerInput) -> None:
         """Pass the user's line to the rank that asked for it."""
-        if isinstance(run := self._runs.get(asked.run_id), PoolRun):
-            await run.answer_input(asked)
+        if isinstance(run := self._runs.get(request.run_id), PoolRun):
+            await run.answer_input(request)
 
-    async def stacks(self, asked: GetStacks) -> RunStacks:
+    async def stacks(self, request: GetStacks) -> RunStacks:
         """Return the stacks of a run's ranks or fetchers."""
-        run = self._runs.get(asked.run_id)
+        run = self._runs.get(request.run_id)
         return await run.stacks() if run is not None else RunStacks()
 
-    async def status(self, asked: GetStatus) -> PoolStatus:
+    async def status(self, request: GetStatus) -> PoolStatus:
         """Return the pool's hosts and their runs."""
         status = self._meter.pool()
-        status.starting = self.members.starting()
-        status.refused = self.members.refused + self._scheduler.refused
+        status.starting = self.pool_hosts.starting()
+        status.refused = self.pool_hosts.refused + self._scheduler.refused
         return status
 
     def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
@@ -597,22 +599,22 @@ class Controller(SchedulerPlugin):
             try:
                 return await answering(kind, partial(self._answer_host, comm.peer.name))(request)
             except ProtocolError:
-                self.members.refused += 1
+                self.pool_hosts.refused += 1
                 raise
 
         return handle
 
-    async def _answer_host(self, agent: str, asked: FileRequest[Any]) -> object:
-        run, host = self._runs.get(asked.run_id), self.members.named(agent)
+    async def _answer_host(self, agent: str, request: FileRequest[Any]) -> object:
+        run, host = self._runs.get(request.run_id), self.pool_hosts.named(agent)
         if run is None or host is None:
-            raise ProtocolError(f"run {asked.run_id} has ended, or never was")
-        return await run.answer(host.address, asked)
+            raise ProtocolError(f"run {request.run_id} has ended, or never was")
+        return await run.answer(host.address, request)
 
-    async def facts(self, asked: GetFacts) -> list[Facts]:
+    async def facts(self, request: GetFacts) -> list[Facts]:
         """Ask all hosts for facts such as versions and installed modules, and return them."""
-        return await ask_all(self.members, self.members.all(), asked)
+        return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
 
-    async def down(self, asked: EndPool) -> None:
+    async def down(self, request: EndPool) -> None:
         """End all waits and runs, then the pool's process."""
         self._kernels.is_ending = True
         await self._kernels.give_up_all()
@@ -636,14 +638,14 @@ class Controller(SchedulerPlugin):
     async def _beat(self) -> None:
         """Send beats and update kernels, sessions and hosts. Runs until cancelled."""
         while True:
-            self._scheduler.log_event(POOL_BEAT, self.members.awaited)
+            self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
             self._kernels.end_if_idle(has_runs=bool(self._runs))
             self._end_idle_sessions()
             if self._meter.update():
-                self._tasks.start(self.members.release(self._meter.is_in_use))
+                self._tasks.start(self.pool_hosts.release(self._meter.is_in_use))
             await asyncio.sleep(BEAT_S)
 
-    def _event_sender(self, owner: str, run_id: str) -> Tell:
+    def _event_sender(self, owner: str, run_id: str) -> EventSink:
         """Return a function that sends events of the run `run_id` to the kernel `owner`."""
         # The kernel also subscribes itself, but its subscription takes another path than its
         # request and may arrive later. Events in between would be lost.
@@ -658,23 +660,23 @@ class Controller(SchedulerPlugin):
         except (TypeError, DecodeError):
             is_taken = False
         if not is_taken:
-            self.members.refused += 1
+            self.pool_hosts.refused += 1
 
-    def _on_lost(self, member: PoolHost, why: str) -> None:
+    def _on_lost(self, host: PoolHost, why: str) -> None:
         for run in list(self._runs.values()):
-            run.lose(member, why)
+            run.lose(host, why)
 
 
-def _journal(folder: RunFolder, tell: Tell) -> Writer:
+def _journal(folder: RunFolder, send_event: EventSink) -> Writer:
     """Open a run's journal. If writing to it fails later, the kernel gets one note about that."""
     loop = asyncio.get_running_loop()
 
-    def say(why: str) -> None:
+    def report_incomplete(why: str) -> None:
         note = Note(text=f"the journal of this run is incomplete: {why}")
         with contextlib.suppress(RuntimeError):  # the loop is closed: the pool has ended meanwhile
-            loop.call_soon_threadsafe(tell, note)
+            loop.call_soon_threadsafe(send_event, note)
 
-    return Writer(folder, say)
+    return Writer(folder, report_incomplete)
 
 
 async def _no_fetchers() -> None:

@@ -75,13 +75,13 @@ async def take_fetchers(
     try:
         client.subscribe_topic(topic(client.id), hear)
         taking = send_request(client.scheduler, TakeFetchers(client.id, share_id))
-        said = await asyncio.wait_for(taking, ANSWER_S)
-        if said is None:
+        events = await asyncio.wait_for(taking, ANSWER_S)
+        if events is None:
             raise PoolError("they have ended")
     except (PoolError, OSError, asyncio.TimeoutError) as error:
         await client.close(timeout=2)
         raise PoolError(str(error) or "their pool does not answer") from error
-    await relay(said)
+    await relay(events)
     return end
 
 
@@ -94,7 +94,7 @@ def notify(folder: RunFolder, ended: RunEnded) -> None:
     context = folder.context()
     if not context.notify:
         return
-    about = {
+    variables = {
         "TAAS_RUN_ID": folder.run_id,
         "TAAS_RUN_STATE": ended.state,
         "TAAS_RUN_DURATION_S": f"{ended.elapsed_s or 0.0:.1f}",
@@ -104,7 +104,7 @@ def notify(folder: RunFolder, ended: RunEnded) -> None:
             context.notify,
             shell=True,  # the command line comes from the user's own taas.toml
             cwd=context.project,
-            env={**os.environ, **about},
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

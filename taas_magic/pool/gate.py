@@ -309,7 +309,7 @@ class HeadScheduler(Scheduler):
         self.handlers = {name: self.handlers[name] for name in HANDLERS}
         self.handlers["heartbeat_worker"] = self.on_heartbeat
         self.stream_handlers = {name: self.stream_handlers[name] for name in STREAM_HANDLERS}
-        self.stream_handlers["log-event"] = lambda **said: None
+        self.stream_handlers["log-event"] = lambda **message: None
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing instead of opening the port of Dask's web pages. Called by Dask."""
@@ -339,7 +339,7 @@ class HeadScheduler(Scheduler):
         *,
         nanny: str,
         extra: Mapping[str, Any],
-        **said: Any,
+        **fields: Any,
     ) -> None:
         """Register an agent or a vehicle. `check` has already verified the agent's name.
 
@@ -353,7 +353,7 @@ class HeadScheduler(Scheduler):
             raise ProtocolError(f"a {comm.peer.role.value} tried to join as an agent")
         await super().add_worker(
             comm,
-            **{name: said[name] for name in JOINS_WITH},
+            **{name: fields[name] for name in JOINS_WITH},
             nanny=None if is_agent else nanny,
             extra={AGENT: True} if is_agent else {},
             metrics=METRICS,
@@ -365,7 +365,7 @@ class HeadScheduler(Scheduler):
             local_directory="",
         )
 
-    def on_heartbeat(self, comm: GateComm, *, address: str, **said: Any) -> dict[str, Any]:
+    def on_heartbeat(self, comm: GateComm, *, address: str, **fields: Any) -> dict[str, Any]:
         """Pass a worker's heartbeat to Dask without the metrics that the worker reports.
 
         Raises:

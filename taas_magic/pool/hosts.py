@@ -43,9 +43,9 @@ class PoolHost:
     Attributes:
         address: Dask's address of the host's agent.
         agent: The agent's name, which the engine and Dask use.
-        heard_at: Time of the host's last beat, on this process's monotonic clock.
-        excused_s: Seconds since `heard_at` in which this process was stalled and could not receive
-            a beat.
+        last_message_at: Time of the host's last beat, on this process's monotonic clock.
+        excused_s: Seconds since `last_message_at` in which this process was stalled and could not
+            receive a beat.
         name: The host's name in the notebook; "" until the host can start ranks.
         starting: The host's last progress report about its start; None if there is none, or once
             the host can start ranks.
@@ -63,7 +63,7 @@ class PoolHost:
 
     address: str
     agent: str = ""
-    heard_at: float = field(default_factory=time.monotonic)
+    last_message_at: float = field(default_factory=time.monotonic)
     excused_s: float = 0.0
     name: str = ""
     starting: StartingHost | None = None
@@ -128,7 +128,7 @@ class PoolHosts(SchedulerPlugin):
         are_local: Whether the hosts are the notebook's machine.
     """
 
-    name = "taas-members"
+    name = "taas-hosts"
 
     def __init__(
         self,
@@ -136,17 +136,17 @@ class PoolHosts(SchedulerPlugin):
         source: Engine,
         start_timeout_s: float,
         lease_s: float,
-        on_lost: Callable[[PoolHost, str], None] = lambda member, why: None,
+        on_lost: Callable[[PoolHost, str], None] = lambda host, why: None,
         *,
         are_local: bool = False,
     ) -> None:
         self._scheduler, self._source, self.are_local = scheduler, source, are_local
         self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
         self._on_lost = on_lost
-        self._members: dict[str, PoolHost] = {}
+        self._hosts: dict[str, PoolHost] = {}
         self._changed = asyncio.Condition()
         self._tasks = Tasks()
-        self._takes = self._runs_waiting = 0
+        self._acquiring = self._runs_waiting = 0
         self._lost_early: list[str] = []
         self.awaited: list[str] = []
         """One line for the user about each requested host that cannot start ranks yet."""
@@ -158,34 +158,34 @@ class PoolHosts(SchedulerPlugin):
 
     def all(self) -> list[PoolHost]:
         """Return the hosts that have joined and can start ranks, in the order of their joining."""
-        return [m for m in self._members.values() if m.name and not m.leaves]
+        return [m for m in self._hosts.values() if m.name and not m.leaves]
 
     def starting(self) -> list[StartingHost]:
         """Return the progress reports of hosts that have joined but cannot start ranks yet."""
-        coming = [m.starting for m in self._members.values() if not m.name and not m.leaves]
+        coming = [m.starting for m in self._hosts.values() if not m.name and not m.leaves]
         return [host for host in coming if host is not None]
 
     def named(self, agent: str) -> PoolHost | None:
         """Return the host whose agent has that name; None if the pool has no such host."""
-        return next((it for it in self._members.values() if it.agent == agent), None)
+        return next((it for it in self._hosts.values() if it.agent == agent), None)
 
     async def acquire(
         self,
         count: int,
-        keep: Collection[str] = (),
-        say: Callable[[str], None] | None = None,
+        preferred: Collection[str] = (),
+        on_wait: Callable[[str], None] | None = None,
         has_run: bool = True,
     ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
 
-        If more hosts are there, returns those in `keep` and then those with the fewest runs. Each
-        returned host has just responded to a request, because the list may still contain a host
-        that died a moment ago.
+        If more hosts are there, returns those in `preferred` and then those with the fewest runs.
+        Each returned host has just responded to a request, because the list may still contain a
+        host that died a moment ago.
 
         Args:
-            keep: Addresses of hosts that are chosen first.
-            say: Called with a line for each host that does not respond soon. If None, all kernels
-                that wait for hosts receive the line.
+            preferred: Addresses of hosts that are chosen first.
+            on_wait: Called with a line for each host that does not respond soon. If None, all
+                kernels that wait for hosts receive the line.
             has_run: Whether a run is to start on the hosts.
 
         Raises:
@@ -195,47 +195,47 @@ class PoolHosts(SchedulerPlugin):
         while True:
             self._runs_waiting += has_run
             try:
-                taken = await self._acquire(count, keep)
+                taken = await self._acquire(count, preferred)
             finally:
                 self._runs_waiting -= has_run
-            await asyncio.gather(*(self._await_response(member, say) for member in taken))
-            there = [member for member in taken if self._members.get(member.address) is member]
+            await asyncio.gather(*(self._await_response(host, on_wait) for host in taken))
+            there = [host for host in taken if self._hosts.get(host.address) is host]
             if len(there) == count:
                 return taken
 
-    async def _await_response(self, member: PoolHost, say: Callable[[str], None] | None) -> None:
-        """Wait until a host responds to `Greet` or is gone. Send a line to `say` if it is slow.
+    async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
+        """Wait until a host responds to `Greet` or is gone. Send a line to `on_wait` if it is slow.
 
         Drops the host if it responds that no run can start there.
         """
 
-        def tell() -> None:
-            silent_s = time.monotonic() - member.heard_at
-            heard_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
+        def report_wait() -> None:
+            silent_s = time.monotonic() - host.last_message_at
+            last_message_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
             why = "not ready yet"
             if silent_s >= NAMED_AFTER_S:
                 why = (
-                    f"silent since {heard_at} ({silent_s:.0f} s); after "
+                    f"silent since {last_message_at} ({silent_s:.0f} s); after "
                     f"{self._lease_s + LOST_AFTER_S:g} s another host replaces it"
                 )
-            line = f"waiting for host {member.name}: {why}"
-            if say is None:
+            line = f"waiting for host {host.name}: {why}"
+            if on_wait is None:
                 self._publish_lines([line])
             else:
-                say(line)
+                on_wait(line)
 
-        late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, tell)
+        late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, report_wait)
         try:
-            await self.call(member.address, Greet())
+            await self.call(host.address, Greet())
         except PoolError as error:
-            await self.drop(member.address, str(error))
+            await self.drop(host.address, str(error))
         finally:
             late.cancel()
-            if say is None:
+            if on_wait is None:
                 self._publish_lines([])
 
-    async def _acquire(self, count: int, keep: Collection[str]) -> list[PoolHost]:
-        self._takes += 1
+    async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
+        self._acquiring += 1
         try:
             await self._have_joined(count)
         except asyncio.TimeoutError:
@@ -244,28 +244,28 @@ class PoolHosts(SchedulerPlugin):
             within = f"within {self.start_timeout_s:.0f} s"
             raise PoolError(f"{joined} {within}: {about}") from None
         finally:
-            self._takes -= 1
+            self._acquiring -= 1
             self._publish_lines([])
             if len(self.all()) < count:
                 self._tasks.start(self.release())
-        taken = self.choose(count, keep)
-        for member in taken:
-            member.idle_since = None
+        taken = self.choose(count, preferred)
+        for host in taken:
+            host.idle_since = None
         return taken
 
-    def choose(self, count: int, keep: Collection[str] = ()) -> list[PoolHost]:
-        """Return `count` hosts that can start ranks: those in `keep`, then the least used.
+    def choose(self, count: int, preferred: Collection[str] = ()) -> list[PoolHost]:
+        """Return `count` hosts that can start ranks: those in `preferred`, then the least used.
 
         The least used are those with the fewest runs.
         """
 
-        def order(member: PoolHost) -> int:
-            return -1 if member.address in keep else len(member.runs)
+        def order(host: PoolHost) -> int:
+            return -1 if host.address in preferred else len(host.runs)
 
         return sorted(self.all(), key=order)[:count]
 
     async def release(
-        self, stays: Callable[[PoolHost], bool] = lambda member: bool(member.runs)
+        self, stays: Callable[[PoolHost], bool] = lambda host: bool(host.runs)
     ) -> None:
         """Return hosts to the engine, including requested hosts that have not joined yet.
 
@@ -274,10 +274,10 @@ class PoolHosts(SchedulerPlugin):
         Args:
             stays: Returns whether the pool keeps a host. The default keeps hosts that have a run.
         """
-        if not self._takes:
-            for member in self._members.values():
-                member.leaves = member.leaves or not stays(member)
-            await self._source.give_back({m.agent for m in self._members.values() if not m.leaves})
+        if not self._acquiring:
+            for host in self._hosts.values():
+                host.leaves = host.leaves or not stays(host)
+            await self._source.give_back({m.agent for m in self._hosts.values() if not m.leaves})
 
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
@@ -289,12 +289,12 @@ class PoolHosts(SchedulerPlugin):
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
                 sent an invalid response.
         """
-        member = self._members.get(address)
-        if member is None:
+        host = self._hosts.get(address)
+        if host is None:
             raise PoolError(f"the host at {address} is gone")
-        limit_s = CALL_S if member.name else None
-        number, name, who = next(_numbers), request.op(), f"host {member.name or address}"
-        answer = member.pending[number] = asyncio.get_running_loop().create_future()
+        limit_s = CALL_S if host.name else None
+        number, name, who = next(_numbers), request.op(), f"host {host.name or address}"
+        answer = host.pending[number] = asyncio.get_running_loop().create_future()
         self._send(address, op=CALL, id=number, name=name, request=to_bytes(request))
         try:
             return request.read_answer(await asyncio.wait_for(answer, limit_s))
@@ -303,11 +303,11 @@ class PoolHosts(SchedulerPlugin):
         except asyncio.TimeoutError:
             raise PoolError(f"{who} did not answer {name} within {CALL_S:.0f} s") from None
         finally:
-            del member.pending[number]
+            del host.pending[number]
 
-    def way(self, member: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
+    def way(self, host: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
         """Let a host reach a port of this machine. See `Engine.way`."""
-        return self._source.way(member.agent, address)
+        return self._source.way(host.agent, address)
 
     async def watch(self) -> None:
         """Drop each host whose lease has run out. Runs until cancelled."""
@@ -317,29 +317,29 @@ class PoolHosts(SchedulerPlugin):
             await asyncio.sleep(pause_s)
             before, looked = looked, time.monotonic()
             stalled_s = max(0.0, looked - before - 2 * pause_s)
-            for member in list(self._members.values()):
-                member.excused_s += stalled_s
-                if looked - member.heard_at - member.excused_s > limit_s:
+            for host in list(self._hosts.values()):
+                host.excused_s += stalled_s
+                if looked - host.last_message_at - host.excused_s > limit_s:
                     why = f"it was silent for {limit_s:g} s: the host or its network failed"
-                    await self.drop(member.address, why)
+                    await self.drop(host.address, why)
 
     async def drop(self, address: str, why: str) -> None:
         """Remove a host because it is lost or useless, for the reason `why`.
 
         The engine then ends what is left of the host.
         """
-        if member := self._members.get(address):
-            member.why_lost = why
-            if not member.name:
-                self._lost_early.append(f"host {member.agent}: {why}")
+        if host := self._hosts.get(address):
+            host.why_lost = why
+            if not host.name:
+                self._lost_early.append(f"host {host.agent}: {why}")
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Record a host that joins, and start to greet it. Ignores vehicles. Called by Dask."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
-            member = self._members[worker] = PoolHost(worker, str(joined.name))
-            self._tasks.start(self._greet(member))
+            host = self._hosts[worker] = PoolHost(worker, str(joined.name))
+            self._tasks.start(self._greet(host))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Remove a host that is gone, for whatever reason. Called by Dask.
@@ -347,22 +347,22 @@ class PoolHosts(SchedulerPlugin):
         `on_lost` is not called for a host that ended by itself before it could start ranks: its
         engine reports why.
         """
-        member = self._members.pop(worker, None)
-        if member is None:
+        host = self._hosts.pop(worker, None)
+        if host is None:
             return
-        why = member.why_lost or "its agent ended, or its connection broke"
-        for answer in member.pending.values():
+        why = host.why_lost or "its agent ended, or its connection broke"
+        for answer in host.pending.values():
             if not answer.done():
-                gone = f"host {member.name or worker} is gone: {why}"
+                gone = f"host {host.name or worker} is gone: {why}"
                 answer.set_exception(PoolError(gone))
-        if member.name or member.why_lost:
-            self._tasks.start(self._lose(member, why))
+        if host.name or host.why_lost:
+            self._tasks.start(self._lose(host, why))
 
-    async def _lose(self, member: PoolHost, why: str) -> None:
-        said = await self._source.why_lost(member.agent)
-        self._on_lost(member, f"{why}; {said}" if said else why)
+    async def _lose(self, host: PoolHost, why: str) -> None:
+        detail = await self._source.why_lost(host.agent)
+        self._on_lost(host, f"{why}; {detail}" if detail else why)
 
-    async def _greet(self, member: PoolHost) -> None:
+    async def _greet(self, host: PoolHost) -> None:
         """Send `Greet` to a new host, and mark it as ready when it responds.
 
         Its response has its name, address and GPUs.
@@ -372,14 +372,14 @@ class PoolHosts(SchedulerPlugin):
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
-            said = await self.call(member.address, greeting)
+            hello = await self.call(host.address, greeting)
         except PoolError as error:
             logger.warning("a new host did not answer: %s", error)
-            await self.drop(member.address, str(error))
+            await self.drop(host.address, str(error))
             return
-        member.name, member.means, member.place = said.host, said.means, said.address
-        member.gpus, member.starting = said.gpus, None
-        self._source.ready.add(member.agent)
+        host.name, host.means, host.place = hello.host, hello.means, hello.address
+        host.gpus, host.starting = hello.gpus, None
+        self._source.ready.add(host.agent)
         async with self._changed:
             self._changed.notify_all()
 
@@ -405,7 +405,7 @@ class PoolHosts(SchedulerPlugin):
             self._publish_lines([*lines, *filter(None, map(slow_import, self.starting()))])
             if len(self._lost_early) - lost_before >= FAILED_STARTS:
                 raise PoolError("\n".join(dict.fromkeys(self._lost_early[lost_before:])))
-            if self._source.is_starting() or any(not m.name for m in self._members.values()):
+            if self._source.is_starting() or any(not m.name for m in self._hosts.values()):
                 until = time.monotonic() + limit_s
             elif time.monotonic() > until:
                 raise asyncio.TimeoutError
@@ -425,26 +425,26 @@ class PoolHosts(SchedulerPlugin):
                 stream.send(message)
 
     def _on_answer(self, worker: str, id: int, answer: bytes = b"", error: str = "") -> None:
-        member = self._members.get(worker)
-        waiting = member.pending.get(id) if member is not None else None
-        if member is None or waiting is None or waiting.done():
+        host = self._hosts.get(worker)
+        waiting = host.pending.get(id) if host is not None else None
+        if host is None or waiting is None or waiting.done():
             self.refused += 1
         elif error:
-            waiting.set_exception(PoolError(f"host {member.name or worker}: {error}"))
+            waiting.set_exception(PoolError(f"host {host.name or worker}: {error}"))
         else:
             waiting.set_result(answer)
 
     def _on_beat(self, worker: str, beat: float, starting: bytes = b"") -> None:
-        member = self._members.get(worker)
-        if member is None:
+        host = self._hosts.get(worker)
+        if host is None:
             self.refused += 1
             return
-        if starting and not member.name:
+        if starting and not host.name:
             try:
-                member.starting = unpack(starting, StartingHost)
+                host.starting = unpack(starting, StartingHost)
             except ValueError:
                 self.refused += 1
-        member.heard_at, member.excused_s = time.monotonic(), 0.0
+        host.last_message_at, host.excused_s = time.monotonic(), 0.0
         self._send(worker, op=HEARD, beat=beat)
 
 
@@ -462,7 +462,7 @@ def slow_import(host: StartingHost) -> str:
 
 
 async def require_fit(
-    members: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
+    pool_hosts: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and some modules.
 
@@ -478,14 +478,16 @@ async def require_fit(
     new = [host for host in hosts if host.has is None or not host.has.issuperset(modules)]
     if not new:
         return
-    facts = await ask_all(members, new, GetFacts(modules=list(modules), names=False))
+    facts = await ask_all(pool_hosts, new, GetFacts(modules=list(modules), names=False))
     refuse(facts, this_kernel())
     for host in new:
         host.has = (host.has or set()).union(modules)
 
 
-async def ask_all(members: PoolHosts, hosts: Iterable[PoolHost], asked: GetFacts) -> list[Facts]:
-    """Send `asked` to all hosts at the same time; return the facts of each host.
+async def ask_all(
+    pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetFacts
+) -> list[Facts]:
+    """Send `request` to all hosts at the same time; return the facts of each host.
 
     Raises:
         PoolError: A host is gone or did not respond.
@@ -493,7 +495,7 @@ async def ask_all(members: PoolHosts, hosts: Iterable[PoolHost], asked: GetFacts
 
     async def ask(host: PoolHost) -> Facts:
         begin = time.time()
-        said = await members.call(host.address, asked)
-        return (said or [Facts()])[0].of(host.name, begin)
+        facts = await pool_hosts.call(host.address, request)
+        return (facts or [Facts()])[0].of(host.name, begin)
 
     return list(await asyncio.gather(*map(ask, hosts)))

@@ -131,14 +131,14 @@ class HostPart:
         report: The host's report of how its ranks of the current attempt ended; None before the
             report.
         ended: Whether none of these ranks or fetchers is on the host (any more).
-        heard_at: Time of the host's last event or request about these ranks or fetchers.
+        last_message_at: Time of the host's last event or request about these ranks or fetchers.
     """
 
-    member: PoolHost
+    host: PoolHost
     host_rank: int
     report: HostReport | None = None
     ended: bool = False
-    heard_at: float = field(default_factory=time.monotonic)
+    last_message_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
         hosts: All hosts of the attempt, with their reports.
         now: The current time on the monotonic clock.
     """
-    reports = [host.report for host in hosts if host.report is not None]
+    reports = [part.report for part in hosts if part.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
     if not bad:
         return _of_good(hosts, reports, now)
@@ -183,7 +183,7 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
         if own and now < min(own) + SETTLE_S:
             return None
         if not own and any(
-            host.member.heard_at < since + LATE_S for host in hosts if not host.report
+            part.host.last_message_at < since + LATE_S for part in hosts if not part.report
         ):
             return None
     state = worst(report.state for report in bad)
@@ -235,14 +235,14 @@ class Share(ABC):
     """Whether these are fetchers."""
 
     def __init__(
-        self, run: RunSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
+        self, run: RunSpec, owner: str, pool_hosts: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
         self._run, self.owner = run, owner
-        self._members, self.publish = members, publish
+        self._pool_hosts, self.publish = pool_hosts, publish
         self.run_id = share_id(run.plan.run_id) if self.fetches else run.plan.run_id
         self.attempt = 0
         self._files = FileServer(run, self.fetches)
-        self._for_hosts = run.for_hosts(members.are_local)
+        self._for_hosts = run.for_hosts(pool_hosts.are_local)
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
@@ -315,13 +315,13 @@ class Share(ABC):
         part = self._part(address)
         if part is None or not self._may_say(part, event):
             return False
-        part.heard_at = time.monotonic()
+        part.last_message_at = time.monotonic()
         event.time = time.time()  # not the host's clock, which may differ by days
-        event.host = part.member.name
+        event.host = part.host.name
         self._on_host_event(part, event)
         return True
 
-    async def answer(self, address: str, asked: FileRequest[Any]) -> object:
+    async def answer(self, address: str, request: FileRequest[Any]) -> object:
         """Handle a host's request for files of the run folder or the project store.
 
         Raises:
@@ -331,12 +331,12 @@ class Share(ABC):
         part = self._part(address)
         if part is None:
             raise ProtocolError(f"run {self.run_id} has ended on the host at {address}")
-        part.heard_at = time.monotonic()
-        return await self._files.answer(part.host_rank, self._owned(part), asked)
+        part.last_message_at = time.monotonic()
+        return await self._files.answer(part.host_rank, self._owned(part), request)
 
-    def lose(self, member: PoolHost, why: str) -> None:
+    def lose(self, host: PoolHost, why: str) -> None:
         """Record that a host is gone. Does nothing if it had none of these ranks or fetchers."""
-        part = self._part(member.address)
+        part = self._part(host.address)
         if part is not None:
             self._lost(part, why)
             self._record_part_ended(part)
@@ -357,26 +357,26 @@ class Share(ABC):
 
     async def stacks(self) -> RunStacks:
         """Ask all hosts for the stacks of their ranks or fetchers, and return them together."""
-        there = [part.member for part in self._parts.values() if not part.ended]
-        said = await asyncio.gather(*map(self._stacks_on, there))
+        there = [part.host for part in self._parts.values() if not part.ended]
+        found = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
-            [row for host in said for row in host.ranks],
-            [row for host in said for row in host.fetchers],
-            [line for host in said for line in host.silent],
+            [row for host in found for row in host.ranks],
+            [row for host in found for row in host.fetchers],
+            [line for host in found for line in host.silent],
         )
 
     async def _stacks_on(self, host: PoolHost) -> RunStacks:
-        asking = self._members.call(host.address, GetStacks(self.run_id))
+        asking = self._pool_hosts.call(host.address, GetStacks(self.run_id))
         try:
-            said = await asyncio.wait_for(asking, STACKS_S)
+            stacks = await asyncio.wait_for(asking, STACKS_S)
         except asyncio.TimeoutError:
             return RunStacks(silent=[f"host {host.name} did not answer within {STACKS_S:.0f} s"])
         except PoolError as error:
             return RunStacks(silent=[f"host {host.name} did not answer: {error}"])
-        rows: list[RankStack | FetcherStack] = [*said.ranks, *said.fetchers]
+        rows: list[RankStack | FetcherStack] = [*stacks.ranks, *stacks.fetchers]
         for row in rows:
             row.host = host.name
-        return said
+        return stacks
 
     def _part(self, address: str) -> HostPart | None:
         """Return the state on one host; None if no rank or fetcher is there (any more)."""
@@ -388,45 +388,47 @@ class Share(ABC):
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _acquire_hosts(
-        self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
+        self, count: int, preferred: Collection[str] = (), patience_s: float = 0.0
     ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
 
         Publishes notes about the wait.
 
         Args:
-            keep: Addresses of hosts that must be among them.
+            preferred: Addresses of hosts that must be among them.
             patience_s: Seconds for which to try again if hosts are not available.
 
         Raises:
             PoolError: Too few hosts are available, a host lacks a module or version, or the run was
                 halted meanwhile.
         """
-        until, said = time.monotonic() + patience_s, ""
+        until, noted = time.monotonic() + patience_s, ""
         while True:
             try:
-                members = await self._acquire_hosts_once(count, keep)
+                hosts = await self._acquire_hosts_once(count, preferred)
                 break
             except PoolError as error:
                 if self.is_halted or time.monotonic() >= until:
                     raise
-                if str(error) != said:
-                    said = str(error)
-                    line = f"waiting up to {patience_s:g} s for another host: {said}"
+                if str(error) != noted:
+                    noted = str(error)
+                    line = f"waiting up to {patience_s:g} s for another host: {noted}"
                     self.publish(Note(text=line))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._halted.wait(), AGAIN_S)
-        await self._require_fit(members)
-        return members
+        await self._require_fit(hosts)
+        return hosts
 
-    async def _acquire_hosts_once(self, count: int, keep: Collection[str]) -> list[PoolHost]:
+    async def _acquire_hosts_once(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
         """Wait for `count` hosts.
 
         Raises:
             PoolError: Too few hosts are available, or the run was halted meanwhile.
         """
-        take = self._members.acquire(count, keep, lambda line: self.publish(Note(text=line)))
-        taking = asyncio.ensure_future(take)
+        acquire = self._pool_hosts.acquire
+        taking = asyncio.ensure_future(
+            acquire(count, preferred, lambda line: self.publish(Note(text=line)))
+        )
         halted = asyncio.ensure_future(self._halted.wait())
         await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
         halted.cancel()
@@ -435,14 +437,14 @@ class Share(ABC):
             raise PoolError("the wait for its hosts was cancelled")
         return taking.result()
 
-    async def _require_fit(self, members: Collection[PoolHost]) -> None:
+    async def _require_fit(self, hosts: Collection[PoolHost]) -> None:
         """Check that hosts have the modules and versions that the run needs.
 
         Raises:
             PoolError: A host lacks something, or is gone.
         """
         if self._run.requires is not None:
-            await require_fit(self._members, members, self._run.requires)
+            await require_fit(self._pool_hosts, hosts, self._run.requires)
 
     async def _start_one(self, part: HostPart, spec: ShareSpec, again: bool = False) -> int:
         """Start the ranks or fetchers of one host.
@@ -457,12 +459,12 @@ class Share(ABC):
         Raises:
             PoolError: The host could not start them.
         """
-        part.member.runs.add(self.run_id)
-        address = part.member.address
+        part.host.runs.add(self.run_id)
+        address = part.host.address
         try:
-            port = await self._members.call(address, StartShare(spec, again))
+            port = await self._pool_hosts.call(address, StartShare(spec, again))
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
-                await self._members.call(address, Halt(self.run_id, self._how_halted))
+                await self._pool_hosts.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
             self._record_part_ended(part)
             raise
@@ -473,13 +475,13 @@ class Share(ABC):
 
         Ignores errors, because `PoolHosts` notices lost hosts and calls `lose`.
         """
-        calls = (self._members.call(address, request) for address in self._running())
+        calls = (self._pool_hosts.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _record_part_ended(self, part: HostPart) -> None:
         """Record that a host has ended its ranks or fetchers, or is gone."""
         part.ended = True
-        part.member.runs.discard(self.run_id)
+        part.host.runs.discard(self.run_id)
         self._changed.set()
 
     async def wait_until_ended(self) -> None:
@@ -498,10 +500,12 @@ class Share(ABC):
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
-            late = [it for it in left if time.monotonic() - max(it.heard_at, began) >= limit_s]
+            late = [
+                it for it in left if time.monotonic() - max(it.last_message_at, began) >= limit_s
+            ]
             for part in late:
                 why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
-                await self._members.drop(part.member.address, why)
+                await self._pool_hosts.drop(part.host.address, why)
             await asyncio.sleep(_LOOK_S)
 
 
@@ -511,10 +515,10 @@ class PoolFetchers(Share):
     fetches = True
 
     def __init__(
-        self, run: RunSpec, owner: str, members: PoolHosts, publish: Callable[[Event], None]
+        self, run: RunSpec, owner: str, pool_hosts: PoolHosts, publish: Callable[[Event], None]
     ) -> None:
-        super().__init__(run, owner, members, publish)
-        self.said: list[Event] = []
+        super().__init__(run, owner, pool_hosts, publish)
+        self.lifecycle_events: list[Event] = []
         """Start and end events of the fetchers so far. If a run is detached, the new owner of its
         fetchers needs them."""
 
@@ -524,14 +528,14 @@ class PoolFetchers(Share):
         If one host fails, fetchers may run on others. So the caller must then call `halt`.
         """
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
-        parts = [HostPart(member, number) for number, member in enumerate(chosen)]
-        self._parts = {part.member.address: part for part in parts}
+        parts = [HostPart(host, number) for number, host in enumerate(chosen)]
+        self._parts = {part.host.address: part for part in parts}
         shares = (ShareSpec(self._for_hosts, part.host_rank) for part in parts)
         starting = map(self._start_one, parts, shares)
         for error in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
-        return [member.name for member in chosen]
+        return [host.name for host in chosen]
 
     async def carry_out(self) -> None:
         """Wait until the fetchers have ended on all hosts; then refuse requests for files."""
@@ -570,13 +574,13 @@ class PoolFetchers(Share):
         self._publish_event(event)
 
     def _publish_event(self, event: Event) -> None:
-        """Publish an event. Add start and end events to `said`."""
+        """Publish an event. Add start and end events to `lifecycle_events`."""
         if isinstance(event, FetcherStarted | FetcherEnded):
-            self.said.append(event)
+            self.lifecycle_events.append(event)
         self.publish(event)
 
     def _lost(self, part: HostPart, why: str) -> None:
-        numbers, host = self._numbers(part), part.member.name
+        numbers, host = self._numbers(part), part.host.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         are_others = len(self._running()) > 1
         others = "other fetchers provide their batches" if are_others else "no fetcher is left"
@@ -624,14 +628,14 @@ class PoolRun(Share):
         self,
         run: RunSpec,
         owner: str,
-        members: PoolHosts,
+        pool_hosts: PoolHosts,
         publish: Callable[[Event], None],
         over: asyncio.Event,
         session: "PoolRun | None" = None,
     ) -> None:
-        super().__init__(run, owner, members, publish)
+        super().__init__(run, owner, pool_hosts, publish)
         self.over, self._session = over, session
-        self.tell: Callable[[Event], None] = lambda event: None
+        self.send_event: Callable[[Event], None] = lambda event: None
         """Function that sends an event to the owner."""
 
         self.stays = False
@@ -656,10 +660,10 @@ class PoolRun(Share):
 
     async def start(self) -> list[str]:
         """See `Share.start`. Starts the first attempt."""
-        members = await self._acquire_hosts(len(self.plan.hosts))
+        hosts = await self._acquire_hosts(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
-        await self._start_attempt(members)
-        return [member.name for member in members]
+        await self._start_attempt(hosts)
+        return [host.name for host in hosts]
 
     @property
     def is_idle(self) -> bool:
@@ -707,17 +711,17 @@ class PoolRun(Share):
         parts = sorted(self._parts.values(), key=lambda part: part.host_rank)
         if self.is_halted or any(part.ended or part.report for part in parts) or not parts:
             raise PoolError(f"session {self.plan.session} has ended")
-        return [part.member for part in parts]
+        return [part.host for part in parts]
 
     async def _acquire_hosts(
-        self, count: int, keep: Collection[str] = (), patience_s: float = 0.0
+        self, count: int, preferred: Collection[str] = (), patience_s: float = 0.0
     ) -> list[PoolHost]:
         """See `Share._acquire_hosts`. A cell in a session gets the session's hosts."""
         if self._session is None:
-            return await super()._acquire_hosts(count, keep, patience_s)
-        members = self._session.seats()
-        await self._require_fit(members)
-        return members
+            return await super()._acquire_hosts(count, preferred, patience_s)
+        hosts = self._session.seats()
+        await self._require_fit(hosts)
+        return hosts
 
     async def carry_out(self) -> RunEnded:
         """Wait for the end of the started run on all hosts; return the run's last event.
@@ -755,21 +759,21 @@ class PoolRun(Share):
             await self._session.relay(events)
             return
         publish = self._cells[-1].publish if self._cells else self.publish
-        for said in events:
-            if isinstance(said, FetcherStarted | FetcherEnded):
-                if (about := (type(said), said.number, said.time)) in self._relayed:
+        for event in events:
+            if isinstance(event, FetcherStarted | FetcherEnded):
+                if (key := (type(event), event.number, event.time)) in self._relayed:
                     continue  # sent again because the fetchers' owner has changed
-                self._relayed.add(about)
-                shown = structs.replace(said, entry=UNSET)
-                self._up.pop(said.number, None)
+                self._relayed.add(key)
+                shown = structs.replace(event, entry=UNSET)
+                self._up.pop(event.number, None)
                 if isinstance(shown, FetcherStarted):
-                    self._up[said.number] = shown
+                    self._up[event.number] = shown
                 publish(shown)
-                if said.entry:
-                    self._fetchers[said.number] = said.entry
-                    await self._send_to_all(PlaceFetcher(self.run_id, said.number, said.entry))
+                if event.entry:
+                    self._fetchers[event.number] = event.entry
+                    await self._send_to_all(PlaceFetcher(self.run_id, event.number, event.entry))
             else:
-                publish(said)
+                publish(event)
 
     async def answer_input(self, answer: AnswerInput) -> None:
         """Pass the user's line to the rank that asked for it, on its host."""
@@ -821,7 +825,7 @@ class PoolRun(Share):
         if isinstance(event, Settled) and event.cause == "host":
             first = first_failure(event.failures)
             why = first.message if first else "it cannot run anything"
-            self._tasks.start(self._members.drop(part.member.address, why))
+            self._tasks.start(self._pool_hosts.drop(part.host.address, why))
         elif isinstance(event, Settled) and event.attempt == self.attempt:
             self._report(part, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
@@ -835,8 +839,8 @@ class PoolRun(Share):
             self._tasks.start(self._close_requests([event.failure.rank]))
 
     def _lost(self, part: HostPart, why: str) -> None:
-        failure = host_failure(part.member.name, PoolError(why))
-        self.publish(RankFailure(host=part.member.name, failure=failure))
+        failure = host_failure(part.host.name, PoolError(why))
+        self.publish(RankFailure(host=part.host.name, failure=failure))
         part.report = None
         self._report(part, "LOST", "lost", [failure])
         self._tasks.start(self._close_requests(self._numbers(part)))
@@ -849,8 +853,8 @@ class PoolRun(Share):
         """
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
-            text = f"host {part.member.name} no longer takes part: {why}"
-            self.publish(Note(host=part.member.name, text=text))
+            text = f"host {part.host.name} no longer takes part: {why}"
+            self.publish(Note(host=part.host.name, text=text))
             state, failures = "SUCCEEDED", []
         if part.report is None:
             part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
@@ -876,37 +880,37 @@ class PoolRun(Share):
         first = first_failure(outcome.failures)
         self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
-            patience_s = self._members.start_timeout_s
-            members = await self._acquire_hosts(len(self.plan.hosts), self._running(), patience_s)
+            patience_s = self._pool_hosts.start_timeout_s
+            hosts = await self._acquire_hosts(len(self.plan.hosts), self._running(), patience_s)
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))
             return False
         self.attempt += 1
-        await self._start_attempt(self._seated(members))
+        await self._start_attempt(self._seated(hosts))
         return True
 
-    def _seated(self, members: list[PoolHost]) -> list[PoolHost]:
-        """Return `members` in the order of their host numbers in the next attempt.
+    def _seated(self, hosts: list[PoolHost]) -> list[PoolHost]:
+        """Return `hosts` in the order of their host numbers in the next attempt.
 
         Each host of the last attempt keeps its number. New hosts get the free numbers.
         """
-        old = {part.host_rank: part.member for part in self._parts.values()}
-        stay = {rank: member for rank, member in old.items() if member in members}
-        new = (member for member in members if member not in stay.values())
-        return [stay[rank] if rank in stay else next(new) for rank in range(len(members))]
+        old = {part.host_rank: part.host for part in self._parts.values()}
+        stay = {rank: host for rank, host in old.items() if host in hosts}
+        new = (host for host in hosts if host not in stay.values())
+        return [stay[rank] if rank in stay else next(new) for rank in range(len(hosts))]
 
-    async def _start_attempt(self, members: list[PoolHost]) -> None:
+    async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt on hosts, in the order of their ranks.
 
         The first host is started first, because it creates the rendezvous of the ranks.
         """
         self._open_requests.clear()
         running = set(self._running())
-        first, *others = parts = [HostPart(member, number) for number, member in enumerate(members)]
-        self._parts = {part.member.address: part for part in parts}
+        first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]
+        self._parts = {part.host.address: part for part in parts}
         self._clock.pause(False, time.monotonic())
-        address = members[0].place if others else LOOPBACK
+        address = hosts[0].place if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
         if port:
             await asyncio.gather(
@@ -914,7 +918,7 @@ class PoolRun(Share):
             )
         else:
             for part in others:
-                part.ended = part.member.address not in running
+                part.ended = part.host.address not in running
 
     async def _start_ranks(
         self, part: HostPart, running: Collection[str], master_addr: str, master_port: int = 0
@@ -932,7 +936,7 @@ class PoolRun(Share):
         try:
             reach = ""
             if self._run.reach:
-                way = self._members.way(part.member, self._run.reach)
+                way = self._pool_hosts.way(part.host, self._run.reach)
                 reach = await self._ways.enter_async_context(way)
             spec = ShareSpec(
                 self._for_hosts,
@@ -946,9 +950,9 @@ class PoolRun(Share):
                 fetchers=self._fetchers,
                 reach=reach,
             )
-            return await self._start_one(part, spec, part.member.address in running)
+            return await self._start_one(part, spec, part.host.address in running)
         except PoolError as error:
-            self._report(part, "FAILED", "host", [host_failure(part.member.name, error)])
+            self._report(part, "FAILED", "host", [host_failure(part.host.name, error)])
             self._record_part_ended(part)
             return 0
 

@@ -452,5 +452,5 @@ def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None
 def test_a_dataset_cannot_end_the_loop_of_one_rank() -> None:
     with pytest.raises(Failed) as failed:
         source_of(DataLoader(Stopping(4), batch_size=2)).prepare(0, 1)
-    with pytest.raises(RuntimeError, match="the epoch of this rank alone"):
+    with pytest.raises(RuntimeError, match="the epoch of this rank only"):
         failed.value.raised.reraise()

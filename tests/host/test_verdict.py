@@ -12,8 +12,8 @@ def failure(rank: int, consequence: bool = False) -> Failure:
     return Failure(rank=rank, consequence=consequence)
 
 
-def host(heard_at: float, report: HostReport | None = None) -> HostPart:
-    return HostPart(PoolHost("tls://host:1", heard_at=heard_at), 0, report)
+def host(last_message_at: float, report: HostReport | None = None) -> HostPart:
+    return HostPart(PoolHost("tls://host:1", last_message_at=last_message_at), 0, report)
 
 
 def good(at: float = 0.0, *left: Failure) -> HostPart:
@@ -24,8 +24,8 @@ def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank
     return host(at, HostReport(state, cause, at, failures))
 
 
-def running(heard_at: float) -> HostPart:
-    return host(heard_at)
+def running(last_message_at: float) -> HostPart:
+    return host(last_message_at)
 
 
 def test_success_takes_all_hosts() -> None:

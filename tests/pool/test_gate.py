@@ -125,7 +125,7 @@ def with_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pl
 
         async def live(play: Play) -> None:
             await play(pool)
-            assert pool.controller.members.all() == [pool.member]
+            assert pool.controller.pool_hosts.all() == [pool.member]
 
         yield lambda play: run(live(play))
 
@@ -202,7 +202,7 @@ def test_who_may_ask_what_and_who_answers(
         for kind in of_hosts:
             request = cast("Request[object]", kind)  # of a request, its name is all that is sent
             with pytest.raises(PoolError, match=f"ProtocolError: {kind.op()}"):
-                await pool.controller.members.call(pool.member.address, request)
+                await pool.controller.pool_hosts.call(pool.member.address, request)
 
     with_pool(play)
 
@@ -424,7 +424,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 answer = await bad.ask(ReadStore([("a", "no number", 1)]))  # type: ignore[list-item]
                 assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
                 await _refuses(controller, 12)
-                assert controller.members.refused == 12
+                assert controller.pool_hosts.refused == 12
                 run = controller._runs["a-run"]
                 assert isinstance(run, PoolRun)
                 for host in made:
@@ -443,7 +443,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
 async def _refuses(controller: Controller, count: int) -> None:
     """Return when a pool has refused so many messages: they come on two connections."""
     for _ in range(10_000):
-        if controller.members.refused >= count:
+        if controller.pool_hosts.refused >= count:
             return
         await asyncio.sleep(0.01)
 

@@ -134,5 +134,5 @@ async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
     engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
     async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, linger_s=600)
-        [member] = await controller.members.acquire(1)
+        [member] = await controller.pool_hosts.acquire(1)
         yield PoolHere(scheduler, controller, keys, member)

@@ -59,7 +59,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
         ({"cuda": ""}, WARNING, "built without CUDA", "CUDA build"),
         ({"ahead_s": 86400.0}, WARNING, "clock is 86,400 s ahead of", "NTP"),
         ({"ahead_s": -61.0}, WARNING, "clock is 61 s behind", "NTP"),
-        ({"versions": {"dask": "1.0"}}, WARNING, "dask 1.0 (here 2.0)", "those of here"),
+        ({"versions": {"dask": "1.0"}}, WARNING, "dask 1.0 (here 2.0)", "use this machine's"),
         ({"own_addresses": ("127.0.1.1",)}, REMARK, "gpu1 resolves to 127.0.1.1", ""),
         ({"own_addresses": ()}, REMARK, "gpu1 resolves to nothing", ""),
     ],

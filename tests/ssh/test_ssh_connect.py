@@ -197,7 +197,7 @@ def test_host_keys_are_known_as_ssh_knows_them(hosts: Hosts, tmp_path: Path) -> 
     lets_in(where)
     for names in (f"!{address},*", "[1]*", f"[{address}]:22"):
         known.write_text(f"{names} {key}")
-        assert "is not known" in refusal(where)
+        assert "is unknown" in refusal(where)
 
 
 def test_a_revoked_host_key_is_refused_though_it_is_known(hosts: Hosts, tmp_path: Path) -> None:

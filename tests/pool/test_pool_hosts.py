@@ -49,14 +49,14 @@ def named(name: str) -> Request[None]:
 
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
-        said = await controller.members.call(member.address, Greet())
+        said = await controller.pool_hosts.call(member.address, Greet())
         assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
-            await controller.members.call(member.address, named("taas_Nonesuch"))
+            await controller.pool_hosts.call(member.address, named("taas_Nonesuch"))
         with pytest.raises(PoolError, match=f"{member.name} answered taas_Greet: .*`null`"):
-            await controller.members.call(member.address, named("taas_Greet"))
+            await controller.pool_hosts.call(member.address, named("taas_Greet"))
         with pytest.raises(PoolError, match=f"{member.name}: ProtocolError: taas_Halt: .*`run_id`"):
-            await controller.members.call(member.address, named("taas_Halt"))
+            await controller.pool_hosts.call(member.address, named("taas_Halt"))
         assert scheduler.rpc.open == 0
 
     with_host(play)
@@ -83,7 +83,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
             messages.from_bytes(packed, WriteRunFile)  # type: ignore[arg-type]
 
 
-def test_what_is_not_a_members_is_refused_and_counted(with_host: Callable[[Play], None]) -> None:
+def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play], None]) -> None:
     """FAULTS 49: a stale generation, answers nobody waits for, events of no run of the host."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
@@ -129,14 +129,14 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
         with pytest.raises(PoolError, match=f"{member.name} is gone"):
             await waiting
         with pytest.raises(PoolError, match="is gone"):
-            await controller.members.call(member.address, Greet())
+            await controller.pool_hosts.call(member.address, Greet())
 
     with_host(play)
 
 
 def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
-        call, failed = controller.members.call, list[str]()
+        call, failed = controller.pool_hosts.call, list[str]()
 
         async def fail_first(address: str, request: Request[Any]) -> Any:
             if not failed:
@@ -144,9 +144,9 @@ def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play]
                 raise PoolError("it can start nothing")
             return await call(address, request)
 
-        with mock.patch.object(controller.members, "call", fail_first):
-            await controller.members.release(lambda host: False)
-            [taken] = await controller.members.acquire(1)
+        with mock.patch.object(controller.pool_hosts, "call", fail_first):
+            await controller.pool_hosts.release(lambda host: False)
+            [taken] = await controller.pool_hosts.acquire(1)
         assert failed and taken.address not in failed
 
     with_host(play)
@@ -168,10 +168,10 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     """FAULTS 12: however it came to be silent."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
-        [member] = await controller.members.acquire(1)
+        [member] = await controller.pool_hosts.acquire(1)
         gone = asyncio.Event()
-        with mock.patch.object(controller.members, "_on_lost", lambda lost, why: gone.set()):
-            member.heard_at -= 10_000
+        with mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()):
+            member.last_message_at -= 10_000
             await asyncio.wait_for(gone.wait(), 100)
         assert member.address not in scheduler.workers
 
@@ -188,9 +188,9 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
     """Two wait for it: one is told of the failure, the other gets the host that comes next."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
-        await controller.members.release(lambda host: False)
+        await controller.pool_hosts.release(lambda host: False)
         known = supervisors()
-        takes = [asyncio.create_task(controller.members.acquire(1)) for _ in range(2)]
+        takes = [asyncio.create_task(controller.pool_hosts.acquire(1)) for _ in range(2)]
         (await asyncio.to_thread(new_one, known)).kill()
         [told] = [take.exception() for take in takes if await failed(take)]
         assert isinstance(told, PoolError) and "before it was ready" in str(told)
@@ -201,11 +201,11 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
     async def play() -> None:
         scheduler = HeadScheduler(dashboard=False)
-        members = PoolHosts(scheduler, mock.Mock(Engine), 1, 30)
+        pool_hosts = PoolHosts(scheduler, mock.Mock(Engine), 1, 30)
         for number, runs in enumerate([{"a", "b"}, {"a"}, set(), {"a"}]):
-            members._members[str(number)] = PoolHost(str(number), name=f"h{number}", runs=runs)
-        assert [m.name for m in members.choose(3)] == ["h2", "h1", "h3"]
-        assert [m.name for m in members.choose(2, keep=["0"])] == ["h0", "h2"]
+            pool_hosts._hosts[str(number)] = PoolHost(str(number), name=f"h{number}", runs=runs)
+        assert [m.name for m in pool_hosts.choose(3)] == ["h2", "h1", "h3"]
+        assert [m.name for m in pool_hosts.choose(2, preferred=["0"])] == ["h0", "h2"]
 
     asyncio.run(play())
 
