@@ -29,7 +29,7 @@ OWN = {
     "_storages",
     # of `Attempt` and `HostRun`, whose subclasses for sessions are in host/host_session.py
     *("_emit", "_ending", "_files", "_poll_ends", "_on_message", "_place", "_report_started"),
-    *("_spec", "_start_ranks"),
+    *("_held", "_share", "_spec", "_start_ranks"),
     "_acquire_hosts",  # of `Share`, which its subclasses in pool/runs.py extend
 }
 """Attributes that a class of ours has from another class of ours."""
