@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
+from taas_magic.capture.work import VALUE
 from taas_magic.config import LOCAL, Config, PoolConfig
 from taas_magic.errors import UsageError
 from taas_magic.store.rule import StoreRule
@@ -294,7 +295,8 @@ def split_name(text: str) -> tuple[str, int]:
     """Parse a name of `--out` into the variable and the rank that returns its value.
 
     `losses` means rank 0, `losses@3` rank 3, and `losses@last` the rank with the highest number.
-    `losses@all` means a list of the values of all ranks.
+    `losses@all` means a list of the values of all ranks. `VALUE` may stand for the variable: it
+    means the work's own value.
 
     Returns:
         The variable, and a rank number, `LAST` or `ALL`.
@@ -305,7 +307,8 @@ def split_name(text: str) -> tuple[str, int]:
     name, at, rank = text.partition("@")
     special = {"last": LAST, "all": ALL}
     is_rank = not at or rank in special or (rank.isascii() and rank.isdigit())
-    if not name.isidentifier() or keyword.iskeyword(name) or not is_rank:
+    is_name = name == VALUE or (name.isidentifier() and not keyword.iskeyword(name))
+    if not is_name or not is_rank:
         raise ValueError(text)
     return name, special[rank] if rank in special else int(rank or 0)
 

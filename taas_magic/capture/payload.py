@@ -1,9 +1,13 @@
-"""Capture a cell with everything that it needs from the notebook; write and read the payload."""
+"""Capture the work of a run with all that it needs of the notebook; write and read the payload.
+
+The work is a cell or a call of a function (`work.py`).
+"""
 
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -24,6 +28,7 @@ from taas_magic.capture.modules import (
 )
 from taas_magic.capture.names import (
     THE_CELL,
+    UsedNames,
     code_use,
     used_names,
     why_used_by,
@@ -35,6 +40,13 @@ from taas_magic.capture.pickling import (
     load_each,
     read_archive,
     write_archive,
+)
+from taas_magic.capture.work import (
+    CallShape,
+    CellWork,
+    FunctionWork,
+    Work,
+    function_name,
 )
 from taas_magic.config import size_text
 from taas_magic.errors import CaptureError
@@ -85,6 +97,7 @@ class _Gathering:
     ) -> None:
         self.pickler = ValuePickler(namespace, to)
         self.captured: list[Captured] = []
+        self.call: list[Captured] = []
         self.modules: list[ModuleType] = []
         self._namespace = namespace
         self._problems = problems
@@ -100,11 +113,21 @@ class _Gathering:
             self._met.add(name)
             self.pickler.coming[name] = self._namespace[name]
             try:
-                self._add(name, why)
+                self.captured.extend(self._add([(name, self._namespace[name])], why))
             except CaptureError as error:
                 self.refuse(error)
             finally:
                 del self.pickler.coming[name]
+            if isinstance(self._namespace[name], ModuleType):
+                self.modules.append(self._namespace[name])
+
+    def pickle_call(self, work: FunctionWork) -> None:
+        """Pickle the function and the arguments of a call, after the variables that they need."""
+        parts = [(function_name(work.function), work.function), *work.arguments()]
+        try:
+            self.call = self._add(parts, THE_CALL)
+        except CaptureError as error:
+            self.refuse(error)
 
     def refuse(self, error: CaptureError) -> None:
         """Raise `error`, or append its message to `problems` if that list was given."""
@@ -112,33 +135,43 @@ class _Gathering:
             raise error
         self._problems.append(str(error))
 
-    def _add(self, name: str, why: str) -> None:
-        """Pickle a variable after the variables that pickling it shows to be needed.
+    def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[Captured]:
+        """Pickle values after the variables that pickling them shows to be needed.
 
         The order matters: code that runs while a value is loaded (`__setstate__`, `__hash__`)
         needs its globals.
+
+        Args:
+            values: The values, each after its name.
+            why: Reason for their capture.
         """
-        value = self._namespace[name]
-        if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
-            self.pickle_variables(
-                dict.fromkeys(sorted(code_use(value.__code__).names), why_used_by(name))
-            )
+        for name, value in values:
+            if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
+                names = sorted(code_use(value.__code__).names)
+                self.pickle_variables(dict.fromkeys(names, why_used_by(name)))
         with self.pickler.undoing() as undo:
-            size_bytes, needs = self._pickle(name, value, why)
-            missing = [need for need in needs if need not in self._met and self._travels(need)]
+            captured, missing = self._pickle(values, why)
             if missing:
                 undo()
         if missing:
-            self.pickle_variables(dict.fromkeys(missing, why_used_by(name)))
-            size_bytes, _ = self._pickle(name, value, why)
-        self.captured.append(Captured(name, size_bytes, why, type_name(value)))
-        if isinstance(value, ModuleType):
-            self.modules.append(value)
+            self.pickle_variables(missing)
+            captured, _ = self._pickle(values, why)
+        return captured
 
-    def _pickle(self, name: str, value: Any, why: str) -> tuple[int, list[str]]:
-        self.pickler.needs.clear()
-        size_bytes = self.pickler.pickle_variable(name, value, note="" if why == THE_CELL else why)
-        return size_bytes, list(self.pickler.needs)
+    def _pickle(
+        self, values: Sequence[tuple[str, Any]], why: str
+    ) -> tuple[list[Captured], dict[str, str]]:
+        """Pickle values; return them, and the reason for each variable that they need first."""
+        captured: list[Captured] = []
+        missing: dict[str, str] = {}
+        note = "" if why in (THE_CELL, THE_CALL) else why
+        for name, value in values:
+            self.pickler.needs.clear()
+            size_bytes = self.pickler.pickle_variable(name, value, note)
+            captured.append(Captured(name, size_bytes, why, type_name(value)))
+            needs = (it for it in self.pickler.needs if it not in self._met and self._travels(it))
+            missing = {**dict.fromkeys(needs, why_used_by(name)), **missing}
+        return captured, missing
 
     def _travels(self, name: str) -> bool:
         is_chosen = self.only is None or name in self.only
@@ -171,42 +204,7 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
 
 _LISTED = 3
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A notebook cell as it runs on the ranks.
-
-    Attributes:
-        source: Text that runs, without the `%%taas` line; may contain IPython syntax.
-        filename: File name under which the kernel compiles this cell.
-        raw: Whole text of the cell, as the user sees it.
-        line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
-        execution_count: Number of the cell in the notebook; None if it has none yet.
-        compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
-        title: Name in tracebacks of a cell that is not in the notebook; "" for a notebook's cell.
-    """
-
-    source: str
-    filename: str
-    raw: str
-    line_offset: int = 0
-    execution_count: int | None = None
-    compiler_flags: int = 0
-    title: str = ""
-
-    @property
-    def label(self) -> str:
-        """Name of the cell in tracebacks, such as `Cell In[5]`."""
-        return self.title or f"Cell In[{self.execution_count or '?'}]"
-
-    @property
-    def lines_above(self) -> int:
-        """Number of lines of `raw` above the first line of code.
-
-        IPython drops empty lines at the start of `source`.
-        """
-        dropped = self.source[: len(self.source) - len(self.source.lstrip())]
-        return self.line_offset + dropped.count("\n")
+THE_CALL = "the call uses it"
 
 
 class CellSource(NamedTuple):
@@ -220,17 +218,19 @@ class Contents(Struct, frozen=True, kw_only=True):
     """Description of a payload that can be read without unpickling any value.
 
     Attributes:
+        work: The cell; for a function, the shape of its call.
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
-        sources: Texts of this cell and of the cells that defined captured functions, by filename.
+        sources: Texts of the run's cell and of the cells that defined captured functions, by
+            filename.
         submodules: Installed modules that the cell uses only as attributes of a package, such as
             `xml.dom` after `import xml.dom` in the notebook.
-        stores: Names that the cell, or a captured function, sets or deletes.
+        stores: Names that the work, or a captured function, sets or deletes.
         updates: Subset of `stores`: names that the cell sets from their own value (`total += 1`),
             or that a captured function sets.
     """
 
-    cell: Cell
+    work: CellWork | CallShape
     captured: tuple[Captured, ...]
     stores: frozenset[str]
     updates: frozenset[str]
@@ -248,11 +248,12 @@ class Payload(Contents, frozen=True, kw_only=True):
     """Everything that the ranks of a run get from the notebook.
 
     Attributes:
-        requires: Top-level modules that must be installed on every host that runs the cell.
-        loaders: The registered loaders that the cell uses, packed, by name.
+        requires: Top-level modules that must be installed on every host that runs the work.
+        loaders: The registered loaders that the work uses, packed, by name.
+        call: The function and the arguments of a call, with their sizes; empty for a cell.
         notes: Notes for the user about objects that are not sent to the ranks.
         data: The pickled process state of the notebook, then the values in the order of
-            `captured`, with their buffers.
+            `captured`, then the function and the arguments of a call, with their buffers.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
         state: Process state of the notebook, also if the ranks of a session have it already.
     """
@@ -261,6 +262,7 @@ class Payload(Contents, frozen=True, kw_only=True):
     loaders: dict[str, Any]
     notes: tuple[str, ...]
     data: Pickled
+    call: tuple[Captured, ...] = ()
     choice: VariablesToSend | None = None
     state: process_state.State
 
@@ -300,14 +302,18 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         return Settings(self.modules, state)
 
-    def load_into(self, namespace: dict[str, Any]) -> None:
+    def load_into(self, namespace: dict[str, Any]) -> Work:
         """Apply the notebook's process state and load the captured values into `namespace`.
 
-        Call it once per payload, immediately before the cell, as it may seed torch. Values are
+        Call it once per payload, immediately before the work runs, as it may seed torch. Values are
         writable. They share the file's pages with the other ranks of the host until written to.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
+
+        Returns:
+            The work to run in the namespace. The function and the arguments of a call are not in
+            the namespace.
 
         Raises:
             ImportError: A module that a value needs is not installed on this host.
@@ -320,7 +326,10 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
             importlib.import_module(name)
         for captured, value in zip(self.captured, values, strict=False):
             namespace[captured.name] = value
+        shape = self.work
+        work = shape if isinstance(shape, CellWork) else shape.filled(next(values), values)
         process_state.apply(state)
+        return work
 
     def watch(self, namespace: Mapping[str, Any], out: Collection[str]) -> Watch:
         """Return a `Watch` that finds the captured values that the cell changes.
@@ -344,7 +353,7 @@ def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
 
 
 def capture(
-    cell: Cell,
+    work: Work,
     namespace: dict[str, Any],
     *,
     transform: Callable[[str], str],
@@ -355,11 +364,13 @@ def capture(
     to: Destination = "ranks",
     known: RankNames | None = None,
     send: Collection[str] = (),
+    needs: Collection[str] = (),
+    imports: Collection[str] = (),
 ) -> Payload:
-    """Find and pickle the notebook objects that a cell uses; runs in the kernel.
+    """Find and pickle the notebook objects that a cell or a function uses; runs in the kernel.
 
     Args:
-        cell: The cell.
+        work: The cell, or the call of the function.
         namespace: The notebook's own dict, not a copy: functions of the notebook are recognised
             by having it as their globals.
         transform: Function that converts IPython syntax to Python
@@ -374,6 +385,8 @@ def capture(
         known: Record of the variables that the session's ranks have; None if the ranks are new.
         send: Names whose values are sent to a session's ranks although its cells have assigned
             them.
+        needs: Further variables of the notebook that are captured.
+        imports: Further modules, of which the project's own are captured.
 
     Raises:
         CaptureError: A value cannot travel (the message has the path to it), the values are too
@@ -381,8 +394,7 @@ def capture(
         SyntaxError: The cell is not Python.
     """
     gathering = _Gathering(namespace, problems, to)
-    pickler, python = gathering.pickler, transform(cell.source)
-    used = used_names(python, cell.filename)
+    pickler, (python, used) = gathering.pickler, _used_by(work, transform)
     state, why, choice = process_state.collect(), used.why, None
     if known is not None:
         choice = known.choose(
@@ -396,14 +408,14 @@ def capture(
         )
         gathering.only, why = choice.why, choice.why
     pickler.add(state if choice is None else choice.state)
-    gathering.pickle_variables(why)
-    modules = collect([*used.imports, *pickler.modules], project)
-    found = {name: source_of(name) for name in sorted(pickler.filenames)}
-    sources = {name: source for name, source in found.items() if source is not None}
-    sources[cell.filename] = CellSource(cell.raw, cell.label)
+    gathering.pickle_variables({**why, **dict.fromkeys(needs, THE_CALL)})
+    if isinstance(work, FunctionWork):
+        gathering.pickle_call(work)
+    modules = collect([*used.imports, *imports, *pickler.modules], project)
+    sources = _sources(work, pickler.filenames, source_of)
     texts = [source.text for source in sources.values()]
     payload = Payload(
-        cell=cell,
+        work=work if isinstance(work, CellWork) else work.shape,
         captured=tuple(gathering.captured),
         stores=used.stores | pickler.stores,
         updates=frozenset(used.updates | pickler.stores),
@@ -412,23 +424,58 @@ def capture(
         submodules=_submodules(gathering.modules, used.attributes),
         requires=needed_modules(python, pickler.modules, modules, texts),
         loaders=pickler.replaced,
-        notes=(
-            *patches(
-                [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
-                pickler.classes.values(),
-                used.attributes | pickler.attributes,
-                namespace,
-                cell.source,
-            ),
-            *process_state.lost_loggers(),
-        ),
+        notes=_notes(work, gathering, used, namespace),
         data=pickler.pickled(),
+        call=tuple(gathering.call),
         choice=choice,
         state=state,
     )
     if payload.size_bytes > limit_bytes:
         gathering.refuse(_too_large(payload, limit_bytes))
     return payload
+
+
+def _used_by(work: Work, transform: Callable[[str], str]) -> tuple[str, UsedNames]:
+    """Return the text of the work as Python, and the names that it uses.
+
+    A function has no text. The names that it uses are found while it is pickled.
+    """
+    if not isinstance(work, CellWork):
+        return "", UsedNames(frozenset())
+    python = transform(work.source)
+    return python, used_names(python, work.filename)
+
+
+def _sources(
+    work: Work, filenames: Iterable[str], source_of: Callable[[str], CellSource | None]
+) -> dict[str, CellSource]:
+    """Return the texts of the run's cell and of the cells that defined functions, by filename.
+
+    Args:
+        work: The work of the run.
+        filenames: Files of captured functions, which need not be cells.
+        source_of: As in `capture`.
+    """
+    found = {name: source_of(name) for name in sorted(filenames)}
+    sources = {name: source for name, source in found.items() if source is not None}
+    if isinstance(work, CellWork):
+        sources[work.filename] = CellSource(work.raw, work.label)
+    return sources
+
+
+def _notes(
+    work: Work, gathering: _Gathering, used: UsedNames, namespace: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the notes for the user about objects that are not sent to the ranks."""
+    pickler = gathering.pickler
+    replaced = patches(
+        [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
+        pickler.classes.values(),
+        used.attributes | pickler.attributes,
+        namespace,
+        work.source if isinstance(work, CellWork) else "",
+    )
+    return (*replaced, *process_state.lost_loggers())
 
 
 def write(payload: Payload, path: Path) -> None:
@@ -472,13 +519,17 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
-    sizes = {f"`{captured.name}`": captured.size_bytes for captured in payload.captured}
-    sizes |= {f"module {name}": len(it.source) for name, it in payload.modules.items()}
+    sizes = Counter[str]()
+    for part in (*payload.captured, *payload.call):
+        sizes[f"`{part.name}`"] += part.size_bytes
+    sizes.update({f"module {name}": len(it.source) for name, it in payload.modules.items()})
     sizes["the notebook's settings"] = payload.size_bytes - sum(sizes.values())
-    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:_LISTED]
-    listed = ", ".join(f"{name} {size_text(sizes[name], 1024)}" for name in biggest)
+    listed = ", ".join(
+        f"{name} {size_text(size_bytes, 1024)}" for name, size_bytes in sizes.most_common(_LISTED)
+    )
+    what = "cell" if isinstance(payload.work, CellWork) else "function"
     return CaptureError(
-        f"the cell needs {size_text(payload.size_bytes, 1024)} of the notebook, more than "
-        f"{size_text(limit_bytes, 1024)}: {listed}; load large data inside the cell, or raise "
+        f"the {what} needs {size_text(payload.size_bytes, 1024)} of the notebook, more than "
+        f"{size_text(limit_bytes, 1024)}: {listed}; load large data inside the {what}, or raise "
         "`[capture] limit` in taas.toml"
     )

@@ -30,7 +30,7 @@ from IPython.core.getipython import get_ipython
 
 from taas_magic import leases, messages
 from taas_magic.capture import payload, pickling, process_state
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import FunctionWork
 from taas_magic.config import Config, load_config
 from taas_magic.engines.base import log_tail
 from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
@@ -81,12 +81,6 @@ SEEN_S = 10.0
 
 WATCH_S = 0.5
 """Seconds between refreshes of the table, and between checks that the farm's process still runs."""
-
-CALLED = "_taas_job"
-"""Name in the payload for a function that the notebook does not have under its own name."""
-
-_naming = threading.Lock()
-"""Lock held while a function has the name `CALLED`, because several threads may submit jobs."""
 
 
 class Job(JobState):
@@ -378,19 +372,20 @@ class Farm:
             return []
         given = {"retries": retries, "fresh": fresh}
         refuse_shared_names("a farm's job", function, [name for name in given if given[name]])
-        packed = [_pack_arguments(*call, self._shell.user_ns) for call in calls]
-        functions: dict[Any, tuple[str, bytes, str]] = {}
+        works = [FunctionWork(function, *call) for call in calls]
+        packed = [_pack_arguments(work, self._shell.user_ns) for work in works]
+        functions: dict[Any, tuple[bytes, str]] = {}
         for call in packed:
             key = call.needs, call.modules
             if key not in functions:
-                functions[key] = self._pack(function, call)
+                functions[key] = self._pack_function(function, call)
         title = getattr(function, "__name__", "job").strip("<>")
         jobs, told, parts = [], [], []
         for call in packed:
-            called, captured, setting = functions[call.needs, call.modules]
+            work, (captured, setting) = call.work, functions[call.needs, call.modules]
             name = f"{title}-{next(self._numbers)}"
-            jobs.append(Job(self, name, call.args, call.kwargs, self.folder / "jobs" / name))
-            told.append(JobCall(name, called, len(call.args), tuple(call.kwargs), fresh, setting))
+            jobs.append(Job(self, name, work.args, dict(work.kwargs), self.folder / "jobs" / name))
+            told.append(JobCall(name, work.shape, fresh, setting))
             shared = self._shelf.part(captured, is_shared=len(packed) > 1)
             parts.append([shared, *map(self._shelf.part, call.parts)])
         names = [job.name for job in jobs]
@@ -406,27 +401,31 @@ class Farm:
             self._give_up(self._why_over)
         return jobs
 
-    def _pack(self, function: Callable[..., Any], call: "_Call") -> tuple[str, bytes, str]:
+    def _pack_function(
+        self, function: Callable[..., Any], call: "_PackedCall"
+    ) -> tuple[bytes, str]:
         """Capture a function, with all notebook objects that it and its arguments use.
 
         Returns:
-            The function's name in the payload, the payload, and the value of `JobCall.setting`.
+            The payload, and the value of `JobCall.setting`.
 
         Raises:
             CaptureError: An object that the function uses cannot be pickled.
         """
-        namespace = self._shell.user_ns
         path = self.folder / f"function-{threading.get_ident()}"
-        with _naming, _named(function, namespace) as name:
-            imports = (f"import {module}" for module in call.modules)
-            source = "\n".join([name, *call.needs, *imports])
-            cell = Cell(source, filename="<a job>", raw="")
-            settings = launch.capture_settings(self._shell, self._config)
-            found = payload.capture(cell, namespace, **settings, to="jobs")
-        setting = pickle.dumps((found.modules, process_state.collect()))
+        settings = launch.capture_settings(self._shell, self._config)
+        captured = payload.capture(
+            FunctionWork(function),
+            self._shell.user_ns,
+            **settings,
+            to="jobs",
+            needs=call.needs,
+            imports=call.modules,
+        )
+        setting = pickle.dumps((captured.modules, process_state.collect()))
         try:
-            payload.write(found, path)
-            return name, path.read_bytes(), hashlib.blake2b(setting, digest_size=16).hexdigest()
+            payload.write(captured, path)
+            return path.read_bytes(), hashlib.blake2b(setting, digest_size=16).hexdigest()
         finally:
             path.unlink(missing_ok=True)
 
@@ -630,57 +629,35 @@ class _Shelf:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The arguments of a job, and their pickled form.
+class _PackedCall:
+    """The call that a job makes, with its arguments in pickled form.
 
     Attributes:
-        args: The positional arguments, not pickled.
-        kwargs: The keyword arguments, not pickled.
+        work: The call.
         parts: The pickles of all arguments as one item, then the buffers that they refer to.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    work: FunctionWork
     parts: tuple[Any, ...]
     needs: tuple[str, ...]
     modules: tuple[str, ...]
 
 
-def _pack_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], namespace: dict[str, Any]
-) -> _Call:
-    """Pickle a job's arguments without copying the memory of arrays and tensors.
+def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCall:
+    """Pickle a call's arguments without copying the memory of arrays and tensors.
 
     Raises:
         CaptureError: An argument cannot be pickled; the message has the path to the cause.
     """
     pickler = pickling.ValuePickler(namespace, "jobs")
-    named = {**{f"argument {place}": value for place, value in enumerate(args, 1)}, **kwargs}
-    for name, value in named.items():
+    for name, value in work.arguments():
         pickler.pickle_variable(name, value)
     pickled = pickler.pickled()
     parts = (pickled.data, *(buffer.raw() for buffer in pickled.buffers))
     modules = tuple(sorted(pickler.modules - {"__main__"}))
-    return _Call(args, kwargs, parts, tuple(pickler.needs), modules)
-
-
-@contextmanager
-def _named(function: Callable[..., Any], namespace: dict[str, Any]) -> Iterator[str]:
-    """Yield the name of a notebook variable that holds the function, for the capture.
-
-    If there is none, the variable `CALLED` holds it until the block ends.
-    """
-    own = getattr(function, "__name__", "")
-    if own and namespace.get(own) is function:
-        yield own
-        return
-    namespace[CALLED] = function
-    try:
-        yield CALLED
-    finally:
-        del namespace[CALLED]
+    return _PackedCall(work, parts, tuple(pickler.needs), modules)
 
 
 def _below(folder: Path, name: str) -> Path:

@@ -28,6 +28,7 @@ import torch
 
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
+from taas_magic.capture.work import FunctionWork
 from taas_magic.farms.messages import INLINE_BYTES, Blob, JobOutcome, JobProcessState, PlacedCall
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
@@ -170,18 +171,18 @@ def _called(told: PlacedCall) -> Any:
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    kept, call = told.payload, told.call
+    kept = told.payload
     held = Blob(kept) if isinstance(kept, bytes) else None
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
     loaded = payload.read(Path(path))
     tracebacks.register_sources(loaded.sources)
     install(loaded.modules)
-    loaded.load_into(main.__dict__)
+    captured = loaded.load_into(main.__dict__)
+    assert isinstance(captured, FunctionWork)
     data, *buffers = [memoryview(_opened(part)) for part in told.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
-    args = [next(given) for _ in range(call.count)]
-    kwargs = {name: next(given) for name in call.names}
-    return main.__dict__[call.called](*args, **kwargs)
+    work = told.call.shape.filled(captured.function, given)
+    return work.function(*work.args, **work.kwargs)
 
 
 def _opened(part: bytes | str) -> memoryview | bytearray:

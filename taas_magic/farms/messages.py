@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from taas_magic.capture.work import CallShape
 from taas_magic.host.spec import Origin
 from taas_magic.store.rule import StoreRule
 
@@ -158,9 +159,7 @@ class JobCall(Struct, frozen=True):
 
     Attributes:
         name: The job's name.
-        called: The function's name in the payload.
-        count: Number of positional arguments.
-        names: Names of the keyword arguments.
+        shape: Description of the call, whose function is in the payload.
         fresh: Whether the job needs a process in which no other job has run.
         setting: A hash of the project's modules and of the settings that the notebook has made in
             its process. A process cannot undo imports and settings, so only jobs with the same
@@ -168,9 +167,7 @@ class JobCall(Struct, frozen=True):
     """
 
     name: str
-    called: str
-    count: int
-    names: tuple[str, ...]
+    shape: CallShape
     fresh: bool
     setting: str
 

@@ -29,7 +29,7 @@ from msgspec import structs
 
 from taas_magic import messages
 from taas_magic.capture import payload
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import FunctionWork
 from taas_magic.config import LOCAL, load_config
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import TaasError
@@ -45,6 +45,7 @@ from taas_magic.farms.messages import (
     NodeSettings,
     NodeUpdate,
 )
+from taas_magic.farms.node import run_node
 from taas_magic.host.spec import RunSpec
 from taas_magic.host.system import CALM_DASK, LOOPBACK
 from taas_magic.journal.folder import RunFolder
@@ -352,17 +353,16 @@ class Fleet(SchedulerPlugin):
             store=terms.store,
             start_timeout_s=config.start_timeout_s,
         )
-        source = "from taas_magic.farms.node import run_node\nrun_node(terms)"
-        cell = Cell(source, filename="<a node>", raw=source)
+        work = FunctionWork(run_node, (node,), raw=f"node {name}")
         captured = payload.capture(
-            cell,
-            {"terms": node},
+            work,
+            {},
             transform=str,
             project=Path.cwd(),
             limit_bytes=1 << 20,
             source_of=lambda filename: None,
         )
-        folder = RunFolder.create(plan.run_id, plan, source)
+        folder = RunFolder.create(plan.run_id, plan, work.raw)
         payload.write(captured, folder.payload)
         return RunSpec(
             plan,

@@ -3,27 +3,19 @@
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 
 from taas_magic import certificate
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import VALUE, FunctionWork
 from taas_magic.errors import UsageError
-from taas_magic.federation.flower import CLIENT_APP, SERVER_APP, FederationSettings
+from taas_magic.federation.flower import FederationSettings, take_part
 from taas_magic.notebook import launch
 from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags
-
-TERMS, OUT = "taas_federation_terms", "taas_federation_result"
-
-SOURCE = f"""import flwr
-from taas_magic.federation.member import take_part
-{OUT} = take_part({TERMS}, {SERVER_APP}, {CLIENT_APP})
-"""
-"""Source of the cell that the ranks run."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +74,20 @@ class Federation:
             )
         pair = certificate.make("taas-magic federation")
         terms = FederationSettings(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
-        names = {TERMS: terms, SERVER_APP: server_app, CLIENT_APP: client_app}
+        work = FunctionWork(take_part, (terms, server_app, client_app), raw="taas.federation(...)")
         made = contextlib.nullcontext(self.store)
         folder = made if self.store else tempfile.TemporaryDirectory(prefix="taas-federation-")
-        with _bound(magics.shell.user_ns, names), folder as store:
+        with folder as store:
             flags = Flags(
                 gpus=self.hosts or pool.max_hosts,
                 pool=self.pool,
-                out=(OUT,),
+                out=(VALUE,),
                 name="federation",
                 timeout_s=timeout_s,
                 store=store,
                 federated=True,
             )
-            cell = Cell(SOURCE, "<taas.federation>", SOURCE)
-            return launch.execute(flags, cell, magics.shell, settings).out[OUT]
+            return launch.execute(flags, work, magics.shell, settings).result
 
 
 def _check(*said: Mapping[str, Any]) -> None:
@@ -125,14 +116,3 @@ def _magics() -> TaasMagics:
         raise UsageError("taas.federation needs a notebook: %load_ext taas_magic first")
     assert isinstance(magics, TaasMagics)
     return magics
-
-
-@contextlib.contextmanager
-def _bound(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """Define notebook variables for the block, because the capture finds objects by their names."""
-    namespace.update(names)
-    try:
-        yield
-    finally:
-        for name in (*names, OUT):
-            namespace.pop(name, None)

@@ -7,7 +7,8 @@ replaces the class that accepts every client, in a process that does nothing els
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. The processes that load them
 are neither ranks nor forks of ranks. Like the children that a rank spawns, they load the notebook's
-names from the run's payload (`host.cell_main`).
+names from the run's payload (`host.cell_main`). The apps are arguments of `take_part`, the function
+that the run calls on its ranks.
 """
 
 import functools
@@ -19,9 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-SERVER_APP, CLIENT_APP = "taas_server_app", "taas_client_app"
-"""Names of the notebook's two apps in the run's payload."""
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
 """Environment variable with the path of the file that holds the Control API's key."""
@@ -49,22 +47,36 @@ class FederationSettings:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+def take_part(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
+    """Run Flower's programs on this host until the ServerApp has ended; runs on each rank.
+
+    The arguments, the result and the errors are those of `member.run_programs`. The kernel does not
+    import that module, which imports most of Flower.
+    """
+    from taas_magic.federation.member import run_programs
+
+    return run_programs(settings, server_app, client_app)
+
+
 def __getattr__(name: str) -> Any:
     """Return the module attribute `server_app` or `client_app`, loaded on first use (PEP 562)."""
     if name == "client_app":
-        return _names()[CLIENT_APP]
+        return _apps()[1]
     if name == "server_app":
-        return _keeping(_names()[SERVER_APP])
+        return _keeping(_apps()[0])
     raise AttributeError(name)
 
 
 @functools.cache
-def _names() -> dict[str, Any]:
+def _apps() -> tuple[Any, Any]:
+    """Return the notebook's ServerApp and ClientApp, from the payload of the run."""
+    from taas_magic.capture.work import FunctionWork
     from taas_magic.host.cell_main import PAYLOAD, load
 
-    names = sys.modules["__main__"].__dict__
-    load(Path(os.environ[PAYLOAD]), names)
-    return names
+    work = load(Path(os.environ[PAYLOAD]), sys.modules["__main__"].__dict__)
+    assert isinstance(work, FunctionWork)
+    _, server_app, client_app = work.args
+    return server_app, client_app
 
 
 def _keeping(app: Any) -> Any:

@@ -73,7 +73,7 @@ PORT_TRIES = 3
 _HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
 
 
-def take_part(terms: FederationSettings, server_app: Any, client_app: Any) -> Any:
+def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended; blocks.
 
     Args:

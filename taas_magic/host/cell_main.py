@@ -7,7 +7,8 @@ the `__spec__` of a rank's `__main__` names this module, as `python -m` would.
 When the child first looks up a name, all names are loaded. Names of earlier cells come from the
 run's payload. Names of the `%%taas` cell come from running the cell's top level. If the cell has an
 `if __name__ == "__main__":`, all of its top level runs, as for a script. Otherwise only its
-imports, functions, classes and constants run, so that no child starts the training again.
+imports, functions, classes and constants run, so that no child starts the training again. If the
+run's work is a function, there is no cell, and all names come from the payload.
 
 The module itself imports little, because each such child imports it.
 """
@@ -17,7 +18,10 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taas_magic.capture.work import Work
 
 PAYLOAD = "TAAS_PAYLOAD"
 """Environment variable with the path of the run's payload on this host."""
@@ -55,23 +59,28 @@ def _only_defines(statement: ast.stmt) -> bool:
     return True
 
 
-def load(path: Path, namespace: dict[str, Any]) -> None:
+def load(path: Path, namespace: dict[str, Any]) -> "Work":
     """Load a payload's names and the cell's definitions into a child's main namespace.
 
     Args:
         path: Path of the payload.
         namespace: The namespace of the child's main module.
+
+    Returns:
+        The work of the run.
     """
     from taas_magic.capture import payload
+    from taas_magic.capture.work import CellWork
     from taas_magic.host import tracebacks
 
     loaded = payload.read(path)
     tracebacks.register_sources(loaded.sources)
-    loaded.load_into(namespace)
-    cell = loaded.cell
-    tree = definitions(ast.parse(_as_python(cell.source)))
-    ast.increment_lineno(tree, cell.lines_above)
-    exec(compile(tree, cell.filename, "exec", cell.compiler_flags), namespace)
+    work = loaded.load_into(namespace)
+    if isinstance(work, CellWork):
+        tree = definitions(ast.parse(_as_python(work.source)))
+        ast.increment_lineno(tree, work.lines_above)
+        exec(compile(tree, work.filename, "exec", work.compiler_flags), namespace)
+    return work
 
 
 def _as_python(source: str) -> str:

@@ -1,8 +1,9 @@
-"""A rank: a torch.distributed process, forked by the agent's forkserver, that runs the cell.
+"""A rank: a torch.distributed process, forked by the agent's forkserver, that runs the work.
 
-The forkserver has imported torch and IPython and created the shell (`prepare`). The cell finds the
-same environment as in a process started by torchrun, and the process ends in the same way. The cell
-runs in an IPython shell that sends its displays and tracebacks to the agent as messages.
+The work is a cell or a function call. The forkserver has imported torch and IPython and created the
+shell (`prepare`). The work finds the same environment as in a process started by torchrun, and the
+process ends in the same way. The work runs in an IPython shell that sends its displays and
+tracebacks to the agent as messages.
 """
 
 import ast
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
-from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from msgspec import structs
 from traitlets import Any as AnyTrait
 from traitlets.config import Config
@@ -46,7 +47,8 @@ from taas_magic.capture.digest import plain_digest
 from taas_magic.capture.home import Scope
 from taas_magic.capture.modules import ModuleSource, claim_taas, install
 from taas_magic.capture.names import assigned_names
-from taas_magic.capture.payload import Cell, CellSource
+from taas_magic.capture.payload import CellSource
+from taas_magic.capture.work import CellWork, FunctionWork, Work
 from taas_magic.data.loader import Feed
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
@@ -130,16 +132,42 @@ def prepare() -> None:
 
 
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Run the cell, or the cells of a session, and clean up as at the end of a Python program.
+    """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
-    Return if the cell succeeded; else end the process with exit code 1. A session always succeeds.
+    Return if the work succeeded; else end the process with exit code 1. A session always succeeds.
 
     Args:
         spec: Settings of all ranks of this host.
         environ: torchrun's variables for this rank (`spec.torchrun_variables`).
     """
-    os.setsid()
     rank = int(environ["RANK"])
+    link = _become_a_rank(spec, environ, rank)
+    is_session = spec.share.run.is_session
+    with session_feeds(spec, rank) if is_session else connected(spec.share, rank) as fed:
+        # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
+        # each nesting level; the first one applies to the rank.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        _use_gloo_without_cuda(link)
+        succeeded = _work_and_wait(spec, environ, link, rank, fed)
+    _end_program()
+    if not succeeded:
+        sys.exit(1)
+    if dist.is_initialized():
+        if environ["GROUP_WORLD_SIZE"] == "1":
+            link.await_others()
+        else:
+            rendezvous.await_all(environ, OTHERS_END_S)
+
+
+def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> Link:
+    """Make this fork of the forkserver a rank that may run the user's code.
+
+    Ends the process if the rule of the project store cannot be applied.
+
+    Returns:
+        The rank's connection to its agent.
+    """
+    os.setsid()
     # Until `_run` installs its handler, SIGINT kills the rank silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link = Link(spec.folder, rank)
@@ -157,40 +185,44 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     except Exception as error:  # without the store rule, no code of the user may run
         tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
         os._exit(1)
-    is_session = spec.share.run.is_session
-    with session_feeds(spec, rank) if is_session else connected(spec.share, rank) as fed:
-        # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
-        # each nesting level; the first one applies to the rank.
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
-        _use_gloo_without_cuda(link)
-        prompt = None
-        if isinstance(fed, SessionFeeds):
-            prompt = _prompt(spec, link, rank, environ, fed)
-        with _heartbeat(link, fed, prompt.cut if prompt is not None else None) as report:
-            if prompt is None:
-                with _profiled(spec.share, link, rank, fed):
-                    succeeded = _run(RankShell.instance(), spec, link, rank)
-            else:
-                prompt.serve(report)
-                succeeded = True
-            if not link.is_own:  # a child that the cell forked has reached the cell's end
-                flush()
-                os._exit(0 if succeeded else 1)
-            try:
-                if succeeded and prompt is None:
-                    link.send(RankFinished())
-                # wait for threads here, because they may still use a loader
-                threading._shutdown()  # type: ignore[attr-defined]
-            except KeyboardInterrupt:  # as in plain Python, this ends the threads, too
-                succeeded = False
-    _end_program()
-    if not succeeded:
-        sys.exit(1)
-    if dist.is_initialized():
-        if environ["GROUP_WORLD_SIZE"] == "1":
-            link.await_others()
+    return link
+
+
+def _work_and_wait(
+    spec: ProcessSpec,
+    environ: Mapping[str, str],
+    link: Link,
+    rank: int,
+    fed: Feed | SessionFeeds | None,
+) -> bool:
+    """Run the work, or the cells of a session, and wait for the threads that are left.
+
+    Ends the process if it is a child that the work forked.
+
+    Returns:
+        Whether the work succeeded.
+    """
+    prompt = None
+    if isinstance(fed, SessionFeeds):
+        prompt = _prompt(spec, link, rank, environ, fed)
+    with _heartbeat(link, fed, prompt.cut if prompt is not None else None) as report:
+        if prompt is None:
+            with _profiled(spec.share, link, rank, fed):
+                succeeded = _run(RankShell.instance(), spec, link, rank)
         else:
-            rendezvous.await_all(environ, OTHERS_END_S)
+            prompt.serve(report)
+            succeeded = True
+        if not link.is_own:  # a child that the work forked has reached the work's end
+            flush()
+            os._exit(0 if succeeded else 1)
+        try:
+            if succeeded and prompt is None:
+                link.send(RankFinished())
+            # wait for threads here, because they may still use a loader
+            threading._shutdown()  # type: ignore[attr-defined]
+        except KeyboardInterrupt:  # as in plain Python, this ends the threads, too
+            succeeded = False
+    return succeeded
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
@@ -417,7 +449,7 @@ def _pending() -> list[str]:
 
 
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
-    """Run the cell and send its results or failure; return whether it succeeded."""
+    """Run the work and send its results or failure; return whether it succeeded."""
     shows = spec.share.plan.shows_displays(rank)
     own_keyboard = Keyboard(link, rank_file(spec.folder, rank, "input"))
     namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.run.origin.colors)
@@ -425,7 +457,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     try:
         loaded = payload.read(folder.payload)
         install(loaded.modules)
-        loaded.load_into(namespace)
+        work = loaded.load_into(namespace)
     except Exception as error:
         tracebacks.send(link, tracebacks.failure_of(error))
         return False
@@ -435,7 +467,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
     scope = Scope(namespace, loaded.kept)
     sender = _sender(folder, os.environ, link, spec, scope)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    result = shell.run(loaded.cell, loaded.sources)
+    result = shell.run(work, loaded.sources)
     if spec.share.plan.rehearse and link.is_own:
         link.send(_rehearsed())
     return _report(shell, result, link, sender, spec.share.plan.out, watch)
@@ -553,18 +585,19 @@ class _SessionCells:
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
             self._feeds.begin_cell(order.number, folder.path, settings)
-            loaded.load_into(self._namespace)
+            work = loaded.load_into(self._namespace)
         except Exception as error:
             tracebacks.send(link, tracebacks.failure_of(error))
             link.send(RankReported())
             return False
-        sets = self._assigned_by(loaded.cell) if order.takes_part else set()
+        sets = self._assigned_by(work) if order.takes_part else set()
         self._kept = (self._kept | loaded.kept) - sets
         scope = Scope(self._namespace, self._kept)
         sender = _sender(folder, self._environ, link, self._spec, scope)
         before = {name: id(value) for name, value in self._names().items()}
         if order.takes_part:
-            succeeded = self._run_and_report(loaded, sender, order)
+            result = shell.run(work, loaded.sources)
+            succeeded = _report(shell, result, link, sender, order.out, is_session=True)
         else:
             sender.send(shell.users_names(), order.out, value=None, failed=False)
             succeeded = True
@@ -576,19 +609,14 @@ class _SessionCells:
             flush()
         return succeeded
 
-    def _run_and_report(
-        self, loaded: payload.LoadedPayload, sender: results.ResultSender, order: CellOrder
-    ) -> bool:
-        result = self._shell.run(loaded.cell, loaded.sources)
-        return _report(self._shell, result, self._link, sender, order.out, is_session=True)
-
     def _names(self) -> dict[str, Any]:
         return users_names(self._shell.users_names())
 
-    def _assigned_by(self, cell: Cell) -> set[str]:
-        """Return the names that a cell's text assigns."""
-        with suppress(SyntaxError):  # reported when the cell runs
-            return assigned_names(self._shell.transform_cell(cell.source))
+    def _assigned_by(self, work: Work) -> set[str]:
+        """Return the names that a cell's text assigns; none for a function."""
+        if isinstance(work, CellWork):
+            with suppress(SyntaxError):  # reported when the cell runs
+                return assigned_names(self._shell.transform_cell(work.source))
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
@@ -719,7 +747,7 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
 class _CellCompiler(CachingCompiler):
     """A compiler that gives the cell the same file name as the notebook's kernel does."""
 
-    cell: Cell | None = None
+    cell: CellWork | None = None
     labels: Mapping[str, str] = {}
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
@@ -859,23 +887,50 @@ class RankShell(InteractiveShell):
         when_imported("hydra._internal.utils", _find_the_notebooks_folder)
         return main.__dict__
 
-    def run(self, cell: Cell, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the cell, and send the failure that ends it, if any, before returning."""
+    def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
+        """Run the work, and send the failure that ends it, if any, before returning."""
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
-        compiler.cell = cell
-        compiler.flags |= cell.compiler_flags
         compiler.labels = tracebacks.register_sources(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable
         # IPython warns about every SystemExit, but a cell may end by one, as a script may
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         self.failure = None
+        if isinstance(work, FunctionWork):
+            compiler.cell = None
+            return self._call(work)
+        compiler.cell = work
+        compiler.flags |= work.compiler_flags
         self.ast_transformers[:] = [
             *(it for it in self.ast_transformers if not isinstance(it, _LineShift)),
-            _LineShift(self, cell.lines_above),
+            _LineShift(self, work.lines_above),
         ]
-        return self.run_cell(cell.source, store_history=False)
+        return self.run_cell(work.source, store_history=False)
+
+    def _call(self, work: FunctionWork) -> ExecutionResult:
+        """Call a function with the same events, traps and tracebacks as `run_cell` has for a cell.
+
+        Tracebacks start at the function's own frame.
+        """
+        info = ExecutionInfo(work.raw, False, False, True, None)
+        result = ExecutionResult(info)
+        self.events.trigger("pre_execute")
+        self.events.trigger("pre_run_cell", info)
+        self.depth += 1
+        try:
+            with self.builtin_trap, self.display_trap:
+                self.last_value = work.function(*work.args, **work.kwargs)
+        except BaseException as error:  # as in a cell, whatever it is
+            assert error.__traceback__ is not None
+            result.error_in_exec = error.with_traceback(error.__traceback__.tb_next)
+            if not isinstance(error, bdb.BdbQuit):
+                self.showtraceback(tb_offset=0, running_compiled_code=True)
+        finally:
+            self.depth -= 1
+            self.events.trigger("post_execute")
+            self.events.trigger("post_run_cell", result)
+        return result
 
     def users_names(self) -> dict[str, Any]:
         """Return the names in the namespace that `bind` did not put there, with their values."""

@@ -1,4 +1,4 @@
-"""Return results from ranks to the notebook: variables of `--out` and the last expression's value.
+"""Return results from ranks to the notebook: variables of `--out` and the value of the work.
 
     <run folder>/results/<attempt>-<rank>-<number>     an archive of one value
 
@@ -12,7 +12,7 @@ run arbitrary code of its sender, so the notebook loads pickles only from truste
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from taas_magic.capture.culprit import culprit, refusal, type_name
 from taas_magic.capture.home import HomePickler, Scope
 from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
-from taas_magic.host.spec import HOST, VALUE
+from taas_magic.capture.work import VALUE
+from taas_magic.host.spec import HOST
 from taas_magic.messages import unpack
 from taas_magic.plan import ALL, is_from, name_of, split_name
 
@@ -44,7 +45,7 @@ class Received:
     """The results of a run, as the notebook received them.
 
     Attributes:
-        values: Values by name. The name of the last expression's value is `VALUE`.
+        values: Values by name. The name of the work's own value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
         notes: Notes for the user. A returned function may use a variable that differs between the
             cell and the notebook; a note then says that the function uses the notebook's value.
@@ -163,7 +164,7 @@ def _load(
             loaded = read_plain(mapped.pickle(), mapped.buffers)
         elif sources.untrusted_pool:
             why = _refusal(f"rank {rank}", sources.untrusted_pool)
-            received.missing |= {name: why for name in names if name != VALUE}
+            received.missing |= dict.fromkeys(names, why)
             return
         else:
             found = home.load(mapped.stream(), mapped.buffers, namespace, expected)
@@ -172,7 +173,7 @@ def _load(
         received.values |= {name: loaded[name] for name in names}
     except Exception as error:  # unpickling runs the user's code: anything may be raised
         why = f"it arrived, but loading it in the notebook raised {_error_text(error)}"
-        received.missing |= {name: why for name in names if name != VALUE}
+        received.missing |= dict.fromkeys(names, why)
 
 
 class _ResultPickler(HomePickler):
@@ -228,14 +229,14 @@ class ResultSender:
         self._host = environ.get(HOST, "?")
         self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         self._attempt = environ["TORCHELASTIC_RESTART_COUNT"]
-        self._failed = False
+        self._failed = self._needs_value = False
         self._written = 0
         self._missing: dict[str, str] = {}
 
     def send(
         self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
     ) -> None:
-        """Write this rank's results after the cell.
+        """Write this rank's results after the work.
 
         Every rank must call this, even if it sends nothing, because gathering a sharded value is a
         collective. A value that cannot be sent causes a note, and no exception.
@@ -243,18 +244,21 @@ class ResultSender:
         Args:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
-            value: Value of the last expression. If it cannot be pickled, it is silently left out.
-            failed: Whether the cell failed on this rank. Then nothing is gathered, because other
+            value: Value that the function returned, or value of the cell's last expression. Unless
+                `out` has `VALUE`, rank 0 sends it if it can be pickled, and else leaves it out
+                silently.
+            failed: Whether the work failed on this rank. Then nothing is gathered, because other
                 ranks may not take part, and there are no notes about missing values.
         """
-        self._failed = failed
+        names = [name_of(text) for text in out]
+        self._failed, self._needs_value = failed, VALUE in names
         sent = [text for text in out if is_from(text, self._rank, self._world_size)]
         mine = [name_of(text) for text in sent]
-        names = [name_of(text) for text in out]
-        there = {name: namespace[name] for name in names if name in namespace}
+        own = namespace if failed else {**namespace, VALUE: value}
+        there = {name: own[name] for name in names if name in own}
         sharded = {name: held for name, held in there.items() if is_sharded(held)}
         plain = {name: there[name] for name in mine if name in there and name not in sharded}
-        if self._rank == 0 and value is not None:
+        if self._rank == 0 and value is not None and not self._needs_value:
             plain[VALUE] = value
         for name in mine:
             if name not in there:
@@ -271,7 +275,7 @@ class ResultSender:
 
     def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
         if self._failed:
-            return f"rank {self._rank} had not set it when the cell failed"
+            return f"rank {self._rank} had not set it when the work failed"
         have = [name for name in namespace if not name.startswith("_")]
         more = f" and {len(have) - _LISTED} more" if len(have) > _LISTED else ""
         listed = ", ".join(have[-_LISTED:]) or "none"
@@ -279,10 +283,11 @@ class ResultSender:
 
     def _miss(self, name: str, why: str) -> None:
         """Record that a value cannot be sent, with the reason."""
-        if name != VALUE:
-            self._missing[name] = why
-            if not self._failed:
-                self._note(f"--out {name} could not be returned: {why}")
+        if name == VALUE and not self._needs_value:
+            return
+        self._missing[name] = why
+        if not self._failed:
+            self._note(f"{_shown([name])} could not be returned: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
         """Write values, and record those that cannot be written as missing."""
@@ -318,15 +323,15 @@ class ResultSender:
             for name in values:
                 self._miss(name, f"writing it raised {_error_text(error)}")
             return
-        for problem in pickler.problems.values() if values.keys() != {VALUE} else ():
+        is_required = self._needs_value or values.keys() != {VALUE}
+        for problem in pickler.problems.values() if is_required else ():
             self._note(problem)
         if pickler.unwrapped:
-            listed = ", ".join(name for name in values if name != VALUE)
-            self._note(f"--out {listed}: a DistributedDataParallel is returned as its `.module`")
+            self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value with all other ranks; write it if this rank keeps it."""
-        whole, why = None, "it is sharded, and the cell failed before it was gathered"
+        whole, why = None, "it is sharded, and the work failed before it was gathered"
         if not self._failed:
             try:
                 whole, why = _gather(value, keeps), ""
@@ -337,7 +342,9 @@ class ResultSender:
             self._miss(name, why)
         elif keeps:
             if _has_model(value):
-                self._note(f"--out {name}: a sharded model is returned as its full state_dict()")
+                self._note(
+                    f"{_shown([name])}: a sharded model is returned as its full state_dict()"
+                )
             self._put({name: whole})
 
     def _write(self, pickled: Pickled, about: ResultsHeader) -> None:
@@ -445,8 +452,15 @@ def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
     return [names for _, names in groups]
 
 
+def _shown(names: Iterable[str]) -> str:
+    """Return the names of results as the user sees them, such as "--out a, b"."""
+    listed = ", ".join(name for name in names if name != VALUE)
+    return f"--out {listed}" if listed else "run.result"
+
+
 def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exception) -> str:
     """Return the reason why a value cannot be pickled, and what to send instead."""
+    name = "run.result" if name == VALUE else name
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)

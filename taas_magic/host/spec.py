@@ -71,12 +71,6 @@ REACH = "TAAS_REACH"
 Ranks connect to it. The variable is not set if the run has no such address.
 """
 
-VALUE = "<value>"
-"""Key of the last expression's value among a run's results. No variable can have this name."""
-
-RETURNED = "__taas_returned"
-"""Variable of a rank that holds the value that the function of `taas.run` returned."""
-
 
 def topic(owner: str) -> str:
     """Return the Dask topic for the events of a kernel's runs. Each event carries its run's id.

@@ -7,7 +7,6 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -68,18 +67,15 @@ class _NotComparedError(Exception):
     """Raised for a value with an element that cannot be compared."""
 
 
-def describe(namespace: Mapping[str, Any]) -> Any:
-    """Return a `Variable`, as plain data, for each name of the user.
+def describe() -> Any:
+    """Return a `Variable`, as plain data, for each of the user's variables of this rank.
 
     Modules, functions and classes are left out, and names that begin with an underscore.
-
-    Args:
-        namespace: The rank's variables.
     """
     return msgspec.to_builtins(
         {
             name: _described(value)
-            for name, value in list(namespace.items())
+            for name, value in list(vars(sys.modules["__main__"]).items())
             if not name.startswith("_")
             and name not in _SHELLS_OWN
             and not isinstance(value, _LEFT_OUT)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic_arguments import MagicArgumentParser
 
+from taas_magic.capture.work import VALUE
 from taas_magic.config import LOCAL, Config, DataConfig, closest, parse_size
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
@@ -161,7 +162,8 @@ def names(text: str) -> tuple[str, ...]:
     `plan.split_name` describes the form of one entry.
     """
     listed = tuple(name.strip() for name in text.split(","))
-    if len({name_of(name) for name in listed}) < len(listed):
+    variables = {name_of(name) for name in listed}
+    if len(variables) < len(listed) or VALUE in variables:
         raise ValueError(text)
     return listed
 

@@ -5,8 +5,6 @@ In a script, `run` creates a shell whose variables are those of the script's `__
 the functions of a script reach the ranks in the same way as the functions of a notebook.
 """
 
-import functools
-import itertools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
+from msgspec import structs
 from traitlets.config import Config as ShellConfig
 
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work, function_name
 from taas_magic.config import Config, load_config
 from taas_magic.errors import RunError, UsageError
-from taas_magic.host.spec import RETURNED
 from taas_magic.notebook import flags, launch, rehearsal
-from taas_magic.notebook.options import name_of, refuse_shared_names
+from taas_magic.notebook.options import refuse_shared_names
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
-_CALL = "__taas_call"
-_numbers = itertools.count()
 _of_script: InteractiveShell | None = None
 """The shell that was created for a script."""
 
@@ -98,32 +94,41 @@ def run(
         "pool": pool,
         "data_pool": data_pool,
         "prefill": prefill,
+        "out": out or None,
         "name": name,
         "max_restarts": max_restarts,
         "timeout": timeout,
         "profile": profile,
+        "env": env,
         "logs": logs,
+        "gather": gather or None,
     }
     given = {option: value for option, value in options.items() if value is not None}
-    also = {"out": out, "env": env, "gather": gather or None}
-    names = {*given, *(option for option, value in also.items() if value is not None)}
-    refuse_shared_names("taas.run", function, names)
+    refuse_shared_names("taas.run", function, given.keys())
     shell, settings = _shell(), load_config(Path.cwd())
-    words = [word for option, value in given.items() for word in _flag(option, str(value))]
-    words += [word for key, value in (env or {}).items() for word in ("--env", f"{key}={value}")]
-    wanted = [out] if isinstance(out, str) else list(out or ())
-    words += ["--out", ",".join([*wanted, f"{RETURNED}@all" if gather else RETURNED])]
+    asked = _flags(given, settings)
+    work = FunctionWork(function, args, kwargs, f"taas.run({function_name(function)}, ...)")
+    return _execute(asked, work, shell, settings)
+
+
+def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
+    """Return the flags for options of `run`. The value of the function is a result, too.
+
+    Raises:
+        UsageError: An option has an impossible value.
+    """
+    words: list[str] = []
+    for option, value in options.items():
+        flag = f"--{option.replace('_', '-')}"
+        if option == "env":
+            words += [word for key, text in value.items() for word in (flag, f"{key}={text}")]
+        elif option == "out":
+            words += [flag, value if isinstance(value, str) else ",".join(value)]
+        elif option != "gather":
+            words += [flag, str(value)]
     asked = flags.parse(shlex.join(words), settings)
-    call = f"{_CALL}_{next(_numbers)}"
-    text = f"taas.run({name_of(function)}, ...)"
-    cell = Cell(f"{RETURNED} = {call}()", f"<{text}>", text, title=text)
-    variables = shell.user_ns
-    variables[call] = functools.partial(function, *args, **kwargs)
-    try:
-        return _execute(asked, cell, shell, settings)
-    finally:
-        for name_in_notebook in (call, RETURNED):
-            variables.pop(name_in_notebook, None)
+    returned = VALUES if "gather" in options else VALUE
+    return structs.replace(asked, out=(*asked.out, returned))
 
 
 def run_script(words: Sequence[str]) -> None:
@@ -147,30 +152,25 @@ def run_script(words: Sequence[str]) -> None:
     shell, settings = _shell(), load_config(Path.cwd())
     asked = flags.parse(shlex.join(words[:at]), settings)
     text = f"%run {shlex.join(words[at:])}"
-    cell = Cell(text, f"<{text}>", text, title=text)
+    cell = CellWork(text, f"<{text}>", text, title=text)
     if asked.dry_run:
         sys.stdout.write(launch.dry_run_text(asked, cell, shell, settings) + "\n")
         return
     _execute(asked, cell, shell, settings)
 
 
-def _execute(asked: Flags, cell: Cell, shell: InteractiveShell, settings: Config) -> "Run":
-    """Run a cell on ranks; in a script, print the rank's traceback if the run fails.
+def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":
+    """Run a cell or a function on ranks; in a script, print the rank's traceback if the run fails.
 
     A notebook shows the traceback with the exception (`RunError._render_traceback_`).
     """
     begin = rehearsal.rehearse if asked.rehearse else launch.execute
     try:
-        return begin(asked, cell, shell, settings)
+        return begin(asked, work, shell, settings)
     except RunError as error:
         if shell is _of_script:
             sys.stderr.write("".join(f"{line}\n" for line in error.details))
         raise
-
-
-def _flag(option: str, value: str) -> tuple[str, str]:
-    """Return the two words of a `%%taas` line that set an option to a value."""
-    return f"--{option.replace('_', '-')}", value
 
 
 def _shell() -> InteractiveShell:

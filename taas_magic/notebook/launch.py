@@ -1,10 +1,10 @@
-"""Run a cell on ranks from start to end; with `--dry-run`, describe what would run."""
+"""Run a cell or a function on ranks; with `--dry-run`, describe what would run."""
 
 import linecache
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from taas_magic import registry
 from taas_magic.capture import modules, payload, process_state
 from taas_magic.capture.known import RankNames
 from taas_magic.capture.names import unknown_result
-from taas_magic.capture.payload import Cell, CellSource, Payload
+from taas_magic.capture.payload import CellSource, Payload
+from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
 from taas_magic.config import Config, size_text
 from taas_magic.data import service
 from taas_magic.display.head import RunState
@@ -62,25 +63,23 @@ NO_LOADER_SENT = (
     "again a loader that they have"
 )
 
-_ASKED = "__taas_asked"
-"""The variable that holds the result of `call_on_ranks` on each rank."""
-
 _told: set[str] = set()
 
 
-def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> Run:
-    """Run a cell on the ranks of a pool. Block until the run has ended and its end is shown.
+def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
+    """Run a cell or a function on the ranks of a pool.
 
-    The flags, the cell and all objects that it uses are checked before anything is started.
+    Block until the run has ended and its end is shown. The flags, the work and all objects that it
+    uses are checked before anything is started.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
         StoreError: The project store is not usable, or another run writes to it.
         CellSyntaxError: The cell is not valid Python.
-        CaptureError: The cell uses an object that cannot be pickled for the ranks.
+        CaptureError: The work uses an object that cannot be pickled for the ranks.
         ResultError: The run succeeded, but not all variables of `--out` could be returned.
         PoolError: The pool could not be started.
-        RunError: The cell failed on a rank.
+        RunError: The work failed on a rank.
         KeyboardInterrupt: The user interrupted the run.
     """
     session, asked = sessions.for_cell(flags), flags
@@ -96,7 +95,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     assert plan.store is not None
     store.prepare(plan.store)
     names = session.names if session is not None else None
-    captured = capture_cell(cell, shell, config, known=names, send=flags.send)
+    captured = capture_work(work, shell, config, known=names, send=flags.send)
     if problem := out_problem(flags, captured, shell, names):
         raise UsageError(problem)
     if captured.choice is not None:
@@ -104,7 +103,7 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
     if session is not None:
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
-    differences = (*modules.differences(captured.modules, cell.source), *captured.notes)
+    differences = (*modules.differences(captured.modules, captured.work.source), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
     driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
@@ -121,21 +120,23 @@ def execute(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config)
     return driver.run
 
 
-def capture_cell(cell: Cell, shell: "InteractiveShell", config: Config, **options: Any) -> Payload:
-    """Find and pickle the notebook objects that a cell uses.
+def capture_work(work: Work, shell: "InteractiveShell", config: Config, **options: Any) -> Payload:
+    """Find and pickle the notebook objects that a cell or a function uses.
 
     Args:
         options: Further arguments of `payload.capture`.
 
     Raises:
-        CaptureError: The cell uses an object that cannot be pickled for the ranks.
+        CaptureError: The work uses an object that cannot be pickled for the ranks.
         CellSyntaxError: The cell is not valid Python.
     """
     try:
         settings = capture_settings(shell, config)
-        return payload.capture(cell, shell.user_ns, **settings, **options)
+        return payload.capture(work, shell.user_ns, **settings, **options)
     except SyntaxError as error:
-        raise _cell_syntax_error(error, cell) from None
+        if not isinstance(work, CellWork):
+            raise
+        raise _cell_syntax_error(error, work) from None
 
 
 def prepare_run(
@@ -216,7 +217,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     Raises:
         PoolError: The state folder is not writable.
     """
-    folder = RunFolder.create(plan.run_id, plan, captured.cell.raw)
+    folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
     # TLS is needed if batches cross between hosts on a network that others can use, too
     needs_tls = plan.data is not None and plan.data.crosses
     if plan.data is not None and needs_tls:
@@ -247,7 +248,7 @@ def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     return news
 
 
-def _cell_syntax_error(error: SyntaxError, cell: Cell) -> CellSyntaxError:
+def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     """Return a syntax error whose line number counts from the top of the notebook's cell."""
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
@@ -343,12 +344,9 @@ def start_session(
 
 
 def call_on_ranks(
-    session: Session, call: str, shell: "InteractiveShell", config: Config
+    session: Session, function: Callable[[], Any], shell: "InteractiveShell", config: Config
 ) -> list[Any]:
-    """Call a function of `host.variables` on each rank of a session.
-
-    Args:
-        call: The call as source code, such as "memory()". `globals()` are the rank's variables.
+    """Call a function without arguments on each rank of a session.
 
     Returns:
         The result of each rank, in the order of the ranks.
@@ -358,28 +356,24 @@ def call_on_ranks(
         RunError: The call failed.
         KeyboardInterrupt: The user interrupted the call.
     """
-    source = f"from taas_magic.host import variables as __taas_module\n{_ASKED} = "
-    source += f"__taas_module.{call}"
-    flags = session.complete(structs.replace(session.flags, out=(f"{_ASKED}@all",)))
-    cell = Cell(source, "<%taas>", source)
+    work = FunctionWork(function, raw=f"{function.__name__}()")
+    flags = session.complete(structs.replace(session.flags, out=(VALUES,)))
     pool = pools.named(flags.pool, config)
     plan = session.begin_cell(plan_of(flags, pool, config))
     plan = structs.replace(plan, hang_s=0.0, out=flags.out, ranks=())
     settings = capture_settings(shell, config)
-    captured = payload.capture(cell, {}, known=session.names, **settings)
+    captured = payload.capture(work, {}, known=session.names, **settings)
     driver, spec = prepare_run(
         plan, captured, pool, shell, config, session=session, reads_only=True
     )
     driver.listener = session.record_event
-    found: dict[str, Any] = {}
     try:
         carry_out(driver, spec, pool, config, session=session, is_shown=False)
-        driver.conclude(found)
+        driver.conclude({})
+        return driver.run.results
     finally:
         session.end_cell(captured, counts=False)
         spec.folder.discard()
-    values: list[Any] = found[_ASKED]
-    return values
 
 
 def debug(session: Session, rank: int | None, shell: "InteractiveShell", config: Config) -> None:
@@ -404,7 +398,7 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
         )
     flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
     title = f"%taas debug {session.name} --rank {chosen}"
-    execute(flags, Cell("%debug", f"<{title}>", "%debug", title=title), shell, config)
+    execute(flags, CellWork("%debug", f"<{title}>", "%debug", title=title), shell, config)
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
@@ -533,9 +527,10 @@ def out_problem(
     Args:
         known: Names that the ranks of the cell's session have. None without a session.
     """
-    python = shell.transform_cell(captured.cell.source)
+    asked = [name for name in map(name_of, flags.out) if name != VALUE]
+    python = shell.transform_cell(captured.work.source)
     names = {value.name for value in captured.captured} | (known.all if known else set())
-    return unknown_result([name_of(text) for text in flags.out], python, names, shell.user_ns)
+    return unknown_result(asked, python, names, shell.user_ns)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
@@ -581,7 +576,7 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
     )
 
 
-def dry_run_text(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> str:
+def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: what `execute` would do, and why it would fail.
 
     The text lists the plan, the values that would be sent, each with the reason, and the problems.
@@ -595,7 +590,7 @@ def dry_run_text(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Co
     problems: list[str] = []
     travels: list[str] = []
     try:
-        captured = payload.capture(cell, shell.user_ns, problems=problems, **settings)
+        captured = payload.capture(work, shell.user_ns, problems=problems, **settings)
     except CaptureError as error:  # a module of the project is not readable
         problems.append(str(error))
     else:

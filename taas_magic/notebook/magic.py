@@ -48,7 +48,7 @@ from taas_magic.notebook.flags import (
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from taas_magic.capture.payload import Cell
+    from taas_magic.capture.work import CellWork
 
 
 @magics_class
@@ -152,12 +152,13 @@ class TaasMagics(Magics):
         elif shown:
             _print_line(shown)
 
-    def _cell(self, line: str, body: str) -> "Cell":
-        from taas_magic.capture.payload import Cell, cell_number
+    def _cell(self, line: str, body: str) -> "CellWork":
+        from taas_magic.capture.payload import cell_number
+        from taas_magic.capture.work import CellWork
 
         raw, offset = locate(self._raw_cell, line, body)
         filename = self._compile_name(raw)
-        return Cell(
+        return CellWork(
             source=body,
             filename=filename,
             raw=raw,
@@ -505,22 +506,22 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _sessions(words: Sequence[str], settings: Config) -> str:
     from msgspec import convert
 
-    from taas_magic.host.variables import RankMemory
+    from taas_magic.host.variables import RankMemory, memory
     from taas_magic.notebook import launch, sessions
 
     _optional_word("sessions", words, most=0)
     rows = [("session", "pool", "ranks", "hosts", "memory", "GPU memory", "idle")]
     for session in sessions.live():
         assert session.plan is not None
-        hosts, memory, gpu = "?", "?", "?"
+        hosts, rss, gpu = "?", "?", "?"
         with contextlib.suppress(PoolError):  # raised while the session runs a cell
-            asked = launch.call_on_ranks(session, "memory()", _shell(), settings)
+            asked = launch.call_on_ranks(session, memory, _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
-            memory = size_text(sum(rank.rss_bytes for rank in ranks))
+            rss = size_text(sum(rank.rss_bytes for rank in ranks))
             of_gpus = [rank.gpu_bytes for rank in ranks if rank.gpu_bytes is not None]
             gpu = size_text(sum(of_gpus)) if of_gpus else "none"
-        about = (session.plan.pool, str(session.plan.world_size), hosts, memory, gpu)
+        about = (session.plan.pool, str(session.plan.world_size), hosts, rss, gpu)
         rows.append((session.name, *about, duration(session.idle_s)))
     for run, first in sessions.left_sessions():
         about = (run.pool, str(run.world_size), "?", "?", "?")
@@ -532,11 +533,11 @@ def _vars(words: Sequence[str], settings: Config) -> str:
     from msgspec import convert
 
     from taas_magic.display.variables import variable_rows
-    from taas_magic.host.variables import Variable
+    from taas_magic.host.variables import Variable, describe
     from taas_magic.notebook import launch, sessions
 
     session = sessions.named(_optional_word("vars", words))
-    asked = launch.call_on_ranks(session, "describe(globals())", _shell(), settings)
+    asked = launch.call_on_ranks(session, describe, _shell(), settings)
     rows = variable_rows([convert(each, dict[str, Variable]) for each in asked])
     return "\n".join(columns(rows)) if rows[1:] else f"session {session.name} has no variables"
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+from taas_magic.capture.work import function_name
 from taas_magic.errors import UsageError
 
 
@@ -27,12 +28,7 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
     names -= set(getattr(function, "keywords", ()))
     if shared := sorted(names & set(given)):
         raise UsageError(
-            f"{name_of(function)} has a parameter `{shared[0]}`, but {what} has an option of the "
-            "same name. To set the parameter, pass functools.partial(function, "
+            f"{function_name(function)} has a parameter `{shared[0]}`, but {what} has an option of "
+            "the same name. To set the parameter, pass functools.partial(function, "
             f"{shared[0]}=...) instead of the function"
         )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for messages."""
-    return getattr(function, "__name__", type(function).__name__)

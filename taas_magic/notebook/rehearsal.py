@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from taas_magic.capture.payload import Captured, Cell, Payload
+from taas_magic.capture.payload import Captured, Payload
+from taas_magic.capture.work import Work
 from taas_magic.config import LOCAL, Config, PoolConfig, size_text
 from taas_magic.display.head import duration
 from taas_magic.errors import CaptureError, PoolError, StoreError, UsageError
@@ -87,7 +88,7 @@ class Findings:
         return [*self.problems, *of_hosts]
 
 
-def rehearse(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config) -> "Run":
+def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> "Run":
     """Rehearse a cell, and print the report. Block until the rehearsed run has ended.
 
     Raises:
@@ -101,7 +102,7 @@ def rehearse(flags: Flags, cell: Cell, shell: "InteractiveShell", config: Config
         KeyboardInterrupt: The user interrupted the rehearsal.
     """
     found, refused = Findings(flags), list[str]()
-    captured = launch.capture_cell(cell, shell, config, problems=refused)
+    captured = launch.capture_work(work, shell, config, problems=refused)
     if problem := launch.out_problem(flags, captured, shell):
         raise UsageError(problem)
     found.captured, found.travels_bytes = captured.captured, captured.size_bytes

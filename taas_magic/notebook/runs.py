@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 
 from taas_magic import messages
+from taas_magic.capture.work import VALUE, VALUES
 from taas_magic.display.failure import cause_of, headline, to_exception, with_labels
 from taas_magic.display.head import COLOURS, RunState, duration
 from taas_magic.display.replay import Replay
 from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results as returned
-from taas_magic.host.spec import RETURNED, VALUE
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics, timeline
 from taas_magic.journal.analysis import Flow, advice, draw
@@ -179,12 +179,12 @@ class Run:
     def out(self) -> dict[str, Any]:
         """Variables that `--out` returned, also from a failed run. They are loaded only once."""
         values = self._results().values
-        return {name: values[name] for name in values if name not in (VALUE, RETURNED)}
+        return {name: values[name] for name in values if name != VALUE}
 
     @property
     def missing(self) -> dict[str, str]:
         """Names of `--out` that were not returned, each with the reason."""
-        return self._results().missing
+        return {name: why for name, why in self._results().missing.items() if name != VALUE}
 
     @property
     def result(self) -> Any:
@@ -192,16 +192,14 @@ class Run:
 
         For a run that `taas.run` started: the value that the function returned on rank 0.
         """
-        if f"{RETURNED}@all" in self.plan.out:
+        if VALUES in self.plan.out:
             return self.results[0] if self.results else None
-        values = self._results().values
-        return values.get(RETURNED, values.get(VALUE))
+        return self._results().values.get(VALUE)
 
     @property
     def results(self) -> list[Any]:
         """Values that the function of `taas.run(..., gather=True)` returned, by rank; else []."""
-        is_gathered = f"{RETURNED}@all" in self.plan.out
-        found: list[Any] = self._results().values.get(RETURNED, []) if is_gathered else []
+        found: list[Any] = self._results().values.get(VALUE, []) if VALUES in self.plan.out else []
         return found
 
     @property
@@ -324,16 +322,14 @@ class Run:
                 RunEnded(state=head.state, first=first, failures=failures, why=head.why)
             )
             raise raised from cause_of(head.first, _names_of_notebook())
-        if self.missing:
+        if missing := self._results().missing:
             came = f"; these were returned: {names}" if names else ""
-            lines = [f"    {name}: {why}" for name, why in self.missing.items()]
             what = "some names of --out could not be returned"
-            if RETURNED in self.missing:
+            if VALUE in missing:
                 what = "the value of the function could not be returned"
-            text = f"run {self.run_id} succeeded, but {what}{came}\n"
-            # the user did not choose the variable's name
-            text += "\n".join(lines).replace(RETURNED, "value of the function")
-            raise ResultError(text)
+            shown = {"run.result" if name == VALUE else name: why for name, why in missing.items()}
+            lines = [f"    {name}: {why}" for name, why in shown.items()]
+            raise ResultError(f"run {self.run_id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
         """Return the end of a run whose owner disappeared without recording it, else None."""

@@ -22,7 +22,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from taas_magic.capture import culprit, payload
-from taas_magic.capture.payload import Cell, CellSource, Payload
+from taas_magic.capture.payload import CellSource, Payload
+from taas_magic.capture.work import CellWork
 from taas_magic.errors import CaptureError
 from tests.harness import without_pytests_filter
 
@@ -36,7 +37,7 @@ main = types.ModuleType("__main__")
 sys.modules["__main__"] = main
 loaded = payload.read(Path(sys.argv[1]))
 loaded.load_into(main.__dict__)
-exec(compile(loaded.cell.source, loaded.cell.filename, "exec"), main.__dict__)
+exec(compile(loaded.work.source, loaded.work.filename, "exec"), main.__dict__)
 print(json.dumps(main.__dict__["out"]))
 """
 
@@ -75,9 +76,9 @@ class Notebook:
         settings = {**self._arguments(limit_bytes), "problems": problems}
         return payload.capture(cell, self.namespace, **settings), problems
 
-    def cell(self, source: str) -> Cell:
+    def cell(self, source: str) -> CellWork:
         source = textwrap.dedent(source)
-        return Cell(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
+        return CellWork(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
 
     def in_rank(self, source: str, **environment: str) -> Any:
         """Return what the captured cell leaves in `out`, as JSON."""
@@ -354,7 +355,8 @@ def test_traceback_sources_of_captured_functions(notebook: Notebook) -> None:
     notebook.run("def fail(): raise ValueError('no')")
     made = notebook.capture("fail()")
     assert made.sources["/tmp/ipykernel_1/1.py"].label == "Cell In[1]"
-    assert made.sources[made.cell.filename] == CellSource(made.cell.raw, "Cell In[7]")
+    assert isinstance(made.work, CellWork)
+    assert made.sources[made.work.filename] == CellSource(made.work.raw, "Cell In[7]")
 
 
 def test_what_the_cell_does_not_use_is_never_touched(notebook: Notebook) -> None:
@@ -499,7 +501,7 @@ def test_reading_the_header_unpickles_nothing(notebook: Notebook, tmp_path: Path
     payload.write(notebook.capture("loud"), tmp_path / "payload")
     loaded = payload.read(tmp_path / "payload")
     assert [captured.name for captured in loaded.captured] == ["Loud", "loud"]
-    assert loaded.cell.line_offset == 1
+    assert isinstance(loaded.work, CellWork) and loaded.work.line_offset == 1
 
 
 MEMORY_RANK = """

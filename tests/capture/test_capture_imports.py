@@ -8,7 +8,7 @@ import pytest
 
 from taas_magic.capture import payload
 from taas_magic.capture.modules import ModuleSource, imported, needed_modules
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import CellWork
 
 GUARDED = """
 import os, aa.b as x
@@ -72,7 +72,7 @@ def test_a_module_that_was_made_at_run_time_is_not_asked_for(
 def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
     exec("import yaml\ndef f():\n    import psutil\n    return yaml", namespace)
-    cell = Cell("import click\nf()", "<cell>", "import click\nf()")
+    cell = CellWork("import click\nf()", "<cell>", "import click\nf()")
     made = payload.capture(
         cell,
         namespace,

@@ -12,10 +12,10 @@ from msgspec import structs
 from taas_magic.capture import pickling
 from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter
+from taas_magic.capture.work import VALUE
 from taas_magic.config import Config
 from taas_magic.errors import RankFailed, ResultError, UsageError
 from taas_magic.host.results import ResultsHeader, Sources, receive
-from taas_magic.host.spec import VALUE
 from taas_magic.notebook import pools
 from tests.harness import Notebook
 

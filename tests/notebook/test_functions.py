@@ -44,7 +44,6 @@ def test_a_function_of_the_notebook_runs_on_ranks(notebook: Notebook) -> None:
     assert value(notebook, "run.result") == (10.0, 0.5, "Model", "a b")
     assert value(notebook, "run.state, run.world_size, run.name") == ("SUCCEEDED", 2, "first try")
     assert value(notebook, "run.out, run.results") == ({}, [])
-    assert not [name for name in notebook.shell.user_ns if name.startswith("__taas")]
     assert "rank 1 of 2: 3 steps" in value(notebook, "run.logs(rank=1)")
 
 
@@ -60,23 +59,70 @@ run = taas.run(number, gpus=3, gather=True, out="count")""")
     assert value(notebook, "count") == 5
 
 
-def test_an_exception_on_a_rank_is_raised(notebook: Notebook) -> None:
-    notebook.define("import os, taas")
-    notebook.define("def fail():\n    if os.environ['RANK'] == '1':\n        1 / 0")
+def test_a_failing_functions_traceback_is_the_functions_own(notebook: Notebook) -> None:
+    (notebook.project / "beside.py").write_text("def halve(n):\n    return 1 / n\n")
+    notebook.define("import os, taas\nfrom beside import halve")
+    notebook.define("def fail():\n    if os.environ['RANK'] == '1':\n        halve(0)")
+    own = ("taas_magic/", "taas.run(")
     with pytest.raises(RankFailed, match="division by zero") as caught:
         notebook.define("taas.run(fail, gpus=2)")
     shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
-    assert "taas.run(fail, ...)" in shown and re.search(r"Cell In\[\d+\], line 3", shown)
-    assert not [name for name in notebook.shell.user_ns if name.startswith("__taas")]
+    assert re.search(r"Cell In\[2\], line 3, in fail.*beside.py:2, in halve", shown, re.DOTALL)
+    assert not any(text in shown.partition("full log")[0] for text in own)
+    with pytest.raises(RankFailed, match="invalid literal") as caught:
+        notebook.define("taas.run(int, 'x', gpus=1)")  # which has no frame of its own
+    shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "ValueError: invalid literal" in shown
+    assert not any(text in shown.partition("full log")[0] for text in own)
+    with pytest.raises(RankFailed, match="SystemExit: 3"):
+        notebook.define("taas.run(os.sys.exit, 3, gpus=1)")
+    notebook.define("run = taas.run(os.sys.exit, 0, gpus=1)")
+    assert value(notebook, "run.state, run.result") == ("SUCCEEDED", None)
+
+
+WORLD = """
+import multiprocessing, sys, taas
+import matplotlib.pyplot as plt
+from IPython.display import display
+numbers = [1, 2]
+class Item:
+    def __init__(self, n): self.n = n
+def square(item): return item.n ** 2
+def world(world, same, *, ends):
+    "Return what the function finds around it."
+    global seen
+    seen = len(world)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        squares = pool.map(square, [Item(3), Item(4)])
+    plt.plot([1, 2])
+    display("a text that is shown")
+    names = vars(sys.modules["__main__"])
+    planted = sorted(n for n in names if "_taas" in n)
+    return squares, same is numbers, ends.__globals__ is names, planted
+"""
+
+
+def test_a_function_finds_what_a_cell_finds(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook.define(WORLD)
+    notebook.define("run = taas.run(world, 'ab', numbers, ends=lambda: seen, gpus=1, out='seen')")
+    assert value(notebook, "run.result, run.out") == (([9, 16], True, True, []), {"seen": 2})
+    assert not [name for name in notebook.shell.user_ns if "_taas" in name]
+    assert value(notebook, "(run.path / 'cell.py').read_text()") == "taas.run(world, ...)"
+    shown = capsys.readouterr().out
+    assert "a text that is shown" in shown and "<Figure size" in shown
 
 
 def test_a_returned_value_that_cannot_be_pickled_is_an_error(notebook: Notebook) -> None:
     notebook.define("import threading, taas")
     with pytest.raises(
-        ResultError, match=r"the value of the function could not be.*\n.*lock"
+        ResultError, match=r"the value of the function could not be.*\n +run.result: .*lock"
     ) as it:
         notebook.define("taas.run(threading.Lock, gpus=1)")
-    assert "__taas" not in str(it.value) and "--out" not in str(it.value)
+    assert "<value>" not in str(it.value) and "--out" not in str(it.value)
+    with pytest.raises(UsageError, match="--out"):
+        notebook.define("taas.run(max, 1, gpus=1, out='<value>')")
 
 
 def test_a_registered_loader_is_an_argument(notebook: Notebook) -> None:

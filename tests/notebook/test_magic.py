@@ -15,7 +15,7 @@ from traitlets.config import Config as ShellConfig
 
 import taas
 import taas_magic.notebook
-from taas_magic.capture.payload import Cell
+from taas_magic.capture.work import CellWork
 from taas_magic.config import Config
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
@@ -36,11 +36,13 @@ class FakeLaunch(ModuleType):
         self.last_run: Any = None
         self.asked: list[tuple[Any, ...]] = []
 
-    def execute(self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config) -> None:
+    def execute(
+        self, flags: Flags, cell: CellWork, shell: InteractiveShell, config: Config
+    ) -> None:
         self.asked.append(("execute", flags, cell))
 
     def dry_run_text(
-        self, flags: Flags, cell: Cell, shell: InteractiveShell, config: Config
+        self, flags: Flags, cell: CellWork, shell: InteractiveShell, config: Config
     ) -> str:
         return f"{flags.gpus} ranks"
 
@@ -105,9 +107,9 @@ def run(shell: InteractiveShell, cell: str) -> Exception | None:
     return error
 
 
-def asked_cell(launch: FakeLaunch) -> Cell:
+def asked_cell(launch: FakeLaunch) -> CellWork:
     cell = launch.asked[-1][2]
-    assert isinstance(cell, Cell)
+    assert isinstance(cell, CellWork)
     return cell
 
 

@@ -1,8 +1,9 @@
 """Whole user programs of tests/programs: each gives in cells what it gives under torchrun.
 
 A program is a plain Python file that `# %%` lines divide into cells. A cell that begins with
-`# %% taas` runs on two ranks, with the flags that stand there; the others run in the notebook. What
-torchrun gives is recorded with the versions of all libraries (`rig/torchrun.py`).
+`# %% taas` runs on two ranks, with the flags that stand there; the others run in the notebook. Some
+programs also run with each such cell as the body of a function that `taas.run` calls. What torchrun
+gives is recorded with the versions of all libraries (`rig/torchrun.py`).
 """
 
 import json
@@ -35,6 +36,7 @@ from tests.rig.torchrun import (
 
 SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
+CALLED = ("ddp_checkpoint", "imagenet", "loader_workers", "process_pools", "rpc", "tensor_parallel")
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Programs that use what older versions of torch do not have."""
 
@@ -87,6 +89,15 @@ class Cell:
         before, guard, after = self.source.partition(GUARD)
         return Cell(self.marker, before + textwrap.dedent(after)) if guard else self
 
+    def called(self) -> "Cell":
+        """Return a cell that calls this cell's text as a function, if the text runs on ranks."""
+        if not self.marker:
+            return self
+        options = f"gpus=2, timeout={HANGS_AFTER_S}, env={{'OMP_NUM_THREADS': '1'}}"
+        body = textwrap.indent(self.source, "    ")
+        call = f"import taas\nrun = taas.run(program, {options})"
+        return Cell("", f"def program():\n{body}\n{call}")
+
 
 def cells_of(name: str) -> list[Cell]:
     text = (PROGRAMS / f"{name}.py").read_text()
@@ -138,6 +149,12 @@ def test_a_cell_spawns_processes_without_a_guard(name: str, frontend: Frontend) 
     assert any(GUARD in cell.source for cell in cells)
     unguarded = [cell.unguarded() for cell in cells]
     check(run_cells(frontend, unguarded), PROGRAMS / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_program_gives_in_functions_what_torchrun_gives(name: str, frontend: Frontend) -> None:
+    called = [cell.called() for cell in cells_of(name)]
+    check(run_cells(frontend, called), PROGRAMS / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", PASTED)

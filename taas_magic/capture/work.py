@@ -1,0 +1,123 @@
+"""The work of a run: a cell of the notebook, or a call of a function.
+
+The kernel captures the work (`capture/payload.py`), and each rank runs it (`host/rank.py`). A cell
+is a text that runs in a namespace. A function is called with its arguments, and the value that it
+returns is the result of the run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+VALUE = "<value>"
+"""Name of the work's own value among the results of a run; no variable can have this name.
+
+It is the value that the function returned, or the value of the cell's last expression. If `--out`
+of a run contains this name, the value is required, as that of any other name in `--out`.
+"""
+
+VALUES = f"{VALUE}@all"
+"""Entry of `--out` that requires the work's own value of every rank."""
+
+
+class CellWork(Struct, frozen=True, tag="cell"):
+    """A notebook cell as it runs on the ranks.
+
+    Attributes:
+        source: Text that runs, without the `%%taas` line; may contain IPython syntax.
+        filename: File name under which the kernel compiles this cell.
+        raw: Whole text of the cell, as the user sees it.
+        line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
+        execution_count: Number of the cell in the notebook; None if it has none yet.
+        compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
+        title: Name in tracebacks of a cell that is not in the notebook; "" for a notebook's cell.
+    """
+
+    source: str
+    filename: str
+    raw: str
+    line_offset: int = 0
+    execution_count: int | None = None
+    compiler_flags: int = 0
+    title: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name of the cell in tracebacks, such as `Cell In[5]`."""
+        return self.title or f"Cell In[{self.execution_count or '?'}]"
+
+    @property
+    def lines_above(self) -> int:
+        """Number of lines of `raw` above the first line of code.
+
+        IPython drops empty lines at the start of `source`.
+        """
+        dropped = self.source[: len(self.source) - len(self.source.lstrip())]
+        return self.line_offset + dropped.count("\n")
+
+
+class CallShape(Struct, frozen=True, tag="function"):
+    """The description of a function call, without the function and the arguments.
+
+    Attributes:
+        raw: The call as the user sees it, such as "taas.run(train, ...)".
+        n_args: Number of positional arguments.
+        names: Names of the keyword arguments.
+    """
+
+    raw: str
+    n_args: int
+    names: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """Text that runs on the ranks: none."""
+        return ""
+
+    def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
+        """Return the call.
+
+        Args:
+            function: The function.
+            values: Iterator whose next values are the positional and then the keyword arguments.
+        """
+        args = tuple(next(values) for _ in range(self.n_args))
+        kwargs = {name: next(values) for name in self.names}
+        return FunctionWork(function, args, kwargs, self.raw)
+
+
+@dataclass(frozen=True)
+class FunctionWork:
+    """A call of a function.
+
+    Attributes:
+        function: The function, or any other callable.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        raw: The call as the user sees it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    raw: str = ""
+
+    @property
+    def shape(self) -> CallShape:
+        """Description of the call."""
+        return CallShape(self.raw, len(self.args), tuple(self.kwargs))
+
+    def arguments(self) -> Iterator[tuple[str, Any]]:
+        """Yield each argument with its name for messages, in the order of `CallShape.filled`."""
+        yield from ((f"argument {at}", value) for at, value in enumerate(self.args, 1))
+        yield from self.kwargs.items()
+
+
+Work = CellWork | FunctionWork
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return a function's name for messages."""
+    return getattr(function, "__name__", type(function).__name__)
