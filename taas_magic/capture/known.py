@@ -116,20 +116,67 @@ class RankNames:
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
-        looked: dict[str, tuple[Sent, str]] = {}
-        waiting = {**dict.fromkeys(forced, THE_CELL), **used.why}
+        needed, kept = self._pickle_needed(
+            self._wanted(used, forced), forced, namespace, to, travels, refuse
+        )
+        changed = {
+            name
+            for name, (sent, _) in needed.items()
+            if name in forced or not self._has(name, sent) or _is_module(namespace[name])
+        }
+        changed = _with_sharers(changed, {name: sent for name, (sent, _) in needed.items()})
+        choice.why = {name: needed[name][1] for name in reversed(needed) if name in changed}
+        choice.sent = {name: needed[name][0] for name in choice.why}
+        state_sent = Sent(_digest_of(_pickled(state)))
+        if not self._has(_STATE, state_sent):
+            choice.state, choice.sent[_STATE] = state, state_sent
+        choice.notes = self._notes(choice, kept, namespace, forced)
+        return choice
+
+    def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
+        """Return the reason for each name that the cell, or a function of an earlier cell, reads.
+
+        Args:
+            used: Names that the cell uses.
+            forced: Names in `--send`.
+        """
+        wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):
-            waiting |= {
-                read: why_used_by(name)
-                for name, reads in self._reads.items()
-                for read in reads
-                if read not in waiting
-            }
+            for name, reads in self._reads.items():
+                for read in reads:
+                    wanted.setdefault(read, why_used_by(name))
+        return wanted
+
+    def _pickle_needed(
+        self,
+        wanted: dict[str, str],
+        forced: set[str],
+        namespace: dict[str, Any],
+        to: Destination,
+        travels: Callable[[str], bool],
+        refuse: Callable[[CaptureError], None],
+    ) -> tuple[dict[str, tuple[Sent, str]], list[str]]:
+        """Pickle the wanted variables of the notebook, and the variables that these need.
+
+        Args:
+            wanted: Reason for each name.
+            forced: Names in `--send`.
+            namespace: As in `choose`.
+            to: As in `choose`.
+            travels: As in `choose`.
+            refuse: As in `choose`.
+
+        Returns:
+            The record of each value with the reason, in the order in which they were pickled, and
+            the names whose value belongs to the ranks but is new in the notebook.
+        """
+        needed: dict[str, tuple[Sent, str]] = {}
         kept: list[str] = []
+        waiting = dict(wanted)
         while waiting:
             name = next(iter(waiting))
             why = waiting.pop(name)
-            if name in looked or not travels(name):
+            if name in needed or not travels(name):
                 continue
             if name in self.owned and name not in forced:
                 if self._is_news(name, namespace[name]):
@@ -140,21 +187,9 @@ class RankNames:
             except CaptureError as error:
                 refuse(error)
                 continue
-            looked[name] = sent, why
+            needed[name] = sent, why
             waiting |= {need: why_used_by(name) for need in needs if need not in waiting}
-        changed = {
-            name
-            for name, (sent, _) in looked.items()
-            if name in forced or not self._has(name, sent) or _is_module(namespace[name])
-        }
-        changed = _with_sharers(changed, {name: sent for name, (sent, _) in looked.items()})
-        choice.why = {name: looked[name][1] for name in reversed(looked) if name in changed}
-        choice.sent = {name: looked[name][0] for name in choice.why}
-        state_sent = Sent(_digest_of(_pickled(state)))
-        if not self._has(_STATE, state_sent):
-            choice.state, choice.sent[_STATE] = state, state_sent
-        choice.notes = self._notes(choice, kept, namespace, forced)
-        return choice
+        return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have the values of a choice."""

@@ -275,7 +275,7 @@ class ResultSender:
 
     def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
         if self._failed:
-            return f"rank {self._rank} had not set it when the work failed"
+            return f"rank {self._rank} had not set it when it failed"
         have = [name for name in namespace if not name.startswith("_")]
         more = f" and {len(have) - _LISTED} more" if len(have) > _LISTED else ""
         listed = ", ".join(have[-_LISTED:]) or "none"
@@ -331,7 +331,7 @@ class ResultSender:
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value with all other ranks; write it if this rank keeps it."""
-        whole, why = None, "it is sharded, and the work failed before it was gathered"
+        whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
             try:
                 whole, why = _gather(value, keeps), ""

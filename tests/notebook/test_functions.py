@@ -59,7 +59,10 @@ run = taas.run(number, gpus=3, gather=True, out="count")""")
     assert value(notebook, "count") == 5
 
 
-def test_a_failing_functions_traceback_is_the_functions_own(notebook: Notebook) -> None:
+def test_a_failing_functions_traceback_is_the_functions_own(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(notebook.project)
     (notebook.project / "beside.py").write_text("def halve(n):\n    return 1 / n\n")
     notebook.define("import os, taas\nfrom beside import halve")
     notebook.define("def fail():\n    if os.environ['RANK'] == '1':\n        halve(0)")
