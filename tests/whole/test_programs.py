@@ -36,7 +36,7 @@ from tests.rig.torchrun import (
 
 SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
-CALLED = ("ddp_checkpoint", "imagenet", "loader_workers", "process_pools", "rpc", "tensor_parallel")
+CALLED = ("ddp_checkpoint", "imagenet", "loader_workers", "process_pools", "rpc")
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Programs that use what older versions of torch do not have."""
 
