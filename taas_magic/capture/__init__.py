@@ -1,5 +1,6 @@
 """Find the notebook objects that a cell needs, and pickle them for the ranks and back.
 
+work.py           the two kinds of work: a cell, and the call of a function
 names.py          find the names and modules that a cell uses; pure
 modules.py        ship the project's own modules as source; find the installed modules needed
 pickling.py       convert values to bytes and shared memory, and back
@@ -11,5 +12,5 @@ known.py          choose the variables to send to the ranks of a session
 digest.py         digests that tell whether two plain values are equal
 home.py           pickle results in a rank and load them in the notebook
 process_state.py  copy process settings: warning filters, loggers, torch's settings, ...
-payload.py        capture, write and read a cell with everything it needs
+payload.py        capture, write and read the work with everything it needs
 """

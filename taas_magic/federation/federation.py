@@ -12,7 +12,8 @@ from IPython.core.getipython import get_ipython
 from taas_magic import certificate
 from taas_magic.capture.work import VALUE, FunctionWork
 from taas_magic.errors import UsageError
-from taas_magic.federation.flower import FederationSettings, take_part
+from taas_magic.federation.flower import FederationSettings
+from taas_magic.federation.rank import take_part
 from taas_magic.notebook import launch
 from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags

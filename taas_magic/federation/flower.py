@@ -7,8 +7,8 @@ replaces the class that accepts every client, in a process that does nothing els
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. The processes that load them
 are neither ranks nor forks of ranks. Like the children that a rank spawns, they load the notebook's
-names from the run's payload (`host.cell_main`). The apps are arguments of `take_part`, the function
-that the run calls on its ranks.
+names from the run's payload (`host.cell_main`). The apps are arguments of `rank.take_part`, the
+function that the run calls on its ranks.
 """
 
 import functools
@@ -45,17 +45,6 @@ class FederationSettings:
     key: str = field(repr=False)
     per_host: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def take_part(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
-    """Run Flower's programs on this host until the ServerApp has ended; runs on each rank.
-
-    The arguments, the result and the errors are those of `member.run_programs`. The kernel does not
-    import that module, which imports most of Flower.
-    """
-    from taas_magic.federation.member import run_programs
-
-    return run_programs(settings, server_app, client_app)
 
 
 def __getattr__(name: str) -> Any:

@@ -83,11 +83,8 @@ def describe() -> Any:
     )
 
 
-def names(namespace: Mapping[str, Any]) -> Any:
+def names() -> Any:
     """Return the names that a rank has, for a kernel that takes over the session.
-
-    Args:
-        namespace: The rank's variables.
 
     Returns:
         The digests (`plain_digest`) of the variables by name, "" for a variable that is not plain;
@@ -95,7 +92,7 @@ def names(namespace: Mapping[str, Any]) -> Any:
     """
     found = {
         name: value
-        for name, value in users_names(namespace).items()
+        for name, value in users_names(vars(sys.modules["__main__"])).items()
         if not name.startswith("__") and name not in _SHELLS_OWN
     }
     code = [name for name, value in found.items() if isinstance(value, _LEFT_OUT)]

@@ -409,12 +409,14 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
         RunError: The call failed.
         KeyboardInterrupt: The user interrupted the call.
     """
+    from taas_magic.host.variables import names
+
     if not session.has_unknown_names:
         return
     session.names.assume_state(process_state.collect())
     variables: dict[str, str] = {}
     code: set[str] = set()
-    for digests, others in reversed(call_on_ranks(session, "names(globals())", shell, config)):
+    for digests, others in reversed(call_on_ranks(session, names, shell, config)):
         variables |= digests  # rank 0's digests come last
         code |= {*others}
     session.names.take_over(variables, code)
