@@ -7,6 +7,7 @@ buffers outside of the pickle. A path in the project becomes the path of the hos
 """
 
 import builtins
+import copy
 import ctypes
 import functools
 import io
@@ -417,9 +418,11 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
     Args:
         storages: Storages in this pickle, by `_cdata`.
     """
+    import torch.optim.lr_scheduler
     import torch.utils.data
 
     return {
+        torch.optim.lr_scheduler.LRScheduler: _reduce_scheduler,
         torch.Tensor: _reduce_tensor,
         torch.UntypedStorage: lambda storage: _reduce_untyped(storage, storages),
         torch.TypedStorage: lambda storage: _reduce_typed(storage, storages),
@@ -430,6 +433,33 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
         torch.jit.ScriptModule: _reduce_script,
         torch.jit.ScriptFunction: _reduce_script,
     }
+
+
+def _reduce_scheduler(scheduler: Any) -> Any:
+    """Reduce a learning rate scheduler so that its optimizer counts its steps when it is loaded.
+
+    A scheduler replaces the `step` of its optimizer, and pickle drops that. Without it, torch warns
+    that `optimizer.step()` was replaced by the user.
+    """
+    if "step" not in vars(getattr(scheduler, "optimizer", object)):
+        return NotImplemented
+    make, args, state = scheduler.__reduce_ex__(5)[:3]
+    return make, args, state, None, None, _fill_scheduler
+
+
+def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    import torch.optim.lr_scheduler
+
+    vars(scheduler).update(state)
+    groups = scheduler.optimizer.param_groups
+    before = [(dict(group), copy.deepcopy(group["lr"])) for group in groups]
+    # The constructor of any scheduler replaces `step`. It also sets the rates, which is undone.
+    torch.optim.lr_scheduler.LambdaLR(scheduler.optimizer, lambda epoch: 1.0)
+    for group, (values, rate) in zip(groups, before, strict=True):
+        group.clear()
+        group.update(values)
+        if isinstance(rate, torch.Tensor):  # the scheduler has set it in place
+            group["lr"].copy_(rate)
 
 
 def storage_id(storage: "torch.UntypedStorage") -> int:

@@ -143,6 +143,19 @@ def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.Monkey
     assert reducers.target_device("cuda") == "cpu"
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_learning_rate_scheduler_goes_on_without_a_warning(path: Path) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    arrived, its_scheduler = through_a_file((optimizer, scheduler), path)
+    assert its_scheduler.optimizer is arrived and arrived.param_groups[0]["lr"] == 0.1
+    for _ in range(3):
+        for one, its in (optimizer, scheduler), (arrived, its_scheduler):
+            one.step()
+            its.step()
+    assert arrived.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
 def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
     loader = DataLoader(
         TensorDataset(torch.zeros(4)),
