@@ -73,10 +73,10 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
     Raises:
         CaptureError: The file of a local module is not Python text.
     """
-    folders = local_folders(project)
     found: dict[str, ModuleSource] = {}
     met: set[str] = set()
     waiting = deque(part for name in names for part in _with_parents(name))
+    folders = local_folders(project) if waiting else ()
     while waiting:
         name = waiting.popleft()
         if name in met:

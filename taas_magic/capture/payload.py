@@ -424,7 +424,7 @@ def capture(
         submodules=_submodules(gathering.modules, used.attributes),
         requires=needed_modules(python, pickler.modules, modules, texts),
         loaders=pickler.replaced,
-        notes=_notes(work, gathering, used, namespace),
+        notes=_notes(work, gathering, used, namespace, state),
         data=pickler.pickled(),
         call=tuple(gathering.call),
         choice=choice,
@@ -464,7 +464,11 @@ def _sources(
 
 
 def _notes(
-    work: Work, gathering: _Gathering, used: UsedNames, namespace: Mapping[str, Any]
+    work: Work,
+    gathering: _Gathering,
+    used: UsedNames,
+    namespace: Mapping[str, Any],
+    state: process_state.State,
 ) -> tuple[str, ...]:
     """Return the notes for the user about objects that are not sent to the ranks."""
     pickler = gathering.pickler
@@ -475,7 +479,7 @@ def _notes(
         namespace,
         work.source if isinstance(work, CellWork) else "",
     )
-    return (*replaced, *process_state.lost_loggers())
+    return (*replaced, *process_state.lost_loggers(state))
 
 
 def write(payload: Payload, path: Path) -> None:

@@ -161,12 +161,15 @@ def _collect_loggers() -> dict[str, Any]:
     return {"disable": manager.disable, "loggers": changed} if changed or manager.disable else {}
 
 
-def lost_loggers() -> list[str]:
+def lost_loggers(collected: State) -> list[str]:
     """Return notes on loggers whose lines would be lost.
 
     Ranks get the level of such a logger, but none of its handlers.
+
+    Args:
+        collected: What `collect` has just returned.
     """
-    found = _collect_loggers().get("loggers", {})
+    found = collected.get("logging", {}).get("loggers", {})
     root = found.get("", _Logger(True, logging.WARNING))
     notes = []
     for name, state in found.items():

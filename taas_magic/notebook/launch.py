@@ -3,9 +3,11 @@
 import linecache
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +31,14 @@ from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import attach, between_cells, pools, runs, sessions
 from taas_magic.notebook.flags import check_ranks
-from taas_magic.notebook.run import Interrupts, RunDriver, RunFetchers
+from taas_magic.notebook.run import Background, Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.notebook.sessions import Session
 from taas_magic.plan import (
     NO_GPU,
     Flags,
     Plan,
+    RunOptions,
     choose_data_pool,
     make_plan,
     name_of,
@@ -63,6 +66,10 @@ NO_LOADER_SENT = (
     "again a loader that they have"
 )
 
+PRUNE_S = 60.0
+"""Seconds between two searches for old runs to remove, while cells of sessions run."""
+
+_pruned_at = float("-inf")
 _told: set[str] = set()
 
 
@@ -89,13 +96,13 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
         learn_names(session, shell, config)
         sessions.check_names(flags, shell.user_ns)
     pool = pools.named(flags.pool, config)
-    plan = plan_of(flags, pool, config)
-    if session is not None:
-        plan = session.begin_cell(plan)
+    plan = plan_of_cell(flags, session, pool, config)
     assert plan.store is not None
-    store.prepare(plan.store)
+    rule = plan.store
+    checking = Background(lambda tell: store.prepare(rule))  # it waits for the disk
     names = session.names if session is not None else None
     captured = capture_work(work, shell, config, known=names, send=flags.send)
+    checking.outcome.result()
     if problem := out_problem(flags, captured, shell, names):
         raise UsageError(problem)
     if captured.choice is not None:
@@ -318,9 +325,18 @@ def carry_out(
             stack.pop_all()
         elif fetchers:
             fetchers.forward_events(connection)
-        if is_shown:
-            journal.prune(config.runs.keep, config.runs.keep_bytes)  # while the ranks start
+        if is_shown and session is None:
+            _prune(config)  # while the ranks start
         driver.follow(connection, view, interrupts, detaches)
+    if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
+        _prune(config)
+
+
+def _prune(config: Config) -> None:
+    """Remove the folders of old runs."""
+    global _pruned_at
+    _pruned_at = time.monotonic()
+    journal.prune(config.runs.keep, config.runs.keep_bytes)
 
 
 def start_session(
@@ -359,7 +375,7 @@ def call_on_ranks(
     work = FunctionWork(function, raw=f"{function.__name__}()")
     flags = session.complete(structs.replace(session.flags, out=(VALUES,)))
     pool = pools.named(flags.pool, config)
-    plan = session.begin_cell(plan_of(flags, pool, config))
+    plan = plan_of_cell(flags, session, pool, config)
     plan = structs.replace(plan, hang_s=0.0, out=flags.out, ranks=())
     settings = capture_settings(shell, config)
     captured = payload.capture(work, {}, known=session.names, **settings)
@@ -453,7 +469,7 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
     with Interrupts() as interrupts:
         new = sessions.restarted(name, interrupts)
         pool = pools.named(new.flags.pool, config)
-        new.begin_cell(plan_of(new.flags, pool, config))
+        plan_of_cell(new.flags, new, pool, config)
         assert new.plan is not None and new.plan.store is not None
         connection = pools.wait_for(pool, interrupts, len(new.plan.hosts))
         started = origin(shell, new.plan.store.path)
@@ -479,8 +495,30 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
     )
     plan = make_plan(flags, pool.capacity(), new_run_id(), pool.config.max_hosts, rule)
     notes = (*plan.notes, *pool.notes(), *store.warnings(rule, plan.world_size))
-    hang_s = config.runs.hang_s if flags.hang_s is None else flags.hang_s
+    hang_s = _hang_s(flags, config)
     return structs.replace(plan, notes=notes, hang_s=hang_s, trusted=pool.config.trusted)
+
+
+def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
+    """Return the plan of a cell, which may belong to a session.
+
+    The first cell of a session decides where the ranks run.
+
+    Raises:
+        UsageError: The pool has no room for so many ranks.
+        StoreError: The project store does not allow what the flags ask for.
+    """
+    if session is None:
+        return plan_of(flags, pool, config)
+    if session.plan is None:
+        return session.begin_cell(plan_of(flags, pool, config))
+    options = {name: getattr(flags, name) for name in RunOptions.__struct_fields__}
+    plan = structs.replace(session.plan, **options, run_id=new_run_id(), notes=pool.notes())
+    return session.begin_cell(structs.replace(plan, hang_s=_hang_s(flags, config)))
+
+
+def _hang_s(flags: Flags, config: Config) -> float:
+    return config.runs.hang_s if flags.hang_s is None else flags.hang_s
 
 
 def with_fetchers(
@@ -529,6 +567,8 @@ def out_problem(
     Args:
         known: Names that the ranks of the cell's session have. None without a session.
     """
+    if not flags.out:
+        return None
     asked = [name for name in map(name_of, flags.out) if name != VALUE]
     python = shell.transform_cell(captured.work.source)
     names = {value.name for value in captured.captured} | (known.all if known else set())
@@ -573,9 +613,15 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
         environ=dict(os.environ),
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
-        changed=environ_changes(psutil.Process().environ(), os.environ),
+        changed=environ_changes(_environ_at_start(), os.environ),
         store=Identity.of(folder),
     )
+
+
+@cache
+def _environ_at_start() -> dict[str, str]:
+    """Return the environment with which this kernel was started."""
+    return psutil.Process().environ()
 
 
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:

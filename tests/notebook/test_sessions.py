@@ -208,10 +208,18 @@ def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Fronten
     )
 
 
-def fetchers_of(frontend: Frontend) -> list[psutil.Process]:
-    """Return the processes of the fetchers that the last cell's head names and that run."""
-    found = value(frontend, "[it.pid for it in taas.last_run.head.flow.fetchers.values()]")
-    return [psutil.Process(pid) for pid in found if psutil.pid_exists(pid)]
+def fetchers_of(frontend: Frontend, count: int) -> list[psutil.Process]:
+    """Run cells until the head of one names `count` fetchers that run; return their processes."""
+    found: list[psutil.Process] = []
+
+    def are_all_there() -> bool:
+        frontend.run("%%taas --session exp\npass")
+        pids = value(frontend, "[it.pid for it in taas.last_run.head.flow.fetchers.values()]")
+        found[:] = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        return len(found) == count
+
+    eventually(are_all_there)
+    return found
 
 
 def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Frontend) -> None:
@@ -221,14 +229,14 @@ def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Fronte
         "%%taas --session exp --cpus 2 --out got@all\n"
         "batches = iter(loader)\ngot = [next(batches).tolist() for _ in range(3)]"
     )
-    begun, (one, other) = value(session, "got"), fetchers_of(session)
+    begun, (one, other) = value(session, "got"), fetchers_of(session, 2)
     one.kill()
     assert not left_of([one])
     session.run(take + "got = [batch.tolist() for batch in batches]")
     per_rank = [[*a, *b] for a, b in zip(begun, value(session, "got"), strict=True)]
     assert [len(batches) for batches in per_rank] == [8, 8]
     assert sorted(n for batches in per_rank for each in batches for n in each) == list(range(32))
-    assert fetchers_of(session) == [other]
+    assert fetchers_of(session, 1) == [other]
 
     # the last fetcher is gone: all are started again, and the epoch goes on
     session.run(take + "batches = iter(loader)\ngot = [next(batches).tolist()]")
@@ -239,8 +247,8 @@ def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Fronte
     per_rank = [[*a, *b] for a, b in zip(begun, value(session, "got"), strict=True)]
     assert sorted(n for batches in per_rank for each in batches for n in each) == list(range(32))
     assert "loader: batches 14 " in notes(session, request)
-    first = fetchers_of(session)
-    assert len(first) == 2 and other not in first
+    first = fetchers_of(session, 2)
+    assert other not in first
 
     # another loader gets fetchers of its own; an iterator of the old one goes on
     session.run(take + "old = iter(loader)\ngot = len(next(old))")
@@ -248,11 +256,11 @@ def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Fronte
     cell = "got = [len(list(old)), sum(int(batch.sum()) for batch in loader)]"
     session.run(f"%%taas --session exp --cpus 1 --out got@all\n{cell}")
     assert value(session, "got") == [[7, 16 * 7]] * 2
-    [new] = set(fetchers_of(session)) - set(first)
+    [new] = set(fetchers_of(session, 3)) - set(first)
     session.run("%%taas --session exp\ndel old, batches\nimport gc\ngc.collect();")
     assert not left_of(first)
     session.run(take + "got = sum(int(batch.sum()) for batch in loader)")
-    assert value(session, "got") == [16 * 7] * 2 and fetchers_of(session) == [new]
+    assert value(session, "got") == [16 * 7] * 2 and fetchers_of(session, 1) == [new]
     session.run("%taas end exp")
     assert not left_of([new])
 
