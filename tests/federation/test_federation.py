@@ -23,7 +23,7 @@ flwr = pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 import tomli  # noqa: E402
 from flwr.serverapp import ServerApp  # noqa: E402
 
-from taas_magic.federation.member import _bundle  # noqa: E402
+from taas_magic.federation.programs import _bundle  # noqa: E402
 
 APPS = """
 import time
