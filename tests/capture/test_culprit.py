@@ -93,6 +93,7 @@ def locally(function: Any) -> Any:
     return function
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize(
     ("value", "path"),
     [

@@ -62,6 +62,7 @@ def test_a_cell_gets_the_same_stream_for_every_number_of_hosts(
     assert counted["batches"] == 10
 
 
+@pytest.mark.fault(21)
 def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
     notebook.define(LOADER)
     lines = streams(notebook.run(CELL, "--cpus 1 --units 6"))
@@ -114,7 +115,8 @@ def train(path, dies_at=None):
 """
 
 
-def test_22_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
+@pytest.mark.fault(22)
+def test_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define(RESUMED)
     notebook.define("loader = taas.register(DataLoader(Numbers(40), 2, shuffle=True))")

@@ -1,4 +1,4 @@
-"""FAULTS.md 17 to 27, by real fetchers, real sockets and real signals."""
+"""docs/faults.md 17 to 27, by real fetchers, real sockets and real signals."""
 
 import contextlib
 import os
@@ -47,7 +47,8 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 SHORT = FetchLease(fetch_s=8.0, start_s=WAIT_S)
 
 
-def test_17_a_reset_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+@pytest.mark.fault(17)
+def test_a_reset_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     loader = DataLoader(Noise(24, width=20_000), 2)
     with service(tmp_path, loader, fetchers=2) as running:
         sent: dict[int, int] = {}
@@ -68,8 +69,9 @@ def test_17_a_reset_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         ledger.close()
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize("victim", ["worker", "fetcher"])
-def test_18_a_fetcher_is_killed(tmp_path: Path, victim: str) -> None:
+def test_a_fetcher_is_killed(tmp_path: Path, victim: str) -> None:
     with service(tmp_path, DataLoader(Noise(60), 2), fetchers=2) as running:
         want = stream(running, local=True)
         batches = iter(running.loader())
@@ -81,7 +83,8 @@ def test_18_a_fetcher_is_killed(tmp_path: Path, victim: str) -> None:
         assert handed == want
 
 
-def test_18_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.fault(18)
+def test_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(40), 2)) as running:
         want = stream(running, local=True)
         for number in (signal.SIGKILL, signal.SIGKILL, 40):  # which has no name
@@ -93,7 +96,8 @@ def test_18_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
             assert handed + [plain(batch) for batch in batches] == want
 
 
-def test_18_a_worker_that_is_stopped_is_ended_and_started_again(tmp_path: Path) -> None:
+@pytest.mark.fault(18)
+def test_a_worker_that_is_stopped_is_ended_and_started_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(40), 2)) as running:
         (worker,) = workers_of(running)
         worker.suspend()
@@ -101,7 +105,8 @@ def test_18_a_worker_that_is_stopped_is_ended_and_started_again(tmp_path: Path) 
         assert stream(running) == stream(running, local=True)
 
 
-def test_18_a_fetcher_ends_when_what_starts_its_workers_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.fault(18)
+def test_a_fetcher_ends_when_what_starts_its_workers_is_stopped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(40), 2)) as running:
         server, parent, worker = everybody_of(running)
         parent.suspend()
@@ -109,7 +114,8 @@ def test_18_a_fetcher_ends_when_what_starts_its_workers_is_stopped(tmp_path: Pat
         assert not alive
 
 
-def test_19_a_fetcher_stops_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.fault(19)
+def test_a_fetcher_stops_and_goes_on(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(100), 2), fetchers=2) as running:
         want = stream(running, local=True)
         remote = running.loader(window_bytes=1, lease=SHORT)
@@ -128,7 +134,8 @@ def test_19_a_fetcher_stops_and_goes_on(tmp_path: Path) -> None:
         assert stream(running) == want
 
 
-def test_20_all_fetchers_die(tmp_path: Path) -> None:
+@pytest.mark.fault(20)
+def test_all_fetchers_die(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(10_000), 2), fetchers=2) as running:
         batches = iter(running.loader(window_bytes=1, lease=FetchLease(6.0)))
         next(batches)
@@ -156,7 +163,8 @@ def test_a_batch_that_kills_its_worker_is_named(tmp_path: Path) -> None:
                 next(batches)
 
 
-def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
+@pytest.mark.fault(22)
+def test_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
         first = running.ledger(generation=0)
         batches = iter(running.loader(ledger=first))
@@ -175,7 +183,8 @@ def test_22_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
         second.close()
 
 
-def test_23_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
+@pytest.mark.fault(23)
+def test_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(20), 2)) as running:
         lost: list[bytes] = []
 
@@ -191,7 +200,8 @@ def test_23_an_answer_is_lost_and_sent_again(tmp_path: Path) -> None:
         proxy.close()
 
 
-def test_24_a_corrupted_batch_is_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.fault(24)
+def test_a_corrupted_batch_is_fetched_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(24, width=5000), 2)) as running:
         sent, spoilt = dict[int, int](), list[int]()
 
@@ -212,7 +222,8 @@ def test_24_a_corrupted_batch_is_fetched_again(tmp_path: Path) -> None:
         proxy.close()
 
 
-def test_25_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
+@pytest.mark.fault(25)
+def test_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
         want = stream(running)
         processes = everybody_of(running)
@@ -235,7 +246,8 @@ def test_25_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
         assert server.memory_info().rss - before < 50 << 20
 
 
-def test_25_a_rank_closes_on_a_header_that_is_huge(tmp_path: Path) -> None:
+@pytest.mark.fault(25)
+def test_a_rank_closes_on_a_header_that_is_huge(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2), fetchers=2) as running:
         huge = bytearray(protocol.pack(Response(ResponseKind.VOID, 0, 0)))
         huge[10] ^= 255
@@ -262,9 +274,10 @@ class Big(Rows):
         return big
 
 
+@pytest.mark.fault(26)
 @pytest.mark.timeout(600)  # a busy machine takes a minute to give 2 GB to each of three
 @pytest.mark.parametrize("direct", [True, False])
-def test_26_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
+def test_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
     size = (2 << 30) + 4096
     with service(tmp_path, DataLoader(Big(1, width=size), None)) as running:
         (batch,) = list(running.loader(direct=direct))
@@ -272,7 +285,8 @@ def test_26_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
         assert batch[::4096].eq(1).all()
 
 
-def test_26_a_batch_beyond_the_limit_is_refused() -> None:
+@pytest.mark.fault(26)
+def test_a_batch_beyond_the_limit_is_refused() -> None:
     header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
     with pytest.raises(ProtocolError, match="the limits are"):
         ready(Role.RANK).decode(memoryview(header))
@@ -286,7 +300,8 @@ class TooBig(Rows):
         return torch.zeros(2000, dtype=torch.uint8) if index else index
 
 
-def test_26_a_worker_says_that_a_batch_is_beyond_the_limit(tmp_path: Path) -> None:
+@pytest.mark.fault(26)
+def test_a_worker_says_that_a_batch_is_beyond_the_limit(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(TooBig(2), None)) as running:
         batches = iter(running.loader())
         assert next(batches) == 0
@@ -301,7 +316,8 @@ class Odd(Rows):
         return {"none": empty, "nan": torch.tensor([float("nan"), -0.0]), "text": "", "list": []}
 
 
-def test_27_empty_batches_and_nans(tmp_path: Path) -> None:
+@pytest.mark.fault(27)
+def test_empty_batches_and_nans(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Odd(2), None)) as running:
         for batch in running.loader():
             assert batch["none"].shape == (0, 3)
@@ -309,14 +325,16 @@ def test_27_empty_batches_and_nans(tmp_path: Path) -> None:
             assert (batch["text"], batch["list"]) == ("", [])
 
 
-def test_47_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path: Path) -> None:
+@pytest.mark.fault(47)
+def test_a_peer_with_the_wrong_key_is_refused_and_refuses(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with pytest.raises(ProtocolError, match="does not know the run's key"):
             linked(running, key=b"wrong" * 8)
         assert len(stream(running)) == 2
 
 
-def test_48_a_peer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.fault(48)
+def test_a_peer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(running) as sock:
             greeting = sock.recv(2 * protocol.HEADER_BYTES)

@@ -159,8 +159,9 @@ def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) 
     assert isinstance(body.obj, bytearray)
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("size", [4096, 200 << 10, 3 << 20])
-def test_24_a_damaged_body_is_refused(ends: tuple[socket.socket, Inbox], size: int) -> None:
+def test_a_damaged_body_is_refused(ends: tuple[socket.socket, Inbox], size: int) -> None:
     server, box = ends
     data = bytearray(batch(0, size))
     data[-1] ^= 1

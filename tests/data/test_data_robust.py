@@ -90,6 +90,7 @@ class Large(Rows):
         return torch.full((self.width,), index, dtype=torch.uint8)
 
 
+@pytest.mark.fault(66)
 @pytest.mark.parametrize("way", ["tcp", "tls"])
 def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path, way: str) -> None:
     """For longer than the second in which a send over TLS once had to be done."""
@@ -134,6 +135,7 @@ class HoldsTheLock(TakesItsTime):
         return super().__getitem__(index)
 
 
+@pytest.mark.fault(67)
 def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path) -> None:
     """Two such datasets, at the same time."""
     gates = {kind: tmp_path / kind.__name__ for kind in (SlowToUnpickle, HoldsTheLock)}
@@ -153,6 +155,7 @@ def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
 
 
+@pytest.mark.fault(68)
 @pytest.mark.parametrize("fetchers, workers", [(1, 2), (3, 1)])
 def test_the_run_is_lost_when_all_fetchers_are_stopped(
     tmp_path: Path, fetchers: int, workers: int
@@ -198,6 +201,7 @@ def drip(crowd: Sequence[socket.socket], over: threading.Event) -> None:
                 sock.send(bytes([byte]))
 
 
+@pytest.mark.fault(74)
 @pytest.mark.parametrize("way", ["tcp", "tls"])
 def test_thousands_of_strangers_keep_no_rank_out(
     tmp_path: Path, way: str, many_files: None

@@ -1,4 +1,4 @@
-"""TLS on the way of batches, and FAULTS.md 47 to 50 on the port they come from."""
+"""TLS on the way of batches, and docs/faults.md 47 to 50 on the port they come from."""
 
 import contextlib
 import socket
@@ -79,8 +79,9 @@ def client_of(running: Service) -> Callable[[], ssl.SSLContext] | None:
     return has.client if has else None
 
 
+@pytest.mark.fault(47)
 @pytest.mark.parametrize("shows", ["another", "none"])
-def test_47_a_peer_without_the_runs_certificate_is_refused(
+def test_a_peer_without_the_runs_certificate_is_refused(
     tmp_path: Path, ours: Tls, shows: str
 ) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
@@ -94,14 +95,16 @@ def test_47_a_peer_without_the_runs_certificate_is_refused(
         assert len(handed_over_tcp(running)) == 2
 
 
-def test_47_a_server_without_the_runs_certificate_is_refused(tmp_path: Path, ours: Tls) -> None:
+@pytest.mark.fault(47)
+def test_a_server_without_the_runs_certificate_is_refused(tmp_path: Path, ours: Tls) -> None:
     another, loader = service.new_certificate(), DataLoader(Rows(4), 2)
     refuses = pytest.raises(ssl.SSLCertVerificationError)
     with data_service(tmp_path, loader, tls=another) as running, refuses:
         linked(running, ours.client(), direct=False)
 
 
-def test_47_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path: Path, ours: Tls) -> None:
+@pytest.mark.fault(47)
+def test_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path: Path, ours: Tls) -> None:
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         with pytest.raises((OSError, ProtocolError)):
             linked(running, direct=False)
@@ -113,9 +116,10 @@ TLS = pytest.mark.parametrize("running", ["tls"], indirect=True)
 """What goes plain is shown elsewhere: test_data_faults 25 and 48, test_data_robust's strangers."""
 
 
+@pytest.mark.fault(48)
 @TLS
 @pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 500, b""])
-def test_48_strangers_are_dropped_and_the_run_goes_on(running: Service, says: bytes) -> None:
+def test_strangers_are_dropped_and_the_run_goes_on(running: Service, says: bytes) -> None:
     batches = iter(running.loader(direct=False, tls=client_of(running)))
     handed = [plain(next(batches))]
     with over_tcp(running) as sock:
@@ -125,7 +129,8 @@ def test_48_strangers_are_dropped_and_the_run_goes_on(running: Service, says: by
     assert handed == stream(running, local=True)
 
 
-def test_49_a_recorded_conversation_is_worth_nothing(running: Service) -> None:
+@pytest.mark.fault(49)
+def test_a_recorded_conversation_is_worth_nothing(running: Service) -> None:
     proxy = Proxy(running.directory, lambda number, data: data)
     assert len([*running.loader(direct=False, directory=proxy, tls=client_of(running))]) == 20
     proxy.close()
@@ -140,8 +145,9 @@ def test_49_a_recorded_conversation_is_worth_nothing(running: Service) -> None:
     assert refused(running) == 1
 
 
+@pytest.mark.fault(50)
 @TLS
-def test_50_five_thousand_connections_at_once(running: Service, many_files: None) -> None:
+def test_five_thousand_connections_at_once(running: Service, many_files: None) -> None:
     address, crowd = address_of(running), list[socket.socket]()
     batches = iter(running.loader(direct=False, tls=client_of(running)))
     handed = [plain(next(batches))]

@@ -177,8 +177,9 @@ def said(notebook: Notebook, words: str) -> Iterator[None]:
     file.unlink(missing_ok=True)
 
 
-def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
-    """FAULTS.md 10 and 18: its batches come from the other host, each once."""
+@pytest.mark.fault(18)
+def test_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
+    """docs/faults.md 10 and 18: its batches come from the other host, each once."""
     two_pools.define(
         "def VICTIMS(host):\n    return [host, *host.children(recursive=True)]\nimport psutil"
     )
@@ -195,8 +196,9 @@ def test_18_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
     assert "with fetcher " in gone
 
 
-def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
-    """FAULTS.md 20: the run fails, no rank hangs."""
+@pytest.mark.fault(20)
+def test_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
+    """docs/faults.md 20: the run fails, no rank hangs."""
     two_pools.define(
         "def VICTIMS(host):\n"
         "    hosts = [p for p in host.parent().children() if 'supervisor' in str(p.cmdline())]\n"
@@ -210,10 +212,11 @@ def test_20_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     assert any(text.endswith("no fetcher is left") for text in notes)
 
 
+@pytest.mark.fault(20)
 def test_hosts_with_fetchers_die_before_these_listen(
     two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS.md 20: no rank waits for a fetcher that never comes."""
+    """docs/faults.md 20: no rank waits for a fetcher that never comes."""
     launch = PoolConnection.launch_fetchers
 
     def launch_in_vain(connection: PoolConnection, run: RunSpec, *args: Any) -> list[str]:

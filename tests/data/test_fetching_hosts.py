@@ -177,11 +177,12 @@ def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], N
         thread.join()
 
 
+@pytest.mark.fault(15, 16, 17)
 @pytest.mark.parametrize("fault", ["lossy", "slow", "reset"])
-def test_15_16_17_a_bad_network_costs_time_and_nothing_else(
+def test_a_bad_network_costs_time_and_nothing_else(
     remote: Notebook, hosts: Hosts, fault: str
 ) -> None:
-    """FAULTS.md 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets in the middle of batches)."""
+    """docs/faults.md 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets in the middle of batches)."""
     remote.define("loader = taas.register(DataLoader(Pictures(60, width=2_000, wait_s=0.02), 2))")
     here = result(train(remote, "--cpus 0"))
     every_40th = "-m statistic --mode nth --every 40 --packet 0"
@@ -220,10 +221,11 @@ while not os.path.exists({SAID!r}):
 """
 
 
-def test_18_a_host_with_fetchers_is_powered_off(
+@pytest.mark.fault(18)
+def test_a_host_with_fetchers_is_powered_off(
     remote: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
+    """docs/faults.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
     remote.define("loader = taas.register(DataLoader(Pictures(200, 20_000, wait_s=0.05), 2))")
     body, result_line = TRAIN.rstrip().rsplit("\n", 1)
     source = f"{body}{UNTIL_SAID}{result_line}"

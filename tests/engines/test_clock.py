@@ -1,4 +1,4 @@
-"""What the system's clocks show, here and on hosts, changes nothing (FAULTS 54)."""
+"""What the system's clocks show, here and on hosts, changes nothing (docs/faults.md 54)."""
 
 import asyncio
 import time
@@ -31,6 +31,7 @@ class Comm:
         """Nothing is to be closed."""
 
 
+@pytest.mark.fault(54)
 def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.batched, "time", distributed.batched.time)
 
@@ -50,6 +51,7 @@ def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.Monke
     asyncio.run(play())
 
 
+@pytest.mark.fault(54)
 def test_certificates_hold_whatever_a_clock_shows() -> None:
     """A board without a battery for its clock starts in 1970."""
     own, key = certificate.make("pool")

@@ -1,4 +1,4 @@
-"""Hosts that die or leave the network (FAULTS 10 to 14), and whose clocks are off (54)."""
+"""Hosts that die or leave the network (docs/faults.md 10 to 14), and whose clocks are off (54)."""
 
 import os
 import sys
@@ -145,7 +145,8 @@ def test_ranks_of_several_hosts_meet_on_the_network_that_they_share(
     assert sorted(outcome.run.hosts) == hosts.names
 
 
-def test_10_an_agent_is_killed(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.fault(10)
+def test_an_agent_is_killed(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
     def kill() -> None:
         there = hosts.processes(2)
         [supervisor] = [p for p in there if "taas_magic.host.supervisor" in words(p)]
@@ -158,23 +159,24 @@ def test_10_an_agent_is_killed(far: Notebook, hosts: Hosts, tmp_path: Path) -> N
     assert not left_on(hosts, 2)
 
 
-def test_11_all_processes_of_a_host_die(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.fault(11)
+def test_all_processes_of_a_host_die(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
     outcome = run_and_break(far, tmp_path, lambda: hosts.kill_processes(2))
     assert isinstance(outcome.error, RunLost)
     assert first(outcome)["host"] == hosts.name(2)
 
 
+@pytest.mark.fault(12, 13)
 @pytest.mark.parametrize("fault", ["hole", "deafen"])
-def test_12_13_a_host_leaves_the_network(
-    far: Notebook, hosts: Hosts, tmp_path: Path, fault: str
-) -> None:
+def test_a_host_leaves_the_network(far: Notebook, hosts: Hosts, tmp_path: Path, fault: str) -> None:
     outcome = run_and_break(far, tmp_path, lambda: getattr(hosts, fault)(2))
     assert isinstance(outcome.error, RunLost)
     assert first(outcome)["host"] == hosts.name(2)
     assert not left_on(hosts, 2), "the far side did not end itself"
 
 
-def test_14_a_partition_that_heals_changes_nothing(
+@pytest.mark.fault(14)
+def test_a_partition_that_heals_changes_nothing(
     far: Notebook, hosts: Hosts, tmp_path: Path
 ) -> None:
     saves = "step = 0\nwhile True:\n    step += 1\n    open('step', 'w').write(str(step))\n"
@@ -200,7 +202,8 @@ def test_14_a_partition_that_heals_changes_nothing(
     assert Path("step").stat().st_mtime_ns == saved.st_mtime_ns
 
 
-def test_54_clocks_a_day_apart_change_nothing(far: Notebook) -> None:
+@pytest.mark.fault(54)
+def test_clocks_a_day_apart_change_nothing(far: Notebook) -> None:
     """Not by libfaketime: it shifts the clock by which `time.sleep` waits, too, and sleeps fail."""
     source = """
 print("CLOCK", time.time())

@@ -187,7 +187,7 @@ except KeyboardInterrupt:
 
 
 def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) -> None:
-    """FAULTS 10 with SIGSTOP: the connection lives, and nobody answers."""
+    """docs/faults.md 10 with SIGSTOP: the connection lives, and nobody answers."""
     source = """
 import psutil, signal
 if rank == 2:

@@ -152,6 +152,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
     slurm.wait_until_empty()
 
 
+@pytest.mark.fault(57)
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     assert "Slurm job" in capsys.readouterr().out
 
 
+@pytest.mark.fault(57)
 def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
     hpc: Hpc,
 ) -> None:

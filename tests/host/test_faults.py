@@ -1,4 +1,4 @@
-"""FAULTS.md on the local engine: what goes wrong in a run is named, and nothing of it is left."""
+"""Faults of a run on the local engine are named, and leave nothing behind (docs/faults.md)."""
 
 import contextlib
 import os
@@ -40,6 +40,7 @@ def first(outcome: Outcome) -> Line:
     return failure
 
 
+@pytest.mark.fault(1)
 def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
     outcome = notebook.run(
         ALL_REDUCE + "if rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))\n"
@@ -54,6 +55,7 @@ def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
     assert all(failure.consequence for failure in others)
 
 
+@pytest.mark.fault(2)
 def test_a_killed_rank_is_named_with_its_signal(notebook: Notebook) -> None:
     source = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))\n"
     outcome = notebook.run(ALL_REDUCE + source)
@@ -61,6 +63,7 @@ def test_a_killed_rank_is_named_with_its_signal(notebook: Notebook) -> None:
     assert first(outcome)["signal"] == "SIGKILL"
 
 
+@pytest.mark.fault(3)
 def test_a_segfault_says_so_and_where(notebook: Notebook) -> None:
     outcome = notebook.run(ALL_REDUCE + "if rank == 0:\n    import ctypes; ctypes.string_at(0)\n")
     assert first(outcome)["rank"] == 0
@@ -68,6 +71,7 @@ def test_a_segfault_says_so_and_where(notebook: Notebook) -> None:
     assert "string_at" in outcome.shown
 
 
+@pytest.mark.fault(39)
 def test_a_rank_without_descriptors_says_so(notebook: Notebook) -> None:
     source = """
 import os, resource
@@ -84,6 +88,7 @@ while True:
     assert notebook.run("print('fine')").error is None
 
 
+@pytest.mark.fault(56)
 def test_a_run_takes_no_port_that_another_program_has(notebook: Notebook) -> None:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # another program has it: as well
@@ -99,6 +104,7 @@ def test_an_abort_in_native_code_shows_its_last_words(notebook: Notebook) -> Non
     assert "terminate called: bad thing" in outcome.shown
 
 
+@pytest.mark.fault(5)
 def test_a_stopped_rank_is_named_with_its_stack(notebook: Notebook) -> None:
     source = f"""
 {AFTER_BEATS}
@@ -115,6 +121,7 @@ dist.all_reduce(torch.ones(1))
     assert "its last known Python stack" in outcome.shown
 
 
+@pytest.mark.fault(7)
 def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:
     source = "if rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\nprint('through')\n"
     outcome = notebook.run(ALL_REDUCE + source)
@@ -122,6 +129,7 @@ def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:
     assert outcome.lines == {0: ["through"], 1: ["through"]}
 
 
+@pytest.mark.fault(8)
 def test_leaving_early_is_no_success(notebook: Notebook) -> None:
     source = "if rank == 1:\n    sys.exit(0)\ntime.sleep(60)\n"
     outcome = notebook.run(ALL_REDUCE + source)
@@ -144,6 +152,7 @@ def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
     assert outcome.error.etype == "SystemExit"
 
 
+@pytest.mark.fault(9)
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
 def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
     """The rank is in the limited cgroup from its start, as that of a container or of a job is."""
@@ -169,6 +178,7 @@ def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Pat
     assert "killed by the memory limit of its cgroup" in outcome.shown
 
 
+@pytest.mark.fault(9)
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
 def test_a_kill_is_not_called_out_of_memory_because_of_a_stranger(
     notebook: Notebook, memory_limit: Path
@@ -200,6 +210,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("killed", ["agent", "supervisor"])
 def test_a_dead_agent_takes_its_ranks_along(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
@@ -212,6 +223,7 @@ def test_a_dead_agent_takes_its_ranks_along(
     assert notebook.run("print('again')", gpus=1).error is None
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("daemon", ["fork twice", "setsid program"])
 def test_a_daemon_of_the_cell_ends_with_the_run(notebook: Notebook, daemon: str) -> None:
     sources = {
@@ -238,6 +250,7 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
     assert not left_of(processes([int(outcome.lines[0][0])]))
 
 
+@pytest.mark.fault(55)
 @pytest.mark.timeout(60)
 def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Notebook) -> None:
     source = "import subprocess\npid = subprocess.Popen(['yes']).pid"
@@ -246,6 +259,7 @@ def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Not
     assert not left_of(processes([notebook.shell.user_ns["pid"]]))
 
 
+@pytest.mark.fault(6)
 def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     source = "import time\ndef long_wait():\n    time.sleep(600)\nlong_wait()\n"
     outcome = notebook.run(source, gpus=1, flags="--timeout 10")
@@ -253,6 +267,7 @@ def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
     assert "line 4: time.sleep(600)" in outcome.shown
 
 
+@pytest.mark.fault(2)
 def test_restarts_until_it_works(notebook: Notebook) -> None:
     source = """
 import os
@@ -269,6 +284,7 @@ attempt
     assert outcome.of_kind("restart")[0]["failure"]["signal"] == "SIGKILL"
 
 
+@pytest.mark.fault(2)
 def test_restarts_end(notebook: Notebook) -> None:
     outcome = notebook.run("import os\nos.kill(os.getpid(), 9)\n", gpus=1, flags="--max-restarts 1")
     assert isinstance(outcome.error, RankFailed)
@@ -356,6 +372,7 @@ last = Last()
     assert 0 not in outcome.lines
 
 
+@pytest.mark.fault(34)
 def test_three_interrupts_leave_nothing(notebook: Notebook) -> None:
     source = """
 import os, signal, time

@@ -1,4 +1,4 @@
-"""What the ranks print, live and on disk: FAULTS.md 44 to 46 among it."""
+"""What the ranks print, live and on disk: docs/faults.md 44 to 46 among it."""
 
 import os
 import re
@@ -61,6 +61,7 @@ def test_chosen_ranks_only(notebook: Notebook, capsys: pytest.CaptureFixture[str
     assert outcome.run is not None and outcome.run.logs(0) == "rank is 0\n"
 
 
+@pytest.mark.fault(44)
 def test_a_flood_is_bounded_and_complete_on_disk(notebook: Notebook) -> None:
     source = """
 import os, sys
@@ -80,6 +81,7 @@ print("ValueError: kept to the end")
     assert grown_bytes < 200e6
 
 
+@pytest.mark.fault(45)
 def test_one_endless_line_is_cut(notebook: Notebook) -> None:
     source = (
         "import os\nfor _ in range(100):\n    os.write(1, b'z' * 1_000_000)\nprint()\nprint('end')"
@@ -90,6 +92,7 @@ def test_one_endless_line_is_cut(notebook: Notebook) -> None:
     assert end == "end"
 
 
+@pytest.mark.fault(46)
 def test_broken_bytes_do_no_harm(notebook: Notebook) -> None:
     source = r"""
 import os, time
@@ -119,6 +122,7 @@ print()
     assert "step 3" in [event["text"] for event in outcome.of_kind("progress")]
 
 
+@pytest.mark.fault(37)
 def test_a_full_log_disk_does_not_stop_the_run(notebook: Notebook) -> None:
     source = """
 import glob, os
@@ -129,6 +133,7 @@ print("goes on")
     assert notebook.run(source, gpus=1).lines[0] == ["goes on"]
 
 
+@pytest.mark.fault(37)
 @pytest.mark.skipif(os.geteuid() != 0, reason="to mount takes root")
 def test_results_find_room_though_logs_fill_the_disk(notebook: Notebook) -> None:
     runs = notebook.state_dir / "runs"

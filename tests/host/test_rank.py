@@ -141,6 +141,7 @@ def test_out_brings_variables_back(notebook: Notebook) -> None:
     assert outcome.run is not None and set(outcome.run.out) == {"model", "where", "fn"}
 
 
+@pytest.mark.fault(28)
 def test_what_cannot_travel_stops_the_cell_before_a_run(notebook: Notebook) -> None:
     notebook.define("import threading\nclass Box: pass\nbox = Box()\nbox.lock = threading.Lock()")
     outcome = notebook.run("print(box)")

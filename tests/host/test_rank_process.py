@@ -320,6 +320,7 @@ share()
 """
 
 
+@pytest.mark.fault(55)
 @pytest.mark.parametrize(
     "ends",
     ["", "raise ValueError", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"],

@@ -263,8 +263,9 @@ def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> 
     assert received.values == {"y": "of rank 2"} and not (tmp_path / "made").exists()
 
 
+@pytest.mark.fault(73)
 def test_a_host_that_lies_runs_nothing_in_the_kernel(notebook: Notebook, tmp_path: Path) -> None:
-    """FAULTS 73, to its end: rank 1 writes what it was not asked for; rank 0's values come."""
+    """Rank 1 writes results that nobody asked for; the values of rank 0 arrive."""
     source = f"""
 import os, pickle, glob
 from pathlib import Path
@@ -292,6 +293,7 @@ rank + 7
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.fault(73)
 def test_of_an_untrusted_pool_only_plain_data_come(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

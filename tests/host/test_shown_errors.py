@@ -13,6 +13,7 @@ HERE = "import sys\nsys.path.insert(0, '')\n"
 GOES_ON = "\nprint('the cell goes on')\n"
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize(
     ("source", "etype", "shown"),
     [

@@ -74,6 +74,7 @@ def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int =
     return sorted(rows, key=lambda row: row["rank"])
 
 
+@pytest.mark.fault(60)
 def test_a_missing_collective_is_told_with_its_number(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_c_call_that_computes_with_the_interpreters_lock_is_told(
     assert "    Cell In[1], line 4: re.match('(a+)+b', 'a' * 60)\n" in shown[0]
 
 
+@pytest.mark.fault(60)
 def test_the_worker_that_a_data_loader_waits_for_is_told(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

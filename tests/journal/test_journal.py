@@ -303,6 +303,7 @@ def test_every_line_of_an_older_version_is_an_event() -> None:
     assert kinds >= {"started", "lines", "data", "fetched", "failure", "settled", "receipt"}
 
 
+@pytest.mark.fault(39)
 def test_a_kernel_without_descriptors_is_told_so() -> None:
     error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     said = str(journal.cannot_write(Path("/state/runs/7"), error))

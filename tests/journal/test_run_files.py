@@ -142,6 +142,7 @@ def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
         far.ask(ReadRunFile(name, 0, 10))
 
 
+@pytest.mark.fault(73)
 def test_a_host_brings_what_is_of_its_own_ranks(
     home: RunFolder, plan: Plan, tmp_path: Path
 ) -> None:

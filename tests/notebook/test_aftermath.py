@@ -1,4 +1,4 @@
-"""What a run or a pool met does not reach the next cell; FAULTS 61 to 65 and 69 to 72.
+"""What a run or a pool met does not reach the next cell; docs/faults.md 61 to 65 and 69 to 72.
 
 A real kernel with its own TMPDIR, home and state folder, which tests fill, tear and take away.
 """
@@ -89,8 +89,9 @@ def error(frontend: Frontend, request: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
 
+@pytest.mark.fault(63)
 @as_root
-def test_63_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene) -> None:
+def test_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene) -> None:
     """The state folder lies below the home; the kernel is one, and goes on."""
     home = scene.folder / "home"
     home.mkdir()
@@ -178,8 +179,9 @@ def fill_with_files(folder: Path) -> list[Path]:
     return made
 
 
+@pytest.mark.fault(69)
 @as_root
-def test_69_a_small_dev_shm(scene: Scene) -> None:
+def test_a_small_dev_shm(scene: Scene) -> None:
     script = """
 from tests.notebook.test_aftermath import shell_with
 shell = shell_with()
@@ -212,7 +214,8 @@ shell.run_line_magic("taas", "down")
     assert done.stdout.count("[0] 124.0") == 2
 
 
-def test_64_65_odd_texts_are_shown_escaped_and_torn_run_folders_hurt_nobody(scene: Scene) -> None:
+@pytest.mark.fault(64, 65)
+def test_odd_texts_are_shown_escaped_and_torn_run_folders_hurt_nobody(scene: Scene) -> None:
     project = scene.folder / os.fsdecode(b"caf\xe9")
     scene.project = project
     project.mkdir()
@@ -263,7 +266,8 @@ print("nul", chr(0), ascii(os.environ["ODD"]), ascii(os.getcwd()[-4:]))"""
     assert "[0] next" in frontend.text(frontend.run(NEXT))
 
 
-def test_61_72_a_pool_that_stood_still_has_its_run_and_its_kernels(scene: Scene) -> None:
+@pytest.mark.fault(61, 72)
+def test_a_pool_that_stood_still_has_its_run_and_its_kernels(scene: Scene) -> None:
     (scene.folder / "config").mkdir()
     settings_in(scene.folder / "config", '[pools.local]\nengine = "local"\nlease_s = 2\n')
     with scene.kernel() as frontend:
@@ -308,7 +312,8 @@ HARMS = [
 ]
 
 
-def test_62_warm_up_watches_what_it_started(scene: Scene) -> None:
+@pytest.mark.fault(62)
+def test_warm_up_watches_what_it_started(scene: Scene) -> None:
     go = scene.folder / "go"
     with scene.kernel(TAAS_WARM="0", PYTHONPATH=warm_only_after(go, scene)) as frontend:
         for harm, what in HARMS:
@@ -357,7 +362,8 @@ def warm_only_after(go: Path, scene: Scene) -> str:
     return os.pathsep.join([str(modules), environment(scene.folder)["PYTHONPATH"]])
 
 
-def test_62_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
+@pytest.mark.fault(62)
+def test_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
     broken = scene.folder / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
@@ -411,8 +417,9 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
     assert not left_of(kept)
 
 
+@pytest.mark.fault(71)
 @as_root
-def test_71_a_child_that_may_not_be_signalled_is_named(scene: Scene) -> None:
+def test_a_child_that_may_not_be_signalled_is_named(scene: Scene) -> None:
     without_kill = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill"]
     script = """
 import os, subprocess
@@ -451,7 +458,8 @@ def shell_with() -> InteractiveShell:
     return shell
 
 
-def test_70_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
+@pytest.mark.fault(70)
+def test_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
     """Also where PYTHONPATH names the notebook's folder: they came when the kernel had started."""
     paths = os.pathsep.join([".", "", environment(scene.folder)["PYTHONPATH"]])
     with scene.kernel(PYTHONPATH=paths) as frontend:

@@ -96,6 +96,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
     assert named == set(Flags.__struct_fields__) - {"federated"}
 
 
+@pytest.mark.fault(58)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

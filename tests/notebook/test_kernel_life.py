@@ -65,6 +65,7 @@ def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids]
 
 
+@pytest.mark.fault(31, 32)
 def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
     kernel_of_its_own: Frontend, no_leftovers: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_pro
     assert states == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
 
 
+@pytest.mark.fault(33)
 def test_an_interrupt_ends_the_run_and_the_kernel_goes_on(frontend: Frontend) -> None:
     frontend.be_patient()
     request = frontend.send(ENDLESS)
@@ -148,6 +150,7 @@ def test_a_run_that_could_not_start_does_not_stay_starting(frontend: Frontend) -
     assert frontend.finish(first)["ename"] == "KeyboardInterrupt"
 
 
+@pytest.mark.fault(62)
 def test_the_next_cell_says_that_it_waits_for_a_stopped_host(frontend: Frontend) -> None:
     frontend.run(FAILING)
     frontend.run("%%taas --gpus 1\nprint('on')")
@@ -273,6 +276,7 @@ def test_a_timeout_shows_the_notebooks_line_of_every_rank(frontend: Frontend) ->
     assert "taas_magic" not in shown and "IPython" not in shown
 
 
+@pytest.mark.fault(76)
 def test_what_is_sent_of_a_flood_is_bounded(frontend: Frontend) -> None:
     request = frontend.run(
         "%%taas --gpus 2\nimport os\nfor i in range(100_000):\n"
@@ -292,6 +296,7 @@ def test_what_is_sent_of_a_flood_is_bounded(frontend: Frontend) -> None:
     assert logs.endswith("ValueError: in the end\n")
 
 
+@pytest.mark.fault(76)
 def test_a_display_that_no_browser_could_show_is_left_out(frontend: Frontend) -> None:
     request = frontend.run(
         "%%taas --gpus 1\nfrom IPython.display import HTML, display\n"
@@ -414,6 +419,7 @@ def test_a_console_shows_the_end_of_a_run(frontend: Frontend) -> None:
     assert re.search(r"STARTING.*\[[01][^]]*\] 42.*SUCCEEDED · ranks 2 · ", text, re.DOTALL)
 
 
+@pytest.mark.fault(32)
 def test_a_second_kernel_reads_the_runs_of_the_first(
     frontend: Frontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +436,7 @@ def test_a_second_kernel_reads_the_runs_of_the_first(
         assert second.text(second.run("%taas logs shared")) == "I am 0\n"
 
 
+@pytest.mark.fault(70)
 def test_modules_beside_the_notebook_are_not_for_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> None:

@@ -43,6 +43,7 @@ POOL = "taas_magic.pool.process"
 ENDLESS = "%%taas --gpus 2\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 
 
+@pytest.mark.fault(61)
 def test_two_interrupts_end_the_cell_whatever_does_not_answer(
     kernel_of_its_own: Frontend, no_leftovers: str
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_stopped_pool_is_told_and_down_ends_it(
     assert not own_pool.folder.is_locked
 
 
+@pytest.mark.fault(61)
 def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
     own_pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
     assert not left_of(started)
 
 
+@pytest.mark.fault(61)
 def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +287,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
     pool.down()
 
 
+@pytest.mark.fault(62)
 @pytest.mark.parametrize("harm", [psutil.Process.suspend, psutil.Process.kill])
 def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
     notebook: Notebook, harm: Callable[[psutil.Process], None]
@@ -378,6 +382,7 @@ def test_a_host_that_does_not_end_a_run_is_ended(
     assert any("within 30 s; it is replaced" in str(event) for event in outcome.events)
 
 
+@pytest.mark.fault(62)
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_stopped_supervisor_keeps_nothing_from_ending(own_pool: Pool) -> None:
     own_pool.open()

@@ -22,6 +22,29 @@ def test_the_page_of_faults_names_tests_that_there_are() -> None:
     assert not missing
 
 
+def test_each_test_that_a_row_of_faults_names_has_the_rows_mark() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|(.*)$", page, flags=re.MULTILINE)
+    named = {(int(n), name) for n, row in rows for name in re.findall(r"`(test_\w+::\w+)`", row)}
+    marked = {
+        (number, f"{path.stem}::{function.name}")
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for number in faults_of(function)
+    }
+    assert len({number for number, _ in named}) == len(rows)
+    assert named <= marked
+    assert {number for number, _ in marked} <= {number for number, _ in named}
+
+
+def faults_of(function: ast.FunctionDef) -> list[int]:
+    """Return the numbers in a test's `@pytest.mark.fault(…)`."""
+    marks = [mark for mark in function.decorator_list if isinstance(mark, ast.Call)]
+    faults = [mark for mark in marks if ast.unparse(mark.func) == "pytest.mark.fault"]
+    return [ast.literal_eval(number) for mark in faults for number in mark.args]
+
+
 def test_packages_name_all_their_modules() -> None:
     for init in sorted((ROOT / "taas_magic").glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(init.read_text())) or ""

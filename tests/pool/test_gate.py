@@ -1,4 +1,4 @@
-"""The pool's port, tried by programs that play the other side: FAULTS 47 to 50, 73 and 74."""
+"""The pool's port, attacked by programs that play hosts and strangers (docs/faults.md)."""
 
 import asyncio
 import contextlib
@@ -140,10 +140,11 @@ class Makes:
         return os.mknod, (str(self.file),)
 
 
+@pytest.mark.fault(73)
 def test_nothing_that_is_sent_is_unpickled(
     with_pool: Callable[[Play], None], tmp_path: Path
 ) -> None:
-    """FAULTS 73; it is Dask that unpickles, before it looks at what is asked."""
+    """docs/faults.md 73; it is Dask that unpickles, before it looks at what is asked."""
     file = tmp_path / "made"
 
     async def play(pool: Pool) -> None:
@@ -158,8 +159,9 @@ def test_nothing_that_is_sent_is_unpickled(
     assert not file.exists()
 
 
+@pytest.mark.fault(73)
 def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> None:
-    """FAULTS 73: neither of Dask's calls nor of the controller's."""
+    """docs/faults.md 73: neither of Dask's calls nor of the controller's."""
 
     async def play(pool: Pool) -> None:
         kernels = {name for name in pool.scheduler.handlers if name.startswith("taas_")}
@@ -228,8 +230,9 @@ def test_a_host_joins_by_its_own_name_alone(with_pool: Callable[[Play], None]) -
     with_pool(play)
 
 
+@pytest.mark.fault(73)
 def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> None:
-    """FAULTS 49: Dask believes a `worker` in a message more than whose stream it is."""
+    """docs/faults.md 49: Dask believes a `worker` in a message more than whose stream it is."""
 
     async def play(pool: Pool) -> None:
         comm = await pool.bad_host()
@@ -263,6 +266,7 @@ def test_a_vehicle_is_no_agent(with_pool: Callable[[Play], None]) -> None:
     with_pool(play)
 
 
+@pytest.mark.fault(73)
 def test_no_host_connects_to_another(with_pool: Callable[[Play], None]) -> None:
     async def play(pool: Pool) -> None:
         host, _, port = pool.member.address.removeprefix("tls://").rpartition(":")
@@ -279,8 +283,9 @@ def test_no_host_connects_to_another(with_pool: Callable[[Play], None]) -> None:
     with_pool(play)
 
 
+@pytest.mark.fault(47)
 def test_the_key_of_another_pool_opens_nothing(with_pool: Callable[[Play], None]) -> None:
-    """FAULTS 47: within 2 s."""
+    """docs/faults.md 47: within 2 s."""
 
     async def play(pool: Pool) -> None:
         [listening] = pool.scheduler.listeners
@@ -296,10 +301,11 @@ def test_the_key_of_another_pool_opens_nothing(with_pool: Callable[[Play], None]
     with_pool(play)
 
 
+@pytest.mark.fault(50, 74)
 def test_a_crowd_that_says_nothing_keeps_nobody_out(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS 50 and 74: the oldest of those that prove nothing give way."""
+    """docs/faults.md 50 and 74: the oldest of those that prove nothing give way."""
     monkeypatch.setattr(gate, "PROVE_S", 600)
 
     async def play(pool: Pool) -> None:
@@ -321,6 +327,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(
     with_pool(play)
 
 
+@pytest.mark.fault(74)
 def test_a_connection_that_drips_is_ended(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,10 +381,11 @@ class Nowhere(Engine):
     async def give_back(self, keep: Collection[str]) -> None: ...
 
 
+@pytest.mark.fault(73)
 def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS 73: two made-up hosts; the second one has rank 1 and says what it likes."""
+    """docs/faults.md 73: two made-up hosts; the second one has rank 1 and says what it likes."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
     flags = Flags(gpus=2, out=("x@last",))
     plan = make_plan(flags, HostCapacity(1, 1), "a-run", max_hosts=2)

@@ -63,6 +63,7 @@ def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> Non
             assert "PRIVATE KEY" not in words
 
 
+@pytest.mark.fault(48)
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))])
 def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
     for port in listening_ports(below(os.getpid())):
@@ -75,6 +76,7 @@ def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words
     assert notebook.run("print('unaffected')", gpus=1).error is None
 
 
+@pytest.mark.fault(47)
 def test_another_certificate_is_refused(notebook: Notebook) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

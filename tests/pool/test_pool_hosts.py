@@ -83,8 +83,9 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
             messages.from_bytes(packed, WriteRunFile)  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(49)
 def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play], None]) -> None:
-    """FAULTS 49: a stale generation, answers nobody waits for, events of no run of the host."""
+    """An old attempt, answers that nobody waits for, and events of runs of other hosts."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         handlers = scheduler.stream_handlers
@@ -165,7 +166,7 @@ def new_one(known: set[psutil.Process]) -> psutil.Process:
 
 
 def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
-    """FAULTS 12: however it came to be silent."""
+    """docs/faults.md 12: however it came to be silent."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.pool_hosts.acquire(1)

@@ -41,6 +41,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
     assert judge(FIT, KERNEL, gpus=8, interface="ib0") == []
 
 
+@pytest.mark.fault(29, 30)
 @pytest.mark.parametrize(
     ("change", "level", "what", "todo"),
     [
@@ -67,7 +68,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
 def test_each_finding_says_what_and_what_to_do(
     change: dict[str, Any], level: str, what: str, todo: str
 ) -> None:
-    """FAULTS 29, 30 and 54 among them."""
+    """docs/faults.md 29, 30 and 54 among them."""
     packages = {"dask": Wanted("dask", "2.0", SpecifierSet("==2.0"))}
     (found,) = judge(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)

@@ -130,8 +130,9 @@ def test_files_are_the_users_alone_and_whole(hosts: Hosts, tmp_path: Path) -> No
     connection.close()
 
 
+@pytest.mark.fault(51)
 @pytest.mark.parametrize("alias", ["", "HostKeyAlias lab"])
-def test_51_an_unknown_host_key_is_refused_before_authentication(
+def test_an_unknown_host_key_is_refused_before_authentication(
     hosts: Hosts, tmp_path: Path, alias: str
 ) -> None:
     known = tmp_path / "known_hosts"
@@ -145,9 +146,8 @@ def test_51_an_unknown_host_key_is_refused_before_authentication(
     lets_in(where)
 
 
-def test_51_a_changed_host_key_is_refused_before_authentication(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+@pytest.mark.fault(51)
+def test_a_changed_host_key_is_refused_before_authentication(hosts: Hosts, tmp_path: Path) -> None:
     other = tmp_path / "other"
     make_key(other)
     known = tmp_path / "known_hosts"
@@ -213,7 +213,8 @@ def fingerprint(hosts: Hosts) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[1]
 
 
-def test_52_a_refused_login_says_who_where_and_what_was_tried(
+@pytest.mark.fault(52)
+def test_a_refused_login_says_who_where_and_what_was_tried(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
@@ -395,8 +396,9 @@ def test_a_port_that_speaks_no_ssh_is_named(hosts: Hosts, tmp_path: Path) -> Non
         answering.join()
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("way", ["hole", "silence"])
-def test_35_a_connect_into_nothing_can_be_stopped(hosts: Hosts, tmp_path: Path, way: str) -> None:
+def test_a_connect_into_nothing_can_be_stopped(hosts: Hosts, tmp_path: Path, way: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, in_a_hole(hosts, 2):
         first = f"Port {mute.getsockname()[1]}\nHostName 127.0.0.1" if way == "silence" else ""
         where = target(hosts, tmp_path, 2, first)

@@ -164,7 +164,8 @@ print(socket.gethostname(), os.environ["LOCAL_RANK"], int(total))
     assert sorted(lines) == [f"{hosts.name(n)} {rank} 4" for n in (1, 2) for rank in (0, 1)]
 
 
-def test_48_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts) -> None:
+@pytest.mark.fault(48)
+def test_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts) -> None:
     assert remote.run("1", "both").error is None
     ports = ports_of(hosts, 1)
     assert ports
@@ -206,7 +207,8 @@ def speaks_without_key(address: str, port: int) -> bool:
         return False
 
 
-def test_51_an_unknown_key_is_told_and_mended_without_a_restart(
+@pytest.mark.fault(51)
+def test_an_unknown_key_is_told_and_mended_without_a_restart(
     remote: Remote, hosts: Hosts, tmp_path: Path
 ) -> None:
     known = tmp_path / "known_hosts"
@@ -325,8 +327,9 @@ def test_cores_and_gpus_are_asked_of_a_host_once(remote: Remote, hosts: Hosts) -
         hosts.heal(2)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("cores", [None, 2])
-def test_35_an_interrupt_while_connecting_into_nothing(
+def test_an_interrupt_while_connecting_into_nothing(
     remote: Remote, hosts: Hosts, cores: int | None
 ) -> None:
     """The kernel connects itself to ask for the cores; told them, it leaves it to the pool."""
@@ -360,7 +363,8 @@ def connects_to(address: str) -> bool:
     return any(peer.startswith(wanted) and state == "02" for _, _, peer, state, *_ in sockets)
 
 
-def test_52_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
+@pytest.mark.fault(52)
+def test_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
     outcome = remote.run_until(ENDLESS, "three", lambda: hosts.kill_processes(3, "sshd"))
     assert isinstance(outcome.error, RunLost)
     assert hosts.name(3) in outcome.shown

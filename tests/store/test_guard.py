@@ -99,6 +99,7 @@ def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
         assert refused_of(rank, tried, base / "store") == names(tried)
 
 
+@pytest.mark.fault(42)
 @pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> None:
     """What Python does not catch, the system does: the two do not lean on each other."""

@@ -151,6 +151,7 @@ IN_THE_USERS_FOLDERS = (
 )  # fmt: skip
 
 
+@pytest.mark.fault(75)
 def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_folders(
     travel: Travel, store_server: StoreServer
 ) -> None:

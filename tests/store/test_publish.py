@@ -104,6 +104,7 @@ def small_disk() -> Iterator[Path]:
             subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_a_full_disk_leaves_the_old_file(small_disk: Path, as_zip: bool) -> None:
     old = torch.zeros(100_000)
@@ -116,6 +117,7 @@ def test_a_full_disk_leaves_the_old_file(small_disk: Path, as_zip: bool) -> None
     assert os.listdir(small_disk) == ["m.pt"]
 
 
+@pytest.mark.fault(41)
 def test_a_kill_at_any_point_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
     path, chance = tmp_path / "m.pt", random.Random(1)
     for _ in range(12):

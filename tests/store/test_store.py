@@ -89,6 +89,7 @@ def small_disk(options: str) -> Iterator[Path]:
             subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.fault(38)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 @pytest.mark.parametrize(
     ("options", "says"), [("ro", "read-only"), ("size=16k,nr_inodes=8", "full")]
@@ -144,6 +145,7 @@ def test_the_store_is_free_after_the_run(folder: Path) -> None:
     assert [path.name for path in (state_dir() / "stores").iterdir()] == ["all"]
 
 
+@pytest.mark.fault(42)
 def test_links_that_lead_out_are_said(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (folder / "sub").mkdir()

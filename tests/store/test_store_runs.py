@@ -39,6 +39,7 @@ def head_of(outcome: Outcome) -> str:
     return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.both(state, 0.0)["text/html"])
 
 
+@pytest.mark.fault(42)
 def test_an_unguarded_save_on_8_ranks_gives_one_whole_file(notebook: Notebook) -> None:
     source = """
 torch.save(model, "m.pt")
@@ -233,10 +234,11 @@ def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFix
     assert os.listdir() == [], "nothing is made"
 
 
+@pytest.mark.fault(42)
 def test_a_link_that_leads_out_of_the_store_is_said(
     notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULTS 42: every rank writes through it, and the head says so."""
+    """docs/faults.md 42: every rank writes through it, and the head says so."""
     (tmp_path / "scratch").mkdir()
     Path("out").symlink_to(tmp_path / "scratch")
     source = "import os\nopen(f\"out/{os.environ['RANK']}\", 'w').close()"
@@ -264,6 +266,7 @@ assert loaded[f"only-{rank}"][0] == rank
     assert "open to all ranks: checkpoint" in head_of(outcome)
 
 
+@pytest.mark.fault(4)
 def test_a_rank_killed_while_it_saves_leaves_the_old_file(notebook: Notebook) -> None:
     torch.save(torch.ones(3), "m.pt")
     source = """
@@ -312,6 +315,7 @@ def train(path, kill_at=None):
     assert torch.equal(undisturbed.run.result, disturbed.run.result)
 
 
+@pytest.mark.fault(43)
 def test_the_second_run_on_a_store_is_refused_by_name(notebook: Notebook) -> None:
     with owned(str(notebook.project), "20260101-000000-abcdef", "first try"):
         outcome = notebook.run("print(1)", gpus=1)

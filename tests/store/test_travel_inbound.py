@@ -74,7 +74,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
 
 
 def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
-    """FAULTS 40: a file cut or flipped in the mirror is found by its hash."""
+    """docs/faults.md 40: a file cut or flipped in the mirror is found by its hash."""
     fill(travel.store)
     mirror, _ = travel.mirrored()
     mirror.close()
@@ -97,8 +97,9 @@ def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
     assert set(ask.read) == {"nothing", "run.sh", "src/deep/data.bin"}
 
 
+@pytest.mark.fault(40)
 def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
-    """FAULTS 40: found by its hash, and named where it stays so."""
+    """docs/faults.md 40: found by its hash, and named where it stays so."""
     fill(travel.store)
     ask, flips = wired(travel.store_server), 1
 
@@ -124,8 +125,9 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
     assert not os.listdir(f"{mirror.path}/../arriving")
 
 
+@pytest.mark.fault(53)
 def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path) -> None:
-    """FAULTS 53, on the notebook's side."""
+    """docs/faults.md 53, on the notebook's side."""
     store = travel.store
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "outside").mkdir()
@@ -155,7 +157,7 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
 
 
 def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """FAULTS 53, on the host's side."""
+    """docs/faults.md 53, on the host's side."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [Entry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
@@ -302,8 +304,9 @@ SECRETS = (
 )
 
 
+@pytest.mark.fault(75)
 def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
-    """FAULTS 75, with a home folder as the store."""
+    """docs/faults.md 75, with a home folder as the store."""
     make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
     mirror, manifest = travel.mirrored()
     assert files_of(manifest) == {"train.py", "environment.yml"}

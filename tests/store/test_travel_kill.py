@@ -1,4 +1,4 @@
-"""FAULTS 41: killed while files are published, each is the old or the new one, and nothing else."""
+"""If a process is killed while it publishes files, each file is the old or the new one."""
 
 import fcntl
 import random

@@ -227,7 +227,7 @@ def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
 
 
 def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> None:
-    """FAULTS 53, from a rank."""
+    """docs/faults.md 53, from a rank."""
     (tmp_path / "outside").mkdir()
     with travel.running() as mirror:
         (mirror / "link").symlink_to("/etc/passwd")
@@ -247,8 +247,9 @@ def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> Non
     assert any(r"\udcff was not copied" in note for note in travel.notes)
 
 
+@pytest.mark.fault(53)
 def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """FAULTS 53, from a host."""
+    """docs/faults.md 53, from a host."""
     (tmp_path / "outside").mkdir()
     (travel.store / "way-out").symlink_to(tmp_path / "outside")
     (travel.store / "link.txt").symlink_to(tmp_path / "victim")
@@ -293,8 +294,9 @@ def in_two(path: str, content: bytes) -> list[Piece]:
     return [Piece(begun, 0, content[:at]), Piece(whole, at, content[at:])]
 
 
+@pytest.mark.fault(40)
 def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
-    """FAULTS 40, on the way back."""
+    """docs/faults.md 40, on the way back."""
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.store_server)
     refused = ask(PublishFiles([Piece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
@@ -514,8 +516,9 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
         eventually(lambda: len(os.listdir(travel.store)) == 101)
 
 
+@pytest.mark.fault(36)
 def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
-    """FAULTS 36, for a store that travels."""
+    """docs/faults.md 36, for a store that travels."""
     if os.geteuid() != 0:
         pytest.skip("a small disk takes root")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", travel.store], check=True)
@@ -559,8 +562,9 @@ BELIEVED = (
 )
 
 
+@pytest.mark.fault(75)
 def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
-    """FAULTS 75: a hostile host asks the store server; no name is made, changed or removed."""
+    """A hostile host asks the store server; no file is created, changed or removed."""
     (travel.store / ".taasignore").write_text("cache.bin\n")
     (travel.store / ".bashrc").write_text("mine")
     (travel.store / "taas.toml").write_text("mine")
@@ -581,7 +585,7 @@ PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
 
 @pytest.mark.parametrize("name", PATH_FILES)
 def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel, name: str) -> None:
-    """FAULTS 75: Python runs the lines of one that lies where it looks for packages."""
+    """docs/faults.md 75: Python runs the lines of one that lies where it looks for packages."""
     ask = wired(travel.store_server)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
         entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
@@ -598,6 +602,7 @@ def checkpoint() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.fault(75)
 def test_what_stays_on_the_host_is_named_once(travel: Travel) -> None:
     with travel.running() as mirror:
         (mirror / ".bashrc").write_text("evil")

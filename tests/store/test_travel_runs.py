@@ -104,8 +104,9 @@ if os.environ["RANK"] == "0":
     assert set(outcome.run.receipt.written) == {"out/deep/total.txt", "data/shell.txt"}
 
 
+@pytest.mark.fault(75)
 def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
-    """FAULTS 75: in neither direction, and the head names the first one kept back."""
+    """docs/faults.md 75: in neither direction, and the head names the first one kept back."""
     for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("secret")
@@ -132,8 +133,9 @@ if os.environ["RANK"] == "0":
     assert set(outcome.run.receipt.not_sent) >= {".bashrc", "taas.toml", ".env.local"}
 
 
+@pytest.mark.fault(75)
 def test_files_of_the_user_stay_and_those_of_runs_are_replaced(far: Notebook) -> None:
-    """FAULTS 75: and what tools find by themselves does not come; ranks see no difference."""
+    """Files that tools load by themselves do not come either; ranks notice nothing."""
     Path("results.json").write_text("mine")
     Path("train.py").write_text("mine")
     source = """
@@ -260,8 +262,9 @@ def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
     assert far.run("1", "--pool two").error is None
 
 
+@pytest.mark.fault(14)
 def test_a_host_that_comes_back_changes_nothing(far: Notebook, hosts: Hosts) -> None:
-    """FAULTS 14: the run is over by then, and what the host has still to send is refused."""
+    """The run has ended by then, and what the host still sends is refused."""
     source = """
 if rank == 0:
     for number in range(100_000):

@@ -135,6 +135,7 @@ def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
     return results("".join(texts))
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_gives_in_cells_what_torchrun_gives(name: str, frontend: Frontend) -> None:
     needs = NEEDS_TORCH.get(name, "0")
