@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test slow-test debian lint docs bench clean
+.PHONY: demo test unit slow-test debian lint docs bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
@@ -19,6 +19,10 @@ demo: .venv/.examples
 test: lint debian
 	$(BIN)/python -m compileall -q taas_magic
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+
+# The tests that start no process.
+unit: .venv/.test
+	$(BIN)/python -m pytest -q -n auto -m "not process" $(PYTEST_ARGS)
 
 # The same on one core, whatever the machine has.
 slow-test: lint debian
@@ -50,7 +54,9 @@ clean:
 # Editable, so that a change of the code needs no new install; a change of the files below does.
 # pip compiles on one core, for half of its time. What this Python cannot compile it cannot import either.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib
+# The named folders are large and (nearly) nothing of them is imported.
+COMPILE := $(BIN)/python -m compileall -q -j 0 \
+  -x '/(tests?|pip|setuptools|mypy|fontTools)/|/transformers/models/(?!auto/|bert/)' .venv/lib
 NEEDED := pyproject.toml constraints.txt $(wildcard kernels/taas/*)
 
 .venv/.examples: $(NEEDED) | .venv/bin/python

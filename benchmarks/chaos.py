@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from taas_magic.data.service import new_certificate
+from taas_magic.host.agent_worker import REST_IDLE_S
 from taas_magic.pool.controller import FIRST_S
 from tests.chaos.first_cells import DEEDS, FirstCells
 from tests.chaos.harm import play
@@ -103,8 +104,11 @@ def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
 def run_again_and_again(runs: int) -> None:
     with _scene() as scene, scene.kernel() as frontend:
         _run(frontend, WARM_RUNS)
-        # the forkserver imports the last of it when no run is there
-        eventually(lambda: "all: True" in frontend.text(frontend.run(HAS_ALL)))
+
+        def has_all() -> bool:
+            return "all: True" in frontend.text(frontend.run(HAS_ALL))
+
+        eventually(has_all, every_s=2 * REST_IDLE_S)  # a host imports the rest while it is idle
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

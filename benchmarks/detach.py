@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from hosts import WAYS
 from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
 from tests.conftest import carriers
+from tests.eventually import eventually
 from tests.frontend import Frontend, environment, kernel
 
 STEPS = 200
@@ -77,14 +77,14 @@ def play(project: Path, token: str, after_s: float) -> None:
         check=True,
     )
     check(run, attached.stdout)
-    wait_until(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
-    wait_until(lambda: not carriers(token))
+    eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
+    eventually(lambda: not carriers(token))
 
 
 def kill(frontend: Frontend) -> None:
     """Kill a kernel; return when its manager knows."""
     frontend.process.kill()
-    wait_until(lambda: not frontend.manager.is_alive())
+    eventually(lambda: not frontend.manager.is_alive())
 
 
 def check(run: Run, shown: str) -> None:
@@ -94,13 +94,6 @@ def check(run: Run, shown: str) -> None:
         assert [*map(int, steps)] == [*range(STEPS)], f"{run.run_id}: rank {rank}: {steps}"
     out = Run(run.path).wait(WAIT_S)
     assert out == {"total": sum(range(STEPS))}, f"{run.run_id}: {out}"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

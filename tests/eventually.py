@@ -1,4 +1,4 @@
-"""Waits until something holds, and no longer."""
+"""The one way in which tests wait for a condition."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,24 @@ from contextlib import suppress
 WITHIN_S = 100.0
 
 
-def eventually(holds: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Wait until something holds; a file that goes while it is looked at is looked for again."""
+def eventually(
+    holds: Callable[[], object],
+    otherwise: str = "the condition does not hold",
+    within_s: float = WITHIN_S,
+    every_s: float = 0.02,
+) -> None:
+    """Wait until a condition holds. A condition that raises an OSError does not hold yet.
+
+    Args:
+        holds: The condition; what it returns is true or false.
+        otherwise: What the test says if it fails.
+        within_s: Seconds after which the test fails.
+        every_s: Seconds between two checks.
+    """
     deadline = time.monotonic() + within_s
     while True:
         with suppress(OSError):
             if holds():
                 return
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, f"{otherwise} after {within_s:g} s"
+        time.sleep(every_s)

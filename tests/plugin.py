@@ -3,6 +3,7 @@
 One notebook and one warm pool serve all tests of a process that do not need their own.
 """
 
+import contextlib
 import gc
 import os
 import secrets
@@ -34,6 +35,7 @@ from tests.harness import (
     shared_memory,
     words,
 )
+from tests.processes import mark_process_tests, no_process_starts
 from tests.rig.pools import enter, given_back, settings_in
 
 LONGEST = (
@@ -71,10 +73,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # `-m` selects tests by the marks that this sets
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first: handed out one by one, they let all processes end together."""
+    """Mark tests that start processes. Put long files first, so that all workers end together."""
+    mark_process_tests(items)
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda it: (it.path.parent.name != "chaos", order.get(it.path.stem, len(order))))
+
+
+@pytest.fixture(autouse=True)
+def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In `make unit`, fail a test that starts a process: it lacks the mark `process`."""
+    is_unit = request.config.getoption("markexpr") == "not process"
+    with no_process_starts() if is_unit else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

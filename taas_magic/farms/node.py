@@ -162,7 +162,6 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
     warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, terms.start_timeout_s))
     await _report_imports(warming, setting, security)
     await warming
-    forkserver.start_importing_rest()
     slots = Slots(setting, folder, means)
     threads = ThreadPoolExecutor(terms.slots + 2)  # these start and end processes
     asyncio.get_running_loop().set_default_executor(threads)

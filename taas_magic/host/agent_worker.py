@@ -81,6 +81,12 @@ _T = TypeVar("_T")
 
 logger = logging.getLogger("taas_magic.agent")
 
+REST_IDLE_S = 2.0
+"""Seconds without a run until the forkserver imports the optional modules.
+
+Hosts that serve one run, or one cell after the other, do not spend processor time on this import.
+"""
+
 _LOOK_S = 0.5
 
 _started = time.time() - time.monotonic()
@@ -344,11 +350,13 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Let the forkserver import optional modules whenever no run is here, until cancelled."""
+        """Let the forkserver import optional modules once the host is idle, until cancelled."""
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()
-            if not self._shares:
+            await asyncio.sleep(REST_IDLE_S)
+            has_run_since = self._shares or self._is_rest_due.is_set()
+            if not has_run_since:
                 forkserver.start_importing_rest()
 
     def _is_alone(self) -> bool:

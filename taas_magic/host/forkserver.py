@@ -39,8 +39,10 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""Modules that the forkserver imports when no cell waits. If a rank starts before that, the rank
-imports them itself at its first optimizer step, which takes 1 s."""
+"""Modules that a host's forkserver imports when the host is idle.
+
+A rank that starts earlier imports them itself at its first optimizer step, which takes 1 s. So do
+the processes of a farm's jobs, each of which runs many jobs."""
 
 _PRELOAD = "TAAS_PRELOAD"
 """Environment variable with the modules that the pool's settings add, separated by commas."""

@@ -156,6 +156,7 @@ def test_a_learning_rate_scheduler_goes_on_without_a_warning(path: Path) -> None
     assert arrived.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.process
 def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
     loader = DataLoader(
         TensorDataset(torch.zeros(4)),

@@ -234,6 +234,7 @@ def test_a_sampler_that_raises_does_so_where_it_did() -> None:
         source.prepare(0, 4)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_begins_as_often_as_a_local_loader_begins_it(workers: int) -> None:
     loader = DataLoader(Squares(12), None, sampler=Remembering(12), num_workers=workers)
@@ -241,6 +242,7 @@ def test_a_sampler_begins_as_often_as_a_local_loader_begins_it(workers: int) -> 
     assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_persistent", [True, False])
 def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -> None:
     loader = DataLoader(
@@ -325,6 +327,7 @@ def test_one_stream_is_the_local_one(size: int, batch_size: int, drop_last: bool
     assert flat(stream(source_of(loader))) == flat(loader)
 
 
+@pytest.mark.process
 def test_several_streams_are_the_local_workers() -> None:
     loader = DataLoader(Count(23), 3, num_workers=2)
     source, batches, voids, slot = source_of(loader), list[object](), 0, 0

@@ -100,6 +100,7 @@ def test_the_shape_says_what_the_loader_says() -> None:
     assert Registered("lines", lambda: DataLoader(Lines(3))).packed().shape.iterable
 
 
+@pytest.mark.process
 def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
     loader, other = taas.register(DataLoader(Rows(10), 2), name="train"), DataLoader(Rows(3))
     pickler = pickling.ValuePickler({})
@@ -131,6 +132,7 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
     assert [entry.loader for entry in taas.registered().values()] == [loaders["train"]]
 
 
+@pytest.mark.process
 def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
     travelling = Registered("plain", lambda: batches).packed()

@@ -14,6 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 pytest.importorskip("websocket", reason="websocket-client is missing")
+from tests.eventually import eventually
 from tests.frontend import environment
 from tests.rig.browser.chromium import WAIT_S, Page, find, open_page
 from tests.rig.browser.lab import (
@@ -23,7 +24,6 @@ from tests.rig.browser.lab import (
     open_notebook,
     run_cell,
     show_notebook,
-    wait_until,
 )
 
 BROWSER = find() or ""
@@ -133,7 +133,7 @@ def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
     command(page, "notebook:run-cell")
     page.wait_for(f"/RUNNING/.test({output(0)})")
     command(page, "docmanager:save-all")
-    wait_until(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
+    eventually(lambda: "RUNNING" in (project / "waits.ipynb").read_text(), "it is not saved")
     with open_page(BROWSER, tmp_path / "again") as again:
         show_notebook(again, lab, "waits.ipynb")
         again.wait_for(f"/RUNNING/.test({output(0)})")
@@ -154,22 +154,22 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
     page.wait_for(f"/DETACHED back/.test({output(0)})")
     take_steps(project, 2)
     command(page, "docmanager:save-all")
-    wait_until(lambda: "DETACHED" in notebook.read_text(), "it is not saved")
+    eventually(lambda: "DETACHED" in notebook.read_text(), "it is not saved")
 
     open_notebook(page, lab, "back.ipynb")
     run_cell(page, 1)
     sees_steps(page, 2)
     terminal = attach_in_a_terminal(project, printed)
     try:
-        wait_until(lambda: "step 1" in printed.read_text(), "the terminal shows no log")
+        eventually(lambda: "step 1" in printed.read_text(), "the terminal shows no log")
         take_steps(project, 4)
         sees_steps(page, 4)
-        wait_until(lambda: "step 3" in printed.read_text(), "the terminal shows no news")
+        eventually(lambda: "step 3" in printed.read_text(), "the terminal shows no news")
 
         page.go("about:blank")
         open_notebook(page, lab, "back.ipynb")
         command(page, "notebook:interrupt-kernel")
-        wait_until(lambda: lab.is_ready("back.ipynb"), "the attached view does not end")
+        eventually(lambda: lab.is_ready("back.ipynb"), "the attached view does not end")
         take_steps(project, 5)
         run_cell(page, 1)
         sees_steps(page, 5)

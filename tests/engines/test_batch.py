@@ -128,6 +128,7 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: Slurm, submitting: Pa
     assert asyncio.run(SYSTEMS["slurm"].query(["99999"])) == {}
 
 
+@pytest.mark.process
 def test_a_batch_system_that_cannot_be_asked_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

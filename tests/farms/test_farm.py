@@ -128,14 +128,6 @@ def default_dtype():
 WAIT_S = 100.0
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what comes in its own time."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
-
-
 def programs(name: str) -> set[psutil.Process]:
     """Return the processes below this one that run a module of farms."""
     return {it for it in below(os.getpid()) if f"taas_magic.farms.{name}" in words(it)}
@@ -157,7 +149,7 @@ def planted(
         warm_notebook.define("farm = taas.farm('many', nodes=2)")
         yield warm_notebook
         warm_notebook.define("farm.close()")
-        until(lambda: not programs(""))  # the pool ends what was nodes, in its own time
+        eventually(lambda: not programs(""))  # the pool ends what was nodes, in its own time
 
 
 @pytest.fixture
@@ -193,7 +185,7 @@ def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
     got, jobs, heard = names["got"], names["jobs"], names["heard"]
     assert {args: it.value for args, it in got.items()} == {(x,): 3 * x + 1 for x in range(6)}
     assert names["right"]
-    until(lambda: len(heard) == len(jobs))  # a result may be had before the listener is called
+    eventually(lambda: len(heard) == len(jobs))  # a result may be had before the listener is called
     assert sorted(heard) == sorted(job.name for job in jobs)
     assert all(job.host.endswith(("many-0", "many-1", "many-2")) for job in jobs)
     assert (jobs[2].folder / "output.log").read_text() == "training 2\n"
@@ -285,7 +277,7 @@ def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
     def some_share() -> bool:  # on a machine that is busy now, no job may be a short one
         return len({job.result().pid for job in farm.map(train, range(12))}) < 12
 
-    until(some_share)
+    eventually(some_share)
     alone = {job.result().pid for job in farm.map(train, range(4), fresh=True)}
     assert len(alone) == 4
 
@@ -304,7 +296,7 @@ def test_an_interrupt_of_the_wait_ends_the_jobs_that_are_waited_for(
         return frame.f_code is Farm.as_completed.__code__ and "ended" in frame.f_locals
 
     def interrupt() -> None:
-        until(lambda: all(mark.exists() for mark in marks) and is_awaited())
+        eventually(lambda: all(mark.exists() for mark in marks) and is_awaited())
         signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
@@ -322,14 +314,14 @@ def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
     done = farm.submit(train, 5)
     assert done.result().value == 15
     job = farm.submit(waits, str(mark))
-    until(lambda: mark.exists() and mark.read_text())
+    eventually(lambda: mark.exists() and mark.read_text())
     parents = psutil.Process(int(mark.read_text())).parents()
     [node] = [it for it in parents if "taas_magic.farms.node" in words(it)]
     node.kill()
     assert job.result() == "elsewhere"
     assert done.result().value == 15
-    until(lambda: [it for it in nodes_of(farm) if it.state == "lost"])
-    until(lambda: len(farm.status().ready) == 2)
+    eventually(lambda: [it for it in nodes_of(farm) if it.state == "lost"])
+    eventually(lambda: len(farm.status().ready) == 2)
 
 
 def nodes_of(farm: Farm) -> list[NodeUpdate]:
@@ -343,7 +335,7 @@ def test_a_job_that_ends_while_it_is_submitted_is_heard(
 
     def submit_and_wait(*args: Any, **kwargs: Any) -> list[Future]:
         futures: list[Future] = submit(*args, **kwargs)
-        until(lambda: all(future.done() for future in futures))
+        eventually(lambda: all(future.done() for future in futures))
         return futures
 
     monkeypatch.setattr(farm._client, "map", submit_and_wait)
@@ -361,18 +353,18 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
     assert isinstance(hanging, Farm)
     ended: list[NodeUpdate] = []
     while not ended:
-        until(lambda: programs("node") - known)
+        eventually(lambda: programs("node") - known)
         node = node_besides(known)
         node.suspend()
-        until(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"ready", "lost"})
+        eventually(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"ready", "lost"})
         ended = [it for it in nodes_of(hanging) if "did nothing" in it.why]
         if not ended:  # it was here before it was stopped: the next one
             known.add(node)
             came = hanging.status().ready
             node.kill()
-            until(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
+            eventually(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
     assert "the farm's node did not start: it did nothing for" in ended[0].why
-    until(lambda: nodes_of(hanging)[-1] is not ended[0])
+    eventually(lambda: nodes_of(hanging)[-1] is not ended[0])
     _, alive = psutil.wait_procs([node], timeout=WAIT_S)
     assert not alive
     several.define("hanging.close()")
@@ -453,7 +445,7 @@ def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
     farm: Farm, names: dict[str, Any]
 ) -> None:
     child = farm.submit(names["leave_a_child"]).result()
-    until(lambda: not psutil.pid_exists(child))
+    eventually(lambda: not psutil.pid_exists(child))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -526,7 +518,7 @@ farm.on_solution(chain)
 """)
     train, chained = names["train"], names["chained"]
     assert farm.submit(train, 1).result().value == 3
-    until(lambda: chained)
+    eventually(lambda: chained)
     assert farm.submit(train, 3).result().value == 9 and chained == [6]
 
 
@@ -571,13 +563,13 @@ def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewher
 ) -> None:
     waits, train, mark = names["wait_unless"], names["train"], tmp_path / "mark"
     job = farm.submit(waits, str(mark))
-    until(lambda: mark.exists() and mark.read_text())
+    eventually(lambda: mark.exists() and mark.read_text())
     parent = psutil.Process(int(mark.read_text())).parent()
     assert parent is not None
     parent.kill()
     assert job.result() == "elsewhere"
     assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
-    until(lambda: len(farm.status().ready) == 2)
+    eventually(lambda: len(farm.status().ready) == 2)
 
 
 def test_a_farm_is_closed_while_a_fork_of_the_kernel_lives(several: Notebook) -> None:
@@ -626,12 +618,12 @@ def test_a_farm_of_one_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It meets, one after the other, what needs a farm of its own; the last ends its process."""
-    until(lambda: len(farm.status().ready) == 2)  # no other node comes now
+    eventually(lambda: len(farm.status().ready) == 2)  # no other node comes now
     known, connect = programs(""), farm_module._connect
 
     def connect_late(place: FarmAddress) -> Client:
         client = connect(place)
-        until(lambda: client.scheduler_info()["workers"])
+        eventually(lambda: client.scheduler_info()["workers"])
         return client
 
     with monkeypatch.context() as patch:
@@ -650,7 +642,7 @@ def test_a_farm_of_one_node(
 
 
 def a_node_that_came_before_the_kernel_listens_is_known(farm: Farm) -> None:
-    until(lambda: farm.status().ready)
+    eventually(lambda: farm.status().ready)
     assert farm.status().ready[0].host.endswith(("many-0", "many-1", "many-2"))
 
 
@@ -671,7 +663,7 @@ def a_job_that_is_cancelled_while_its_arguments_come_is_not_called(
 def the_only_node_is_replaced_when_it_dies(farm: Farm, node: psutil.Process) -> None:
     [first] = farm.status().ready
     node.kill()
-    until(lambda: [it for it in farm.status().ready if it is not first])
+    eventually(lambda: [it for it in farm.status().ready if it is not first])
 
 
 def a_farm_whose_process_dies_says_so_of_each_job(

@@ -2,8 +2,7 @@
 
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from taas_magic.farms.farm import Farm, Job
+from tests.eventually import eventually
 from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
 from tests.rig.pbs import Pbs, pbs_up
@@ -18,6 +18,9 @@ from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
+
+NODES_S = 300.0
+"""Seconds for nodes to start on hosts of a busy machine."""
 
 GONE_WITHIN_S = 60.0
 ARRAY_BYTES = 32 << 20
@@ -162,12 +165,6 @@ def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
         yield farm
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Return when it is so."""
-    while not condition():
-        threading.Event().wait(0.25)
-
-
 def begun(job: Job) -> bool:
     """Whether a job has printed something where it runs now."""
     return job.state == "running" and job.last_line == "begun"
@@ -181,12 +178,13 @@ def received(hosts: Hosts, number: int) -> int:
 def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> None:
     """Its nodes serve, one after the other, what is to be shown of them."""
     with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
-        until(lambda: len(farm.status().ready) == 2)
+        eventually(lambda: len(farm.status().ready) == 2, within_s=NODES_S)
         assert {node.host for node in farm.status().ready} == set(hosts.names)
         jobs_find_the_project_and_bring_their_files_home(user, hosts)
         a_large_argument_goes_to_each_host_once(user, hosts)
-        until(lambda: ways_are(hosts, 2))  # to the pool and to the farm
-    until(lambda: ways_are(hosts, 1))  # the one to the farm goes with the node
+        eventually(lambda: ways_are(hosts, 2), within_s=NODES_S)  # to the pool and to the farm
+    # the connection to the farm ends with the node
+    eventually(lambda: ways_are(hosts, 1), within_s=NODES_S)
 
 
 def jobs_find_the_project_and_bring_their_files_home(user: Notebook, hosts: Hosts) -> None:
@@ -211,7 +209,9 @@ def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> Non
     user.define("data[0] = 1")
     user.define("jobs = farm.map(total, [data] * 10, go='/tmp/go')")
     jobs = user.shell.user_ns["jobs"]
-    until(lambda: {job.host for job in jobs if begun(job)} == set(hosts.names))
+    eventually(
+        lambda: {job.host for job in jobs if begun(job)} == set(hosts.names), within_s=NODES_S
+    )
     for number in (1, 2):
         hosts.exec(number, "touch", "/tmp/go")
     user.define("sums = [job.result() for job in jobs]")
@@ -236,7 +236,7 @@ def keyless(hosts: Hosts, number: int) -> list[str]:
 
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
     with farm_of(user, "taas.farm(pool=('here', 'cluster'), nodes=2)") as farm:
-        until(lambda: len(farm.status().ready) == 2)
+        eventually(lambda: len(farm.status().ready) == 2, within_s=NODES_S)
         [far] = {node.host for node in farm.status().ready} & set(hosts.names)
         user.define("met = {job.result() for job in farm.map(meet, range(12))}")
         assert user.shell.user_ns["met"] == {far, socket.gethostname()}
@@ -246,12 +246,12 @@ def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
     user: Notebook, hosts: Hosts
 ) -> None:
     with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
-        until(lambda: farm.status().ready)
+        eventually(lambda: farm.status().ready, within_s=NODES_S)
         first = farm.status().ready[0].host
         user.define("done = farm.submit(train, 1)\ndone.result()")
         user.define(f"job = farm.submit(wait_while, 'TAAS_HOST', {first!r})")
         job, done = user.shell.user_ns["job"], user.shell.user_ns["done"]
-        until(lambda: begun(job))
+        eventually(lambda: begun(job), within_s=NODES_S)
         hosts.kill(1 + hosts.names.index(first))
         [other] = set(hosts.names) - {first}
         assert job.result() == job.host == other
@@ -292,7 +292,10 @@ def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty
     """Also of the node that waits there: there is room for two of three."""
     assert slurm.hosts is not None
     with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
-        until(lambda: len(farm.status().ready) == 2 and "PENDING" in slurm.jobs().values())
+        eventually(
+            lambda: len(farm.status().ready) == 2 and "PENDING" in slurm.jobs().values(),
+            within_s=NODES_S,
+        )
         assert {node.host for node in farm.status().ready} == set(slurm.hosts.names)
         batch.define("jobs = farm.map(train, range(6))")
         batch.define("got = [job.result().value for job in jobs]")
@@ -319,10 +322,12 @@ def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
     batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
     batch.define("jobs = farm.map(wait_while, ['SLURM_JOB_ID'] * 2, [first] * 2)")
     first, jobs = batch.shell.user_ns["first"], farm_jobs(batch)
-    until(lambda: any(map(begun, jobs)) and any(job.state == "done" for job in jobs))
+    eventually(
+        lambda: any(map(begun, jobs)) and any(job.state == "done" for job in jobs), within_s=NODES_S
+    )
     slurm.run("scancel", first)
     assert {job.result() for job in jobs} <= set(slurm.jobs()) - {first}
-    until(lambda: "PENDING" in slurm.jobs().values())
+    eventually(lambda: "PENDING" in slurm.jobs().values(), within_s=NODES_S)
 
 
 @pytest.fixture

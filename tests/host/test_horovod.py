@@ -70,6 +70,7 @@ def meeting() -> Iterator[Rendezvous]:
     found.close()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(find_spec("horovod") is not None, reason="horovod is installed")
 def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
     notes: list[str] = []

@@ -49,6 +49,7 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
 
 
+@pytest.mark.process
 def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvous) -> None:
     store_at(meeting.port).set("word", "yes")
     assert store_at(meeting.port).get("word") == b"yes"
@@ -68,6 +69,7 @@ def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.process
 def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
     """Each until the last has come, and no longer than it may."""
     environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
@@ -80,6 +82,7 @@ def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
     rendezvous.await_all({**environ, "WORLD_SIZE": "9"}, 0.1)
 
 
+@pytest.mark.process
 def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Rendezvous) -> None:
     bound = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [place.ip for place in bound if place and place.port == meeting.port] == [ADDRESS]

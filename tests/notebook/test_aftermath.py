@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from taas_magic.config import PoolConfig
 from taas_magic.journal.folder import ENDED_STATES, RunFolder, summary
 from taas_magic.store.rule import user_name
+from tests.eventually import eventually
 from tests.frontend import Frontend, Scene, environment
 from tests.harness import forkservers, left_of, processes, remove_cgroup, words
 from tests.rig.pools import settings_in
@@ -66,15 +67,8 @@ def only(frontend: Frontend, word: str) -> psutil.Process:
         found[:] = [process for process in tree(frontend) if word in words(process)]
         return len(found) == 1
 
-    wait_until(is_one)
+    eventually(is_one)
     return found[0]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def head(frontend: Frontend, request: str) -> str:
@@ -228,7 +222,7 @@ def torn_run_folders_hurt_nobody(scene: Scene, frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
     runs = scene.state / "runs"
     [whole] = runs.iterdir()
-    wait_until(lambda: not (whole / "payload").exists())  # it is removed last
+    eventually(lambda: not (whole / "payload").exists())  # it is removed last
     for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
         (runs / name).mkdir()
         (runs / name / "plan.json").write_text(plan)
@@ -347,7 +341,7 @@ def nothing_is_left_but_the_state_folder(scene: Scene, frontend: Frontend) -> No
     frontend.run(NEXT)
     frontend.run("%taas down")
     torchs = f"torchinductor_{user_name()}"  # its cache is made by importing it
-    wait_until(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
+    eventually(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
     assert not list(scene.project.iterdir())
 
 
@@ -387,7 +381,7 @@ def an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend: F
     frontend.manager.interrupt_kernel()
     following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-    wait_until(lambda: following in frontend.replies or not frontend._is_idle(following))
+    eventually(lambda: following in frontend.replies or not frontend._is_idle(following))
     if frontend.finish(following)["status"] == "aborted":  # it came before the interrupt
         following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(following)["status"] == "ok", error(frontend, following)
@@ -407,13 +401,13 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
         new.update(set((scene.state / "runs").glob("*/events.jsonl")) - begun)
         return bool(new)
 
-    wait_until(is_launched)
+    eventually(is_launched)
     frontend.process.kill()
     [events] = new
-    wait_until(lambda: "kernel is gone" in events.read_text())
+    eventually(lambda: "kernel is gone" in events.read_text())
     with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
         forkserver.resume()
-    wait_until(lambda: summary(RunFolder(events.parent)).state in ENDED_STATES)
+    eventually(lambda: summary(RunFolder(events.parent)).state in ENDED_STATES)
     assert not left_of(kept)
 
 

@@ -3,13 +3,13 @@
 import random
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
+from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, kernel
 from tests.notebook.test_attach import WAITS, beside, head
 
@@ -37,17 +37,10 @@ def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> F
     return frontend_of_module
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def kill(frontend: Frontend) -> None:
     """Kill a kernel; return when its manager knows."""
     frontend.process.kill()
-    wait_until(lambda: not frontend.manager.is_alive())
+    eventually(lambda: not frontend.manager.is_alive())
 
 
 def steps_of(text: str, rank: int) -> list[int]:
@@ -80,7 +73,7 @@ def test_a_detached_run_goes_on_when_its_kernel_is_killed(
             check_attached(other, run.run_id)
         # its pool has no kernel any more, and ends
         folder = Path(run.context.pool_folder)
-        wait_until(lambda: not (folder / "pool.json").exists())
+        eventually(lambda: not (folder / "pool.json").exists())
 
 
 def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
@@ -156,12 +149,12 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
         kill(killed)
     assert run.wait(WAIT_S) == {"seen": list(range(60))}
     told = project / "told"
-    wait_until(told.exists)
-    wait_until(lambda: "DURATION" in told.read_text())
+    eventually(told.exists)
+    eventually(lambda: "DURATION" in told.read_text())
     assert f"TAAS_RUN_ID={run.run_id}\n" in told.read_text()
     assert "TAAS_RUN_STATE=SUCCEEDED\n" in told.read_text()
     places = [Path(it) / "pool.json" for it in (run.context.pool_folder, run.context.data_folder)]
-    wait_until(lambda: not any(place.exists() for place in places))
+    eventually(lambda: not any(place.exists() for place in places))
 
 
 def test_without_detach_a_run_ends_with_its_kernel(frontend: Frontend, tmp_path: Path) -> None:
@@ -170,5 +163,5 @@ def test_without_detach_a_run_ends_with_its_kernel(frontend: Frontend, tmp_path:
         killed.wait(lambda: len(re.findall("before", killed.text(cell))) == 2)
         run = Run(next(runs.newest()).path)
         kill(killed)
-        wait_until(lambda: not run.is_active)
+        eventually(lambda: not run.is_active)
     assert run.state == "INTERRUPTED"

@@ -23,6 +23,7 @@ def test_the_report_of_a_failed_run(notebook: Notebook) -> None:
     assert 'log of pool "local"' in text
 
 
+@pytest.mark.process
 def test_the_report_has_no_secrets_and_is_the_users_own(tmp_path: Path) -> None:
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options={"token": "hunter2"})
     path = write_report(Config(pools={"hpc": pool}), None, tmp_path / "report.txt")
@@ -30,6 +31,7 @@ def test_the_report_has_no_secrets_and_is_the_users_own(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.process
 def test_a_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write .*no-such-folder"):
         write_report(Config(), None, tmp_path / "no-such-folder" / "report.txt")

@@ -148,6 +148,7 @@ pool.close()
     assert done.stdout.split() == ["1", connection_of(the_pool(notebook)).address]
 
 
+@pytest.mark.process
 def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     pool = Pool(PoolConfig("broken", engine="nonesuch", start_timeout_s=WAIT_S), tmp_path)
     with pytest.raises(PoolError, match='there is no engine "nonesuch"'):

@@ -82,6 +82,7 @@ def test_files_of_this_environment_go_where_they_fit() -> None:
     assert installed_files("no-such") is None
 
 
+@pytest.mark.process
 def test_a_package_that_was_built_here_is_fetched_once(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_package_that_was_built_here_is_fetched_once(
     assert "psutil/__init__.py" in names_in(bundle_for(packages, HERE))
 
 
+@pytest.mark.process
 def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -> None:
     make_wheel(index, "no_such", "cp311-cp311-win_amd64", {"no_such/__init__.py": ""})
     with pytest.raises(PoolError, match=r"^host near: ") as error:
@@ -107,6 +109,7 @@ def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -
     assert f"{HERE.executable} -m pip install no-such==1.0" in str(error.value)
 
 
+@pytest.mark.process
 def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
     files = {
         "demo/__init__.py": "1",

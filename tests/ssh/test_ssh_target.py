@@ -55,6 +55,7 @@ def place(found: Target) -> str:
     return f"{found.user}@{found.address}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("host", "where"),
     [
@@ -72,6 +73,7 @@ def test_what_the_user_writes_goes_before_the_configuration(
     assert place(target(tmp_path, host)) == where
 
 
+@pytest.mark.process
 def test_keys_and_known_hosts_are_those_of_the_configuration(tmp_path: Path) -> None:
     found = target(tmp_path, "gpu1")
     assert found.identity_files == (f"{pwd.getpwuid(os.getuid()).pw_dir}/.ssh/for_10.0.0.1",)
@@ -80,6 +82,7 @@ def test_keys_and_known_hosts_are_those_of_the_configuration(tmp_path: Path) -> 
     assert found.known_as == "[10.0.0.1]:2201"
 
 
+@pytest.mark.process
 def test_jumps_lead_through_each_other(tmp_path: Path) -> None:
     found = target(tmp_path, "inner")
     assert found.jump is not None and found.jump.jump is not None
@@ -89,17 +92,20 @@ def test_jumps_lead_through_each_other(tmp_path: Path) -> None:
     assert found.jump.jump.jump is None
 
 
+@pytest.mark.process
 def test_none_means_none(tmp_path: Path) -> None:
     found = target(tmp_path, "direct")
     assert found.jump is None and found.proxy_command is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("host", ["one", "a b", "", "host:port"])
 def test_what_makes_no_sense_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(UsageError):
         target(tmp_path, host)
 
 
+@pytest.mark.process
 def test_an_invalid_configuration_is_reported_with_what_ssh_prints(tmp_path: Path) -> None:
     file = tmp_path / "config"
     with pytest.raises(PoolError) as caught:
@@ -112,6 +118,7 @@ def test_an_invalid_configuration_is_reported_with_what_ssh_prints(tmp_path: Pat
         find_target("gpu1", str(tmp_path / "nowhere"), threading.Event())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ends_by", ["time", "stop"])
 def test_a_slow_command_of_the_configuration_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str

@@ -278,7 +278,7 @@ time.sleep(600)
     processes: list[psutil.Process] = []
 
     def cut() -> None:
-        eventually(lambda: "writing" in said(far), STARTED_WITHIN_S)
+        eventually(lambda: "writing" in said(far), within_s=STARTED_WITHIN_S)
         eventually(lambda: list(far.project.glob("*.txt")))
         processes.extend(hosts.processes(3))
         hosts.cut(3)
@@ -313,7 +313,7 @@ time.sleep(600)
 """
 
     def cut_power() -> None:
-        eventually(lambda: "saved" in said(far), STARTED_WITHIN_S)
+        eventually(lambda: "saved" in said(far), within_s=STARTED_WITHIN_S)
         eventually(lambda: Path("m.pt").exists() and len(os.listdir("epochs")) == 50)
         hosts.kill(3)
 

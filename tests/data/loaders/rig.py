@@ -3,12 +3,14 @@
 A case is a function without parameters in one of the modules here. It returns a loader, or a loader
 and a script, or these and what `taas.register` shall be told besides. A script takes a loader and
 returns what it sees of it; without one, that is two epochs. A module's text is a cell of the
-notebook, and all its loaders are iterated in one cell below `%%taas`, for each of its SETTINGS.
+notebook, and its loaders are iterated in cells below `%%taas`. A module's SETTINGS take turns: each
+case has one of them, or all with TAAS_EVERY_SETTING=1 in the environment.
 """
 
 import contextlib
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,9 @@ def parameters(*modules: ModuleType) -> list[Any]:
 CASES = 16
 """How many cases one cell has at most."""
 
+EVERY_SETTING = bool(os.environ.get("TAAS_EVERY_SETTING"))
+"""Whether each case runs in every setting of its module."""
+
 
 class Part(NamedTuple):
     """What one cell runs: some cases of a module, in one setting."""
@@ -127,9 +132,18 @@ class Part(NamedTuple):
 
 def parts_of(module: ModuleType) -> list[Part]:
     """Return what the cells of a module run."""
-    names = cases_of(module)
-    groups = [tuple(names[at : at + CASES]) for at in range(0, len(names), CASES)]
-    return [Part(module, setting, group) for setting in settings_of(module) for group in groups]
+    names, settings = cases_of(module), settings_of(module)
+    has_all = EVERY_SETTING or len(names) <= len(settings)
+    return [
+        Part(module, setting, tuple(group))
+        for turn, setting in enumerate(settings)
+        for group in chunks(names if has_all else names[turn :: len(settings)], CASES)
+    ]
+
+
+def chunks(names: list[str], size: int) -> list[list[str]]:
+    """Split a list into lists of at most `size`."""
+    return [names[at : at + size] for at in range(0, len(names), size)]
 
 
 def all_parts(*modules: ModuleType) -> list[Any]:

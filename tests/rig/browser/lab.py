@@ -6,7 +6,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.eventually import eventually
 from tests.frontend import HOLD, environment
 from tests.rig.browser.chromium import WAIT_S, Page
 
@@ -101,7 +101,7 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         process = subprocess.Popen(command, env=environ, cwd=root, stdout=log, stderr=log)
         lab = Lab(f"http://127.0.0.1:{port}", token, process)
         try:
-            wait_until(lab.is_up, "JupyterLab does not answer")
+            eventually(lab.is_up, "JupyterLab does not answer")
             yield lab
         finally:
             process.terminate()
@@ -124,7 +124,7 @@ def open_notebook(page: Page, lab: Lab, name: str) -> None:
     """Show a notebook, and wait until its kernel is there."""
     show_notebook(page, lab, name)
     # The page itself says "idle" before it is connected.
-    wait_until(lambda: lab.is_ready(name), "the notebook gets no kernel")
+    eventually(lambda: lab.is_ready(name), "the notebook gets no kernel")
     # After a reload the server may still count the connection of the page before.
     page.wait_for(f"{CONNECTION} === 'connected'")
 
@@ -150,10 +150,3 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
-
-
-def wait_until(condition: Any, otherwise: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.1)

@@ -17,8 +17,9 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
+from tests.eventually import eventually
 from tests.rig.browser.chromium import Page, find, open_page
-from tests.rig.browser.lab import Lab, command, open_lab, open_notebook, run_cell, wait_until
+from tests.rig.browser.lab import Lab, command, open_lab, open_notebook, run_cell
 
 NAME = "picture.ipynb"
 COLOURS = 64
@@ -251,7 +252,7 @@ def attach(session: Session) -> bytes:
     session.wait_for(2, "DETACHED")
     command(session.page, "docmanager:save-all")
     file = session.folder / NAME
-    wait_until(lambda: "DETACHED" in file.read_text(), "the notebook is not saved")
+    eventually(lambda: "DETACHED" in file.read_text(), "the notebook is not saved")
     session.show()
     session.run(3)
     session.wait_for(3, "RUNNING[^]*epoch 10:")
