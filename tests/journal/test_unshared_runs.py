@@ -197,7 +197,8 @@ rank + 7
 """
 
 
-def test_73_a_host_that_forges_results_runs_nothing_in_the_kernel(
+@pytest.mark.fault(73)
+def test_a_host_that_forges_results_runs_nothing_in_the_kernel(
     far: Notebook, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
