@@ -79,7 +79,7 @@ def test_a_value_that_has_changed_is_named(what: str) -> None:
     make, change = CHANGES[what]
     assert (
         said(make(), change)
-        == "value was changed in the ranks, not in the notebook; --out value brings it back"
+        == "value was changed in the ranks, not in the notebook; --out value returns it"
     )
     assert said(make(), change, out=["value"]) == ""
 

@@ -102,7 +102,7 @@ def is_answered(port: int) -> bool:
 
 
 def test_a_first_host_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1: .*`interface`"):
+    with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1 .*`interface`"):
         rendezvous.reach(ADDRESS, 1)
 
 
