@@ -120,7 +120,7 @@ def test_a_short_log_is_shown_whole_with_its_displays_in_order() -> None:
 def test_a_long_log_of_an_active_run_is_shown_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "TAIL_BYTES", 1000)
     first, *found = texts(replayed(printed(0, 1000, "a")).pieces())
-    assert first.startswith("… ") and first.endswith("before this; full log: /runs/r1/logs")
+    assert first.startswith("… ") and first.endswith("are not shown; full log: /runs/r1/logs")
     assert found == [f"0:a {i}" for i in range(1000 - len(found), 1000)] and len(found) > 8
 
 
