@@ -54,8 +54,8 @@ class Registered:
         name: Name of the loader in runs; "" if it has none yet.
         held: Function that returns the loader; it returns None if the loader no longer exists.
         seed: Seed of its random numbers; None for the run's seed.
-        uneven: Rule for batches that do not divide by the number of ranks: `pad`, `drop` or
-            `keep`.
+        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`,
+            `drop` or `keep`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state of its sampler and generator when it was registered; None for their
             current state.

@@ -1,8 +1,8 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-A cell without `%%taas` would change them in the notebook. A `%%taas` cell changes only the ranks'
-copies, so the user gets a note with the changed names, once a run. A value is not compared if that
-would cost too much or would run the user's code.
+A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies, so
+the user gets a note with the changed names, once a run. A value is not compared if that would cost
+too much or would run the user's code.
 """
 
 import functools

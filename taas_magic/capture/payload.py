@@ -285,7 +285,7 @@ class Settings:
     state: process_state.State
 
     def apply(self) -> None:
-        """Apply the settings to this process, which runs registered loaders but no cell."""
+        """Apply the settings to this process, a fetcher, which runs loaders and no cell."""
         install(self.modules)
         process_state.apply_filters(self.state)
         process_state.apply(process_state.without_device(self.state))

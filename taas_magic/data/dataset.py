@@ -109,7 +109,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
 
 
 def order_start(loader: Any) -> bytes:
-    """Pickle a loader's samplers and generator, so that a run's order can begin in their state."""
+    """Pickle the state of a loader's samplers and generator, from which a run starts its order."""
     loader = as_data_loader(loader)
     return dump_beside(_order_of(loader), loader.dataset)
 

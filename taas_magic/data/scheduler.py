@@ -173,7 +173,7 @@ class PrefetchOrder:
     def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        None is yielded for "nothing now, ask again later".
+        The value None means that there is nothing to prepare now; the caller asks again later.
         """
         left = self._share.units
         for ahead in itertools.count():

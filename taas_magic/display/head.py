@@ -595,7 +595,11 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Group the values of files; the files of a zarr store form one group under its name."""
+    """Group values by file. All files in a `.zarr` folder, a data cube, count as one file.
+
+    Args:
+        files: Values by path. If `.zarr` folders are nested, the outermost one counts.
+    """
     found: dict[str, list[T]] = {}
     for path, known in files.items():
         above = [str(folder) for folder in PurePosixPath(path).parents if folder.suffix == ".zarr"]

@@ -472,7 +472,7 @@ class HostRun(HostShare):
     def handle_command(self, told: PoolCommand) -> None:
         """Handle a command of the pool. Called by another thread.
 
-        After the first `Halt`, the ranks get SIGINT.
+        After the first `Halt`, the ranks get SIGINT, or are killed if `how` is "kill".
         """
         super().handle_command(told)
         match told:

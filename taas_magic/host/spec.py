@@ -172,8 +172,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         requires: Modules that must be installed on the hosts. None checks nothing.
         reach: Address on the notebook's machine that ranks connect to, as "tls://host:port". "" if
             there is none.
-        reads_only: Whether the run only reads the project store. It does not own the store, and
-            writes to a host's mirror are not copied back.
+        reads_only: Whether the run leaves the project store to other runs. It does not own the
+            store, and what its ranks write to a host's mirror is not copied back.
         idle_s: Seconds after which a session without a cell ends. None if the run is no session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
         cell_number: Number of the cell in its session, from 1.
@@ -206,9 +206,9 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         would be sent. It also has no fields that only the pool uses.
 
         Args:
-            are_local: Whether the hosts are the notebook's machine. Other machines do not need the
-                kernel's environment, which may hold secrets. The variables that the notebook
-                changed are kept in `Origin.changed`.
+            are_local: Whether the hosts are the notebook's machine. Other machines do not get the
+                kernel's environment, which may hold secrets. They get only the environment
+                variables that the notebook changed (`Origin.changed`).
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
@@ -365,7 +365,8 @@ class StartShare(Request[int]):
 
     Attributes:
         spec: The host's share.
-        again: Whether to end the ranks of the last attempt first, and start the next attempt.
+        again: Whether the host already runs an attempt of the run. Then the host ends the ranks of
+            that attempt before it starts the new ones.
     """
 
     spec: ShareSpec

@@ -253,7 +253,11 @@ class RankEvent(Event, kw_only=True):
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The pool's process reports that the run's state is now RUNNING."""
+    """The pool's process reports that the run has all its hosts and starts its first attempt.
+
+    Attributes:
+        state: Always "RUNNING".
+    """
 
     state: str
 

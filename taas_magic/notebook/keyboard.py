@@ -87,7 +87,8 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
 def can_type(shell: "InteractiveShell | None") -> bool:
     """Return whether a person can type here: in a frontend with an input box, or in a terminal.
 
-    nbclient, for example, runs notebooks without a person. Only the main thread can ask.
+    nbclient, for example, runs notebooks without a person. In other threads than the main thread,
+    the result is False, because they cannot show an input box.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

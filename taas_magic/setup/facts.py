@@ -392,7 +392,7 @@ class Row:
 
     Attributes:
         pool: Name of the pool.
-        host: Name of the host for the user; "" for a pool without a host that can be asked.
+        host: Name of the host, as shown to the user; "" if the pool has no host that is up.
         facts: The facts of the host; None if it did not answer.
         findings: Problems, errors first.
     """

@@ -3,7 +3,7 @@
 `CALLS` lists functions that open a file in compiled code but are called from Python. In a rank,
 each is replaced when its module is imported. The replacement changes the path argument as
 `redirect.py` does for `open`, and calls the original function. Functions that read are replaced
-only in ranks that may have their own versions of files.
+only in ranks that can have their own versions of files (`--store-writes discard`).
 """
 
 import functools
