@@ -189,9 +189,9 @@ class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
     `_defined` holds the names that are certainly set so far. `_later` maps each function and class
-    to the names that its code reads; they count from the first statement that loads its name.
-    `_awaited` holds the names that have counted in this way. If the cell defines one of them only
-    later, the names that this definition reads then count at once.
+    of the cell to the names that its code reads. These names are used by the cell (`why`) only when
+    a statement loads the function's name; `_awaited` holds them from then on. If the cell defines
+    an awaited function further down, the names in that function's code are used at once.
 
     Attributes:
         why: Reason for each name that the cell may read before it has certainly set the name.

@@ -429,9 +429,9 @@ class ValuePickler(cloudpickle.Pickler):
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function that keeps the cells of its closure.
 
-        cloudpickle gives each function new cells, so functions that share a variable would each
-        get their own. The content of a cell may refer to the function. So the cells are pickled
-        empty, and the state of the first function that has a cell fills it.
+        cloudpickle gives each function new cells, so functions that share a variable would no
+        longer share it. Here they keep the same cells. A cell may contain the function itself, so
+        cells are pickled empty. The state of the first function that uses a cell fills the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None

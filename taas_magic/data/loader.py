@@ -291,7 +291,10 @@ class RemoteLoader(DataLoader[Any]):
         return self.counts if self._current is None else self._current.counted()
 
     def reset_counts(self) -> None:
-        """Count batches and times anew, also those of an iterator that is not at its end."""
+        """Set the counts of batches and the times to 0, even in the middle of an epoch.
+
+        `workers`, `spent` and `resumed` stay.
+        """
         spent, resumed = self.counts.spent, self.counts.resumed
         self.counts = RankCounts(workers=self.counts.workers, spent=spent, resumed=resumed)
         if self._current is not None:

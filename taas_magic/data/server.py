@@ -718,7 +718,8 @@ class OwnServers:
     when the cell iterates a loader, could deadlock: it would copy a lock that another thread holds
     at that moment (for example that of torch's random generator) and would wait for it forever.
 
-    All these processes have ended when `close` returns, and end when the rank's process ends.
+    `close` ends the starter process and the servers, and waits for them. Without `close`, they end
+    when the rank's process ends.
 
     Args:
         key: The run's key, which every connection must prove.

@@ -128,10 +128,11 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Return and remove a rank's first waiting line.
+        """Return and remove the line that a rank must show next.
 
-        Lines after it that no other rank has are included. A rank that prints very much has many of
-        them, and handling them one by one would take several times as long.
+        If no other rank waits with this line, the rank's following lines of this kind are returned
+        too. A rank that prints very much has many such lines, and handling them one by one would
+        take several times as long.
 
         Args:
             rank: The rank.

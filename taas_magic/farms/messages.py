@@ -117,7 +117,7 @@ class NodeSettings(Struct, frozen=True):
 
 
 class JobProcessState(Struct, frozen=True):
-    """The settings of a job process, from the rank that started the node and from the node.
+    """The settings of a job process. The rank that started the node gives some, the node the rest.
 
     Attributes:
         store: The rule of the project store, with this host's path.
@@ -125,7 +125,7 @@ class JobProcessState(Struct, frozen=True):
             (`store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: The scratch folder for writes that are kept out of the store; the process creates
-            it. In the setting of a slot: the common prefix of the slot's scratch folders.
+            it. A `Slot` has only a prefix here, and adds a new suffix for each process.
     """
 
     environ: dict[str, str]

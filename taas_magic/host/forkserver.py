@@ -446,9 +446,9 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether no exit code of a process is known yet.
+    """Return whether a process counts as running, because its exit code is not known yet.
 
-    A process that was passed to `forget` counts as ended.
+    A process that was passed to `forget` does not count as running.
     """
     try:
         return _known_exitcode(process) is None

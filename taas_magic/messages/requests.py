@@ -231,16 +231,16 @@ class Halt(Request[None]):
 
 
 class AnswerInput(Request[None]):
-    """A kernel answers a rank's `InputRequested`.
+    """A kernel's answer to a rank's `InputRequested`.
 
-    A kernel sends it to the pool's process, which sends it to the agent of the rank. The agent
-    writes it to a pipe of the rank.
+    The kernel sends the answer to the pool's process, which sends it to the agent of the rank. The
+    agent writes the answer to a pipe of the rank.
 
     Attributes:
         rank: The rank that asked.
         number: `InputRequested.number`.
         line: The line that the user typed, without a line end; None if the user ended the input.
-        is_refused: Whether nobody can type. `line` is None then.
+        is_refused: True if there is no user who could type. `line` is None then.
     """
 
     run_id: str

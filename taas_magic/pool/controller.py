@@ -160,7 +160,10 @@ class Kernels:
             await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
-        """Cancel a wait by its id. `PoolHosts` then returns unused hosts to the engine."""
+        """Cancel a kernel's wait for hosts, given the wait's id. Do nothing if the wait is over.
+
+        `PoolHosts` then returns unused hosts to the engine.
+        """
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 

@@ -246,11 +246,11 @@ def _caches() -> list[str]:
 
 
 def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
-    """Return the `writable` folders that lie inside the store and need an exception.
+    """Return the `writable` folders below the store. Create those that are missing.
 
-    Missing ones are made. Under Landlock, a missing sibling of a folder on the path to the store is
-    also made, because Landlock can only allow folders that exist. Folders that are the store or
-    contain it are left out.
+    Each of them needs an exception from the write rule. Landlock can only allow folders that exist.
+    So under Landlock, a missing `writable` folder is also created if its parent contains the store,
+    but it is not returned.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
