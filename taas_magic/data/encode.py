@@ -341,7 +341,10 @@ def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form; see `encode`."""
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
+        is_importable = b"__main__" not in pickled  # a rank may lack the notebook's types
     except (pickle.PicklingError, AttributeError, TypeError):
+        is_importable = False
+    if not is_importable:
         pickled, arrays, tensors = _pickle(value, _CloudPickler)
     rows, spans = _choose_spans(tensors, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)

@@ -401,8 +401,8 @@ def test_changes_of_the_notebooks_values_are_told_where_they_do_not_come_back(
     body = "losses.append(1)\ntotal += 1\nnet.eval()(torch.ones(1, 2))\nunset = net"
     shown = str(frontend.outputs[frontend.run(f"%%taas --gpus 2\n{body}")])
     assert (
-        "losses, total were changed in the ranks, not in the notebook; --out losses,total brings "
-        "them back" in shown
+        "losses, total were changed in the ranks, not in the notebook; --out losses,total "
+        "returns them" in shown
     )
     shown = str(frontend.outputs[frontend.run(f"%%taas --gpus 2 --out losses,total\n{body}")])
     assert "changed in the ranks" not in shown and "note: logger" not in shown

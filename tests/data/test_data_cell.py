@@ -70,7 +70,7 @@ def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
     unfed = notebook.run("1", '--cpus 1 --prefill 2 --name "#1 try" # --units 6')
     assert unfed.error is None and unfed.run is not None and unfed.run.name == "#1 try"
     [note] = [note for note in unfed.run.head.notes if "no registered loader" in note]
-    assert note.startswith("--cpus, --prefill: without effect") and "taas.register(" in note
+    assert note.startswith("--cpus, --prefill: no effect") and "taas.register(" in note
     longest = "name='é' * 50"
     notebook.define(f"bad = taas.register(DataLoader(Numbers(100), batch_size=10), {longest})")
     outcome = notebook.run("for batch in bad:\n    pass", "--cpus 1")

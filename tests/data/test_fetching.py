@@ -33,8 +33,8 @@ cores = 1
 max_hosts = 2
 
 [pools.late]
-engine = "local"
-start_timeout_s = 0.01
+engine = "ssh"
+hosts = ["localhost:1"]
 """
 
 LOADERS = """

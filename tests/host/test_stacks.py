@@ -595,7 +595,7 @@ def test_ranks_that_wait_where_nobody_listens_are_told_why(
     """A guide for PBS sets MASTER_PORT itself, as `initDist` there does."""
 
     def says_why(event: Line) -> bool:
-        return event["kind"] == "note" and "has changed MASTER_PORT" in event["text"]
+        return event["kind"] == "note" and "changed MASTER_PORT" in event["text"]
 
     source = """
 import os, torch.distributed as dist

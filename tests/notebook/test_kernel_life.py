@@ -269,7 +269,7 @@ def test_a_timeout_shows_the_notebooks_line_of_every_rank(frontend: Frontend) ->
         "    import subprocess\n    subprocess.run(['sleep', '600'])\nwait()"
     )
     shown = "\n".join(reply["traceback"])
-    assert (reply["ename"], reply["evalue"]) == ("RunTimeout", "stopped: exceeded --timeout 10s")
+    assert (reply["ename"], reply["evalue"]) == ("RunTimeout", "stopped: exceeded --timeout 10 s")
     assert f"ranks 0,2: Cell In[{number}], line 3: time.sleep(600)\n" in shown
     run = reply["execution_count"]
     assert f"rank 1: Cell In[{run}], line 5: subprocess.run(['sleep', '600'])\n" in shown

@@ -155,6 +155,7 @@ def test_a_cell_spawns_processes_without_a_guard(name: str, frontend: Frontend) 
 @pytest.mark.parametrize("name", CALLED)
 def test_a_program_gives_in_functions_what_torchrun_gives(name: str, frontend: Frontend) -> None:
     called = [cell.called() for cell in cells_of(name)]
+    frontend.run("import pathlib\nfor path in pathlib.Path().glob('*.pt'): path.unlink()")
     check(run_cells(frontend, called), PROGRAMS / f"{name}.py")
 
 
