@@ -28,7 +28,7 @@ rank, pid, lr = int(os.environ["RANK"]), os.getpid(), 0.1
 weights = torch.arange(3.0)
 """
 WAITS = """%%taas --session exp --out done
-print("begun", flush=True)
+print("begun", rank, flush=True)
 while not os.path.exists("{go}"):
     time.sleep(0.05)
 done = rank + 10

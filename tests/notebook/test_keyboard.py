@@ -206,7 +206,7 @@ def test_a_pool_that_is_silent_for_too_long_closes_the_input(frontend_of_module:
     pool.suspend()
     try:
         assert frontend.finish(request)["ename"] == "RunLost"
-        assert f"its process {pool.pid} has not been heard for" in plain(frontend, request)
+        assert f"its process {pool.pid} has been silent for" in plain(frontend, request)
     finally:
         pool.kill()
         frontend.run("run.SILENT_LOST_S = limit_s")

@@ -40,6 +40,7 @@ from taas_magic.messages import (
     Relay,
     Request,
     TakeFetchers,
+    TakeSession,
     WaitForHosts,
     from_bytes,
     leaves,
@@ -188,6 +189,7 @@ def test_who_may_ask_what_and_who_answers(
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
+    by_kernels |= {TakeSession}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     of_hosts |= {AnswerInput, PauseClocks}
     kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
@@ -366,7 +368,7 @@ def test_a_host_is_whom_its_certificate_names() -> None:
         Peer(PeerRole.VEHICLE),
     ):
         assert Peer.of({"subjectAltName": (("URI", peer.identity),)}) == peer
-    with pytest.raises(ValueError, match="whose"):
+    with pytest.raises(ValueError, match="does not name its owner"):
         Peer.of({})
 
 
