@@ -1,4 +1,4 @@
-"""What all tests share: a state folder of their own, and proof that nothing is left behind."""
+"""Fixtures of all tests: a private state folder, and a check for leftover processes and files."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ GONE_WITHIN_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 ROOT = Path(__file__).parents[1]
 
-# An example may take as long as a machine that is busy takes for it.
+# No deadline for an example: a busy machine may need long for it.
 hypothesis.settings.register_profile(
     "taas", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("taas")
 
 @pytest.fixture(autouse=True)
 def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set the folder for runs and pools of this test; never the user's."""
+    """Create this test's own state folder and config folder, in place of the user's."""
     path = tmp_path / "state"
     monkeypatch.setenv("TAAS_STATE_DIR", str(path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -39,31 +39,31 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_interrupts() -> None:
-    """Each test begins with Python's own handler of SIGINT.
+    """Install Python's default SIGINT handler before each test.
 
-    Where a script's shell starts the tests in the background (`make test &`), SIGINT is ignored,
-    and Python leaves that as it is: an interrupt that a test sends to itself would do nothing.
+    A script's shell ignores SIGINT in commands that it starts in the background (`make test &`),
+    and Python inherits this. Tests that interrupt themselves need the handler.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[None]:
-    """Start what forks the tests' processes, with all that they import, before any test begins."""
+    """Start multiprocessing's forkserver with its preloaded modules; stop it after the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)  # Python 3.11 finds `tests` nowhere else
+        patch.chdir(ROOT)  # Python 3.11 finds the package `tests` only from this folder
         ensure_running()
     yield
-    gc.collect()  # a rank's own server has the forkserver's pipe open, until its loader is gone
+    gc.collect()  # a loader's server process keeps the forkserver's pipe open until this
     end_forkserver()
 
 
 @pytest.fixture
 def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """After the test no process of it lives, and no port or shared-memory file of it is left.
+    """Fail the test if a process, an open port or a shared-memory file of it is left.
 
-    Every process that the test starts carries a token in its environment, however it detached
-    itself. Leftovers are ended, so that the tests after this one do not meet them.
+    All processes that the test starts inherit a token in their environment, so that this fixture
+    finds detached processes too. It kills leftover processes to protect later tests.
     """
     token = secrets.token_hex(8)
     monkeypatch.setenv(TOKEN, token)
@@ -71,21 +71,27 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield token
     deadline = time.monotonic() + GONE_WITHIN_S
     while (found := left_behind(token, ports, files)) and time.monotonic() < deadline:
-        threading.Event().wait(0.25)  # each look is at all processes of the machine
+        threading.Event().wait(0.25)  # `left_behind` reads all processes of the machine
     for process in carriers(token):
         end(process)
     assert not found, "left behind: " + "; ".join(sorted(found))
 
 
 def left_behind(token: str, ports: set[int], files: set[Path]) -> list[str]:
-    """Return what a test with a token has left so far, besides the ports and files of before."""
+    """Return descriptions of the processes, ports and files that a test has left.
+
+    Args:
+        token: The token of the test's processes.
+        ports: Listening ports before the test.
+        files: Shared-memory files before the test.
+    """
     found = [f"process {describe(process)}" for process in carriers(token)]
     found += [f"port {port}" for port in listening() - ports]
     return found + [f"file {path}" for path in abandoned(set(SHARED_MEMORY.iterdir()) - files)]
 
 
 def carriers(token: str) -> list[psutil.Process]:
-    """Return the processes with the token, but for the tests' own and its tracker."""
+    """Return the processes with the token, except this one and its resource tracker."""
     return [
         process
         for process in psutil.process_iter()
@@ -101,7 +107,7 @@ def carries(process: psutil.Process, token: str) -> bool:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """multiprocessing's resource tracker of this process lives as long as it does."""
+    """Return whether a process is this process's resource tracker, which lives as long as it."""
     try:
         is_child = process.ppid() == os.getpid()
         return is_child and "multiprocessing.resource_tracker" in " ".join(process.cmdline())
@@ -125,13 +131,13 @@ def end(process: psutil.Process) -> None:
 
 
 def listening() -> set[int]:
-    """Ports on which this process itself listens; those of others are gone with them."""
+    """Return the ports on which this process listens; other processes' ports end with them."""
     connections = psutil.Process().net_connections("inet")
     return {seen.laddr.port for seen in connections if seen.status == psutil.CONN_LISTEN}
 
 
 def abandoned(files: set[Path]) -> set[Path]:
-    """Those of new shared-memory files that no process uses: other programs make some, too."""
+    """Return the files that no process uses; files in use may belong to other programs."""
     if not files:
         return files
     used = {path for process in psutil.process_iter() for path in mapped(process)}

@@ -1,4 +1,4 @@
-"""Events for tests, from what their lines in the journal would say (docs/events.md)."""
+"""Helpers that create events from lines of the journal (docs/events.md)."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from taas_magic.messages import Event, Failure
 from taas_magic.plan import HostPlan, Plan
 
 Line = dict[str, Any]
-"""An event as a line of the journal has it."""
+"""An event as it stands in the journal: a JSON object."""
 
 
 def parsed(line: Line) -> Event:
-    """Return the event of a line; whole numbers may be floats there."""
+    """Return the event of a line; integers may be floats in the line."""
     whole: Event = msgspec.convert(
         {"time": 0.0, "host": "gpu1", **line}, messages.AnyEvent, strict=False, str_keys=True
     )
@@ -24,17 +24,21 @@ def parsed(line: Line) -> Event:
 
 
 def event(kind: str, host: str = "gpu1", **values: Any) -> Event:
-    """Return an event of a kind."""
+    """Return an event of the given kind with these fields."""
     return parsed({"kind": kind, "host": host, **values})
 
 
 def failure(**values: Any) -> Failure:
-    """Why a rank failed."""
+    """Return a `Failure` with these fields."""
     return msgspec.convert(values, Failure)
 
 
 def new_state(world_size: int = 1, n_hosts: int = 1, **values: Any) -> RunState:
-    """Return the state of a run that has just begun; values are fields of its plan, or of it."""
+    """Return the state of a run that has just started.
+
+    Args:
+        values: Fields of the run's plan or of its `RunState`.
+    """
     named = {name: values.pop(name) for name in list(values) if name in Plan.__struct_fields__}
     hosts = (HostPlan(0, 0, 1, 1),) * n_hosts
     plan = Plan(**{"run_id": "r1", "world_size": world_size, "hosts": hosts, **named})
@@ -42,6 +46,6 @@ def new_state(world_size: int = 1, n_hosts: int = 1, **values: Any) -> RunState:
 
 
 def line_of(event: Event) -> Line:
-    """Return what the journal has of an event."""
+    """Return the journal line of an event, parsed."""
     line: Line = json.loads(messages.encode(event))
     return line

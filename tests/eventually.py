@@ -1,4 +1,4 @@
-"""The one way in which tests wait for a condition."""
+"""`eventually`, with which tests wait for a condition."""
 
 import time
 from collections.abc import Callable
@@ -13,11 +13,11 @@ def eventually(
     within_s: float = WITHIN_S,
     every_s: float = 0.02,
 ) -> None:
-    """Wait until a condition holds. A condition that raises an OSError does not hold yet.
+    """Wait until `holds()` returns a true value. An OSError counts as false.
 
     Args:
-        holds: The condition; what it returns is true or false.
-        otherwise: What the test says if it fails.
+        holds: The condition.
+        otherwise: The message of the AssertionError if the time is over.
         within_s: Seconds after which the test fails.
         every_s: Seconds between two checks.
     """

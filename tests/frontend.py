@@ -1,4 +1,4 @@
-"""A real kernel "Python (TaaS)", and what a frontend sees of it."""
+"""A client of a real kernel "Python (TaaS)", in place of JupyterLab."""
 
 import os
 import queue
@@ -22,15 +22,15 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 100.0
 
 HOLD = "from tests.frontend import HeldPorts\nHeldPorts.instance()\n"
-"""A `jupyter_config.py`, for programs that start kernels."""
+"""Text of the `jupyter_config.py` that makes programs which start kernels use `HeldPorts`."""
 
 Message = dict[str, Any]
 
 
 class HeldPorts(LocalPortCache):
-    """Keeps the ports that a kernel is told to listen on: no other process is given one of them.
+    """Port cache that keeps a kernel's ports bound, so that no other process gets them.
 
-    jupyter_client looks which ones are free, and the kernel listens on them a second later.
+    jupyter_client only checks which ports are free; the kernel binds them about a second later.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -39,7 +39,7 @@ class HeldPorts(LocalPortCache):
 
     def find_available_port(self, ip: str) -> int:
         holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the kernel's own has
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as on the kernel's sockets
         holder.bind((ip, 0))
         port: int = holder.getsockname()[1]
         self._holders[port] = holder
@@ -56,11 +56,11 @@ HeldPorts.instance()
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Environment variables under which the checkout's kernel is found; its files go to a folder.
+    """Return environment variables that make Jupyter use the checkout's kernel.
 
     Args:
-        folder: Gets the kernelspec, Jupyter's settings, IPython's profile, and the state of runs
-            and pools.
+        folder: Folder for the kernelspec, Jupyter's settings, IPython's profile, and the state
+            folder.
     """
     kernels = folder / "jupyter" / "kernels"
     shutil.copytree(ROOT / "kernels" / "taas", kernels / "taas", dirs_exist_ok=True)
@@ -78,7 +78,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class Frontend:
-    """Sends cells to a kernel and keeps every output under the cell that it belongs to.
+    """Client that sends cells to a kernel and collects the output of each cell.
 
     Attributes:
         manager: Starts, interrupts and ends the kernel.
@@ -93,11 +93,11 @@ class Frontend:
         self.replies: dict[str, dict[str, Any]] = {}
 
     def send(self, code: str, subshell_id: str | None = None, *, allows_input: bool = False) -> str:
-        """Ask for a cell to be run; return the request's id at once.
+        """Request the execution of a cell; return the request's id at once.
 
         Args:
-            subshell_id: The thread of the kernel that runs the cell; None for the main thread.
-            allows_input: Whether this frontend has an input box, as JupyterLab has.
+            subshell_id: Subshell in which the kernel runs the cell; None for the main thread.
+            allows_input: Whether this frontend offers an input box, as JupyterLab does.
         """
         content = {"code": code, "silent": False, "store_history": True, "stop_on_error": True}
         message = self.client.session.msg("execute_request", content)
@@ -111,7 +111,7 @@ class Frontend:
         return found
 
     def new_subshell(self) -> str:
-        """Make a thread in the kernel that runs cells while the main one is busy."""
+        """Create a subshell of the kernel, which runs cells while the main thread is busy."""
         message = self.client.session.msg("create_subshell_request")
         self.client.control_channel.send(message)
         found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
@@ -135,7 +135,7 @@ class Frontend:
         self.client.input(line)
 
     def wait(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-        """Take messages until a condition holds."""
+        """Receive messages until a condition holds."""
         deadline = time.monotonic() + wait_s
         while not condition():
             assert time.monotonic() < deadline, f"nothing came in time; seen: {dict(self.outputs)}"
@@ -143,25 +143,25 @@ class Frontend:
             self._take(self.client.get_iopub_msg, 0.1, self._shown)
 
     def finish(self, request: str, wait_s: float = WAIT_S) -> dict[str, Any]:
-        """Wait until a cell is answered and all its output is there; return the reply."""
+        """Wait for a cell's reply and all its output; return the reply."""
         self.wait(lambda: request in self.replies and self._is_idle(request), wait_s)
         return self.replies[request]
 
     def run(self, code: str) -> str:
-        """Run a cell that is to succeed; return the request's id."""
+        """Run a cell that must succeed; return the request's id."""
         request = self.send(code)
         reply = self.finish(request)
         assert reply["status"] == "ok", reply
         return request
 
     def fail(self, code: str) -> dict[str, Any]:
-        """Run a cell that is to fail; return the reply."""
+        """Run a cell that must fail; return the reply."""
         reply = self.finish(self.send(code))
         assert reply["status"] == "error", reply
         return reply
 
     def be_patient(self) -> None:
-        """Have the kernel wait for a run that was interrupted as long as this machine may take."""
+        """Raise the kernel's time limit for ending an interrupted run to `WAIT_S` seconds."""
         module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
         self.run(f"{module}.KILL_WAIT_S = {WAIT_S}")
 
@@ -171,7 +171,7 @@ class Frontend:
 
     @property
     def process(self) -> psutil.Process:
-        """The kernel's own process."""
+        """The kernel's process."""
         provisioner = self.manager.provisioner
         assert isinstance(provisioner, LocalProvisioner) and provisioner.pid is not None
         return psutil.Process(provisioner.pid)
@@ -200,14 +200,14 @@ class Frontend:
 
 
 def before_start(frontend: Frontend, request: str) -> str:
-    """Return what a cell has printed, and its head as it was before its ranks were started."""
+    """Return what a cell has printed, and its heads in state STARTING."""
     heads = [it["data"]["text/plain"] for it in frontend.contents(request, "update_display_data")]
     return frontend.text(request) + "".join(head for head in heads if head.startswith("STARTING"))
 
 
 @contextmanager
 def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
-    """Yield a kernel in a folder, for as long as the context; its pool `local` is ended with it."""
+    """Run a kernel in a folder until the block ends; then end its pool `local` and the kernel."""
     project.mkdir(exist_ok=True)
     manager, client = start_new_kernel(
         startup_timeout=WAIT_S,
@@ -227,10 +227,10 @@ def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
 
 
 class Scene:
-    """A kernel's surroundings: a notebook's folder, a state folder and a TMPDIR of its own.
+    """The folders of a kernel: the notebook's folder, a state folder and a TMPDIR.
 
     Attributes:
-        folder: Holds all but TMPDIR.
+        folder: Parent of all folders except TMPDIR.
         project: The notebook's folder.
         state: The state folder.
         tmp: TMPDIR.
@@ -238,23 +238,23 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.state = folder, folder / "project", folder / "state"
-        # Unix sockets lie in it, whose names have at most 107 bytes
+        # a short path: it holds Unix sockets, whose paths have at most 107 bytes
         self.tmp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
         for path in (self.project, self.state):
             path.mkdir(exist_ok=True)
 
     def environ(self) -> dict[str, str]:
-        """Return what a kernel here finds in its environment."""
+        """Return the environment variables of a kernel in these folders."""
         return {**environment(self.folder), "TMPDIR": str(self.tmp)}
 
     @contextmanager
     def kernel(self, **environ: str) -> Iterator[Frontend]:
-        """Yield a kernel, for as long as the block."""
+        """Run a kernel until the block ends."""
         with kernel(self.project, **{**self.environ(), **environ}) as started:
             yield started
 
     def close(self) -> None:
-        """Remove TMPDIR; a process that ends just now may still remove its own files there."""
+        """Remove TMPDIR. Retry, because a process that is ending may remove its files there too."""
         deadline = time.monotonic() + WAIT_S
         while self.tmp.exists():
             assert time.monotonic() < deadline, f"left: {list(self.tmp.iterdir())}"

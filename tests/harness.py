@@ -1,4 +1,4 @@
-"""A notebook without a browser: cells run through the same door as in Jupyter, in this process."""
+"""A notebook without Jupyter: cells run by an IPython shell in this process."""
 
 import contextlib
 import os
@@ -37,17 +37,20 @@ tracebacks.where = beat
 for _ in range(3):
     os.read(told, 1)
 """
-"""What a cell begins with that goes on when a beat of its rank has said where it stands: here."""
+"""Start of a cell that waits here for three beats of its rank.
+
+A beat carries the rank's stack, so at least one beat with a stack in this code has been sent.
+"""
 
 
 @dataclass
 class Outcome:
-    """How a cell ended.
+    """Result of a cell.
 
     Attributes:
-        run: The run; None when nothing was started.
-        error: What the cell raised; None on success.
-        shown: What the notebook would show of the error.
+        run: The run; None if no run was started.
+        error: The exception that the cell raised; None on success.
+        shown: The error as the notebook shows it, without colors.
     """
 
     run: Run | None
@@ -56,7 +59,7 @@ class Outcome:
 
     @property
     def events(self) -> list[Line]:
-        """The run's journal."""
+        """The events of the run's journal."""
         assert self.run is not None
         return [line_of(event) for event in RunFolder(self.run.path).read_events()]
 
@@ -65,7 +68,7 @@ class Outcome:
 
     @property
     def lines(self) -> dict[int, list[str]]:
-        """The lines that reached the journal, by rank."""
+        """The lines of output in the journal, by rank."""
         found: dict[int, list[str]] = {}
         for event in self.of_kind("lines"):
             found.setdefault(event["rank"], []).extend(event["lines"])
@@ -74,7 +77,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def without_pytests_filter() -> Iterator[None]:
-    """Leave out that warnings are errors: pytest set it, and it would go to the ranks."""
+    """Remove pytest's filter that turns warnings into errors; ranks would get the filter too."""
     with warnings.catch_warnings():
         warnings.filters[:] = [f for f in warnings.filters if f[0] != "error"]  # type: ignore[index]
         yield
@@ -82,12 +85,12 @@ def without_pytests_filter() -> Iterator[None]:
 
 @dataclass
 class Notebook:
-    """Runs cells.
+    """A notebook that runs cells in an IPython shell.
 
     Attributes:
-        shell: The IPython shell whose namespace cells use; the extension is loaded.
+        shell: The IPython shell, with the extension loaded.
         project: The notebook's folder.
-        state_dir: Where its runs and pools are.
+        state_dir: The state folder.
     """
 
     shell: InteractiveShell
@@ -95,11 +98,11 @@ class Notebook:
     state_dir: Path
 
     def define(self, source: str) -> None:
-        """Run an ordinary cell in the notebook's own process."""
+        """Run a cell without a magic, in the notebook's process; raise its error."""
         self.shell.run_cell(source, store_history=True).raise_error()
 
     def run(self, source: str, flags: str = "", gpus: int | str = 2) -> Outcome:
-        """Run a cell below a `%%taas` head."""
+        """Run a cell below a `%%taas` line with these flags."""
         before = launch.last_run
         cell = f"%%taas --gpus {gpus} {flags}\n{source}"
         with without_pytests_filter():
@@ -112,7 +115,11 @@ class Notebook:
 
 @contextlib.contextmanager
 def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[Line]]:
-    """Call `act` with a run, in a thread, at its first event that is wanted; yield these."""
+    """Call `act` with the run, in a thread, at the first event for which `wanted` is true.
+
+    Yields:
+        A list, to which all such events are added.
+    """
     seen: list[Line] = []
     put = RunDriver.put
 
@@ -129,12 +136,12 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """Return the processes that descend from a process."""
+    """Return the descendants of a process."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def processes(pids: Iterable[int]) -> list[psutil.Process]:
-    """Those of processes that are (still) there."""
+    """Return the processes with these ids that still exist."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -143,13 +150,16 @@ def processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def left_of(ending: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of processes that do not go; returns as soon as all have gone, or are zombies."""
+    """Wait until processes have ended; return those that have not ended in time.
+
+    Zombies count as ended.
+    """
     _, alive = psutil.wait_procs(list(ending), timeout=GONE_WITHIN_S)
     return [process for process in alive if status_of(process) not in ("", psutil.STATUS_ZOMBIE)]
 
 
 def remove_cgroup(folder: Path) -> None:
-    """Remove a cgroup; the system may still count a process that has ended."""
+    """Remove a cgroup. Retry, because it may still list a process that has ended."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while folder.exists():
         try:
@@ -164,7 +174,7 @@ AGENT = "taas_magic.host.agent"
 
 
 def forkservers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Return the agents' forkservers in a tree; what they fork has their command line."""
+    """Return the agents' forkservers, without their forks, which have the same command line."""
     found = set()
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -175,7 +185,7 @@ def forkservers(tree: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def words(process: psutil.Process) -> str:
-    """Return a process's command line; "" when it is gone."""
+    """Return a process's command line; "" if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
@@ -184,13 +194,13 @@ def words(process: psutil.Process) -> str:
 def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
     """Return the TCP ports on which processes listen.
 
-    psutil reads the whole table of connections for each process: that takes five times as long.
+    Five times as fast as psutil, which reads the whole table of connections for each process.
     """
     by_network: dict[str, dict[str, int]] = {}
     found = set()
     for process in processes:
         folder = Path(f"/proc/{process.pid}")
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the process has ended
             network = os.readlink(folder / "ns" / "net")
             if network not in by_network:
                 by_network[network] = _listeners(folder / "net")
@@ -199,26 +209,30 @@ def listening_ports(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def _listeners(tables: Path) -> dict[str, int]:
-    """Return the port of each socket that listens, by the link to it."""
+    """Return the port of each listening socket, by its link in /proc/PID/fd.
+
+    Args:
+        tables: A folder /proc/PID/net.
+    """
     lines = "".join((tables / name).read_text() for name in ("tcp", "tcp6")).splitlines()
     seen = [line.split() for line in lines if " 0A " in line]
     return {f"socket:[{words[9]}]": int(words[1][-4:], 16) for words in seen}
 
 
 def _links(folder: Path) -> Iterator[str]:
-    """Yield what a process's descriptors are; some are closed meanwhile."""
+    """Yield the targets of the links in /proc/PID/fd; skip descriptors that close meanwhile."""
     for link in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(folder / link)
 
 
 def shared_memory() -> set[str]:
-    """Return the files of POSIX shared memory and semaphores."""
+    """Return the paths of all POSIX shared-memory and semaphore files."""
     return {str(path) for path in Path("/dev/shm").iterdir() if path.is_file()}
 
 
 def mapped(process: psutil.Process) -> set[str]:
-    """Those of them that a process has mapped."""
+    """Return the shared-memory files that a process has mapped."""
     try:
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     except OSError:

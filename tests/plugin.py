@@ -1,6 +1,6 @@
-"""Fixtures for tests that run cells, and the order of files.
+"""pytest plugin: fixtures for tests that run cells, and the order of test files.
 
-One notebook and one warm pool serve all tests of a process that do not need their own.
+All tests of a process share one notebook and one warm pool, unless they need their own.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ LONGEST = (
     *("setup_install",),
     *("data_fed", "data_parties", "data_faults", "unshared_runs", "data_robust", "install"),
 )
-"""Files that take longest, the longest first; chaos comes before them."""
+"""Names of the slowest test files, slowest first; the files in tests/chaos come before them."""
 
 _SEVERAL = """
 [pools.many]
@@ -63,19 +63,19 @@ _KEPT = (
 
 
 def pytest_collection() -> None:
-    """Have no garbage looked for while files are imported: a third of that time."""
+    """Turn garbage collection off during imports; it takes a third of their time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage among what the tests make, not among what was imported."""
+    """Turn garbage collection on again, without the objects of the imports."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # `-m` selects tests by the marks that this sets
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes. Put long files first, so that all workers end together."""
+    """Mark tests that start processes. Sort slow files first, so that all workers end together."""
     mark_process_tests(items)
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda it: (it.path.parent.name != "chaos", order.get(it.path.stem, len(order))))
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In `make unit`, fail a test that starts a process: it lacks the mark `process`."""
+    """In `make unit`, fail a test that starts a process, because it lacks the mark `process`."""
     is_unit = request.config.getoption("markexpr") == "not process"
     with no_process_starts() if is_unit else contextlib.nullcontext():
         yield
@@ -108,15 +108,15 @@ def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
 
 @pytest.fixture
 def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """Yield a notebook with an empty namespace, on the warm pool; its runs may leave nothing.
+    """Yield a notebook with an empty namespace, on the warm pool.
 
-    What may stay is the pool itself: no process besides its own, no port, no shared memory.
+    After the test, fail if processes, ports or shared memory are left that are not the pool's.
     """
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
     monkeypatch.setattr(notebook_run, "KILL_WAIT_S", WAIT_S)
     _empty(warm_notebook.shell)
-    if "torch" in sys.modules:  # a seed that an earlier test set would go to the ranks
+    if "torch" in sys.modules:  # else ranks would get the seed of an earlier test
         sys.modules["torch"].seed()
     files = shared_memory()
     of_others = set(_left_behind(files))
@@ -128,26 +128,30 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def _empty(shell: InteractiveShell) -> None:
-    """Reset a shell; its namespace is that of pytest's own main module, which stays one."""
+    """Reset a shell. Keep the dunder names: the namespace is that of pytest's `__main__` module."""
     own = {name: value for name, value in shell.user_ns.items() if name.startswith("__")}
     shell.reset(new_session=True)
     shell.user_ns.update(own)
 
 
 def _left_behind(files_before: set[str]) -> list[str]:
-    """Return what is there besides the pool itself: processes, ports, shared memory."""
+    """Return descriptions of processes, ports and shared memory that are not the pool's.
+
+    Args:
+        files_before: Shared-memory files before the test.
+    """
     tree = below(os.getpid())
     left = [f"process {process.pid} {words(process)}" for process in tree if not _is_kept(process)]
     forks = {process for process in tree if FORKSERVER in words(process)}
     left += [f"rank {fork.pid}" for fork in forks - forkservers(tree)]
     ports = listening_ports(tree)
-    left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # the scheduler's and the agent's
+    left += [f"ports {sorted(ports)}"] if len(ports) > 2 else []  # of scheduler and agent
     new = shared_memory() - files_before
     return left + sorted(new - _mapped_elsewhere() if new else new)
 
 
 def _mapped_elsewhere() -> set[str]:
-    """Shared memory of programs that have nothing to do with these tests."""
+    """Return the shared-memory files that processes unrelated to these tests have mapped."""
     ours = {os.getpid(), *(process.pid for process in below(os.getpid()))}
     others = (process for process in psutil.process_iter() if process.pid not in ours)
     return {path for process in others for path in mapped(process)}
@@ -160,13 +164,13 @@ def _is_kept(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """Yield a real kernel with a warm pool, for a module's tests; it leaves no process behind."""
+    """Yield a real kernel with a warm pool for a module's tests; fail if processes are left."""
     folder, token = tmp_path_factory.mktemp("kernel"), secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**environment(folder), TOKEN: token}.items():
             patch.setenv(name, value)
         with kernel(folder / "project") as started:
-            started.run("%%taas --gpus 1\npass")  # what it says of the warming is said here
+            started.run("%%taas --gpus 1\npass")  # so that no test sees messages about the warm-up
             yield started
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := carriers(token)) and time.monotonic() < deadline:
@@ -176,7 +180,7 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
 
 @pytest.fixture
 def memory_limit() -> Iterator[Path]:
-    """Yield a memory cgroup of 600 MiB that a process may enter; cgroup v1 or v2."""
+    """Yield the folder of a new cgroup (v1 or v2) with a memory limit of 600 MiB."""
     name = f"taas-{secrets.token_hex(4)}"
     version_1 = Path("/sys/fs/cgroup/memory")
     folder = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / name
@@ -189,13 +193,13 @@ def memory_limit() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def several_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a configuration folder with a pool of three hosts."""
+    """Create a configuration folder with the pool `many` of three hosts."""
     return settings_in(tmp_path_factory.mktemp("config"), _SEVERAL)
 
 
 @pytest.fixture(scope="module")
 def several_given_back(warm_notebook: Notebook, several_settings: Path) -> Iterator[None]:
-    """Keep the pool from test to test; give it back in the end, when nothing may be left."""
+    """Keep the pool `many` for all tests of a module; then end it and check for leftovers."""
     with given_back(warm_notebook, several_settings, "many"):
         yield
 
@@ -216,7 +220,7 @@ def several(
 def kernel_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[Frontend]:
-    """Yield a kernel, and pools, for one test; all that it starts must be gone after it."""
+    """Yield a kernel for one test, with its own pools; fail if anything is left after it."""
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     with kernel(tmp_path / "project") as started:

@@ -1,9 +1,9 @@
-"""Decides which tests start processes, and keeps the other tests from doing so.
+"""The mark `process` for tests that start processes, and a check that other tests start none.
 
-`make unit` runs the tests without the mark `process`. A test gets this mark if its code, the code
-of its fixtures, or a function of the tests that these call, names something that starts processes
-(`STARTERS`), or if it uses the fixture `no_leftovers`. Where a function of the package starts a
-process, the test's author sets the mark.
+`make unit` runs the tests without this mark. A test gets the mark if it uses the fixture
+`no_leftovers`, or if its code or its fixtures' code uses a name in `STARTERS`, directly or through
+helper functions in tests/. If only taas_magic's code starts the process, the test's author sets the
+mark.
 """
 
 import inspect
@@ -26,11 +26,11 @@ STARTERS = frozenset(
         *("ensure_running", "KernelManager", "start_new_kernel", "pools", "find_engine"),
     }
 )
-"""Names whose use in a test means that the test starts processes."""
+"""Names that only code which starts processes uses."""
 
 
 def mark_process_tests(items: list[pytest.Item]) -> None:
-    """Give the mark `process` to the tests that start processes."""
+    """Add the mark `process` to tests that start processes."""
     for item in items:
         assert isinstance(item, pytest.Function)
         fixtures = item._fixtureinfo.name2fixturedefs.values()
@@ -40,7 +40,7 @@ def mark_process_tests(items: list[pytest.Item]) -> None:
 
 
 def _start_processes(functions: list[Callable[..., Any]]) -> bool:
-    """Return whether functions, or functions of the tests that they call, name a starter."""
+    """Return whether functions, or functions in tests/ that they call, use a name in `STARTERS`."""
     ahead, seen = [*functions], set()
     while ahead:
         function = inspect.unwrap(ahead.pop())
@@ -58,7 +58,7 @@ def _start_processes(functions: list[Callable[..., Any]]) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code uses, also those in functions that it defines."""
+    """Yield the names that code uses, including those in its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -66,7 +66,11 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _functions(function: types.FunctionType, names: set[str]) -> Iterator[Callable[..., Any]]:
-    """Yield the functions, and methods of classes, among the global names of a function."""
+    """Yield the functions, and the methods of classes, that a function's global names refer to.
+
+    Args:
+        names: All names in the function's code.
+    """
     for value in [function.__globals__.get(name) for name in names]:
         is_module = isinstance(value, types.ModuleType) and _is_here(
             str(getattr(value, "__file__", ""))
@@ -77,13 +81,13 @@ def _functions(function: types.FunctionType, names: set[str]) -> Iterator[Callab
 
 
 def _is_here(file: str) -> bool:
-    """Return whether a file is one of the tests."""
+    """Return whether a file is in tests/."""
     return file.startswith(TESTS)
 
 
 @contextmanager
 def no_process_starts() -> Iterator[None]:
-    """Let each attempt to start a process raise an error, and raise it again after the block."""
+    """Make each start of a process raise an error in the block, and once more at its end."""
     attempts: list[str] = []
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
