@@ -1,4 +1,4 @@
-"""What tells a slow start from a stuck one."""
+"""`host.activity`: telling a slow start of a process from a stuck one."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from taas_magic.host.activity import IdleTimer, Usage, last_active, wait_for_sta
 
 
 def idle_s(*samples: Usage) -> float:
-    """For how long nothing was done when the last sample was taken."""
+    """Return the idle time at the last sample, in seconds."""
     active = None
     for sample in samples:
         active = last_active(active, sample)
@@ -38,7 +38,7 @@ def test_any_work_starts_the_clock_again(change: dict[str, object], expected_s: 
 
 @pytest.fixture
 def sleeper() -> "subprocess.Popen[bytes]":
-    """Return a process that says so, and then sleeps until its standard input closes."""
+    """Start a process that prints a line, and then sleeps until its standard input closes."""
     code = "import sys; print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Faults of a run on the local engine are named, and leave nothing behind (docs/faults.md)."""
+"""Faults of runs on the local engine (docs/faults.md): errors name causes, no process is left."""
 
 import contextlib
 import os
@@ -91,7 +91,7 @@ while True:
 @pytest.mark.fault(56)
 def test_a_run_takes_no_port_that_another_program_has(notebook: Notebook) -> None:
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # another program has it: as well
+        with contextlib.suppress(OSError):  # another program uses the port already
             stack.enter_context(socket.create_server(("127.0.0.1", TORCHS_PORT)))
         source = f"assert os.environ['MASTER_PORT'] != '{TORCHS_PORT}'\n"
         assert notebook.run(ALL_REDUCE + source).error is None
@@ -155,18 +155,18 @@ def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
 @pytest.mark.fault(9)
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
 def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
-    """The rank is in the limited cgroup from its start, as that of a container or of a job is."""
+    """The rank starts inside the limited cgroup, as it would in a container or a batch job."""
     [server] = forkservers(below(os.getpid()))
     root = memory_limit.parent
     limited_by = [Path(name).parent for name in oom_kills(server.pid)]
     home = next((folder for folder in limited_by if folder.is_relative_to(root)), root)
     source = "grown = [bytearray(1 << 20) for _ in range(2000)]\n"
-    # while the forkserver imports, a fork of it starts ranks
+    # While the forkserver imports modules, one of its forks starts the ranks.
     servers = [server, *server.children()]
 
     def put_in(folder: Path) -> None:
         for process in servers:
-            with contextlib.suppress(ProcessLookupError):  # that fork has ended
+            with contextlib.suppress(ProcessLookupError):  # the fork has ended
                 (folder / "cgroup.procs").write_text(str(process.pid))
 
     put_in(memory_limit)
@@ -183,7 +183,7 @@ def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Pat
 def test_a_kill_is_not_called_out_of_memory_because_of_a_stranger(
     notebook: Notebook, memory_limit: Path
 ) -> None:
-    """Another program is killed for want of memory while the rank runs; then a signal ends it."""
+    """While the rank runs, the memory limit kills another program; then SIGKILL ends the rank."""
     source = f"""
 import os, subprocess, sys
 enter = "import os; open({str(memory_limit / "cgroup.procs")!r}, 'w').write(str(os.getpid()))"
@@ -334,7 +334,7 @@ AFTER_THE_CELL = {
     "a thread": "threading.Thread(target=arrive).start()",
     "a result": "class Slow:\n    def __reduce__(self):\n        return arrive()\nslow = Slow()",
 }
-"""Programs that still do something after the cell's last line, and are then interrupted."""
+"""Code that makes the rank call `arrive` after the cell's last line."""
 
 
 @pytest.mark.parametrize("what", AFTER_THE_CELL)
@@ -355,7 +355,7 @@ def arrive():
 
 
 def test_an_interrupt_while_a_rank_ends_shows_none_of_our_frames(notebook: Notebook) -> None:
-    """It waits for the others then, as they may still be connecting to it."""
+    """Rank 0 has run its cell and waits for rank 1 to end when the interrupt arrives."""
     source = f"""
 import os, time
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The forkserver imports what takes long while a fork of it goes on starting processes."""
+"""While the forkserver imports large modules, one of its forks keeps starting processes."""
 
 import os
 import subprocess
@@ -64,14 +64,21 @@ def ran(code):
 
 
 def play(tmp_path: Path, program: str, pause_s: float) -> None:
-    """Run `main` of a program with torch._dynamo gated, as an agent runs: with no main module."""
+    """Run `main` of a program in a process without a main module, as in an agent.
+
+    Importing torch._dynamo waits until the gate file exists.
+
+    Args:
+        program: Source of a module with `main(gate, folder)`.
+        pause_s: Seconds between two checks for the gate file.
+    """
     gate_file = str(tmp_path / "gate")
     (tmp_path / "play.py").write_text(program)
     gate = GATE.format(gate=gate_file, pause_s=pause_s)
     (tmp_path / "sitecustomize.py").write_text(gate)
     root = Path(__file__).parents[2]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    # sockets lie in the host's folder, and their paths have at most 107 bytes
+    # The folder must have a short path: it holds sockets, whose paths have at most 107 bytes.
     with tempfile.TemporaryDirectory() as host:
         command = [sys.executable, "-c", f"import play; play.main({gate_file!r}, {host!r})"]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

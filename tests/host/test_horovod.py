@@ -1,4 +1,4 @@
-"""Horovod's ranks find what `horovodrun` would have given them."""
+"""Ranks have the variables that `horovodrun` would set, and Horovod's ranks find each other."""
 
 import socket
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 3:
 
 
 def environ(port: int = 1, **places: int) -> dict[str, str]:
-    """torchrun's variables of a rank, and where gloo listens."""
+    """Return a rank's torchrun variables, and the variable with gloo's network interface."""
     meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0"}
     return {**meeting, **{name: str(number) for name, number in places.items()}}
 
 
 def test_a_rank_has_horovodruns_variables() -> None:
-    """The second of two hosts with two ranks each."""
+    """The rank is on the second of two hosts, which have two ranks each."""
     places = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
     found = horovod_variables(environ(**places, GROUP_RANK=1, GROUP_WORLD_SIZE=2), "4711")
     assert found == {
@@ -56,7 +56,7 @@ def test_a_rank_has_horovodruns_variables() -> None:
 def test_of_uneven_hosts_only_the_larger_ones_have_a_last_place(
     local_rank: int, hosts: int
 ) -> None:
-    """Eight ranks on three hosts: 3, 3 and 2."""
+    """Three hosts have 3, 3 and 2 ranks: only two of them have a local rank 2."""
     places = {"RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 3}
     found = horovod_variables(environ(**places, GROUP_RANK=0, GROUP_WORLD_SIZE=3), "4711")
     assert found["HOROVOD_CROSS_SIZE"] == str(hosts)

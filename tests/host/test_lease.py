@@ -1,4 +1,4 @@
-"""The lease of a host: it ends in time, whatever hangs."""
+"""A host's lease: it expires on time, even if the event loop hangs."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ WITHIN_S = 100.0
 
 
 class Expiring:
-    """A lease and when it expired."""
+    """A running lease, and an event that is set when it expires."""
 
     def __init__(self, lease_s: float) -> None:
         self.expired = threading.Event()
@@ -31,7 +31,7 @@ def test_a_lease_that_nobody_renews_expires() -> None:
 
 def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
     seen = Expiring(60.0)
-    time.sleep(0.01)  # it began before the beat was sent
+    time.sleep(0.01)  # the lease must begin before the beat is sent
     beat = time.monotonic()
     time.sleep(0.01)
     seen.lease.renew(beat)

@@ -1,4 +1,4 @@
-"""Output of a rank becomes lines, for any bytes and any division into chunks."""
+"""Splitting a rank's output into lines, for any bytes in any chunks, and limiting their number."""
 
 import time
 import tracemalloc
@@ -32,7 +32,7 @@ AWKWARD = st.lists(
 
 
 def assemble(data: bytes, sizes: list[int] | None = None, limit_bytes: int = 64) -> list[str]:
-    """Feed `data` in chunks of `sizes` bytes (repeated), or at once."""
+    """Return the lines of `data`, fed at once or in chunks of `sizes` bytes (used in turn)."""
     assembler = LineAssembler(limit_bytes)
     lines: list[str] = []
     sizes = sizes or [len(data) or 1]
@@ -45,7 +45,7 @@ def assemble(data: bytes, sizes: list[int] | None = None, limit_bytes: int = 64)
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock whose time the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -82,7 +82,7 @@ DONE = "steps: 100%|####| 9/9 [00:01<00:00, 9.00it/s]"
 
 
 def nested() -> bytes:
-    """Return what tqdm writes for an inner bar in an outer one, which is broken off."""
+    """Return tqdm's output for an outer bar with inner bars, where the outer loop ends early."""
     text = "\r" + OUTER.format(0)
     for epoch in range(1, 3):
         text += "".join(f"\n\r{INNER.format(step)}\x1b[A" for step in range(9))
@@ -125,7 +125,7 @@ def test_text_printed_behind_a_bar_is_a_line_without_the_bar(size: int) -> None:
 
 
 BAR_THEN_TEXT = b"\r 50%|# | 1/2 [00:01<00:01, 1.0it/s]\nabc\x1b[Adef\n\n"
-"""A bar that text replaces, with text in the row below it."""
+"""Output that writes text below a progress bar, and then text in the bar's row."""
 
 
 @given(data=AWKWARD, sizes=st.lists(st.integers(1, 7), min_size=1), limit=st.sampled_from([3, 64]))
@@ -202,7 +202,7 @@ def test_a_usual_cell_passes_whole_and_cheaply() -> None:
         assert [int(line) for line in (passed[0], passed[-1])] == [0, 9_999]
         assert len(passed) == 10_000
         assert budget.pop_dropped() == (0, 0)
-    assert time.process_time() - began_s < 1.0  # measured: 0.01; only a per-byte loop takes more
+    assert time.process_time() - began_s < 1.0  # measured: 0.01 s; a per-byte loop takes more
 
 
 def test_a_flood_is_bounded_and_counted() -> None:
@@ -214,7 +214,7 @@ def test_a_flood_is_bounded_and_counted() -> None:
     clock.now_s += 0.5
     assert len(budget.admit(["x"] * 25)) == 5
     clock.now_s += 3600
-    assert len(budget.admit(["é" * 249] * 25)) == 2  # 499 bytes each, the line's end included
+    assert len(budget.admit(["é" * 249] * 25)) == 2  # each line has 499 bytes with its newline
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks print, live and on disk: docs/faults.md 44 to 46 among it."""
+"""Output of ranks, live and in log files, with faults 37 and 44 to 46 of docs/faults.md."""
 
 import os
 import re

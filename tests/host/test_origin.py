@@ -1,4 +1,4 @@
-"""What ranks on other machines take over of the notebook's environment."""
+"""Environment variables and import paths of the notebook that ranks on other machines get."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What ranks write to their pipes becomes events, messages and log files."""
+"""`Pump`: turning what ranks write to their pipes into events, messages and log files."""
 
 import itertools
 import os
@@ -26,12 +26,12 @@ RAISED = RankRaised("ValueError", "bad", ["Traceback", "ValueError: bad"])
 
 
 class Rank:
-    """A rank's ends of the pipes of one pump, and what the pump made of what came.
+    """A pump of one rank, the rank's ends of the pipes, and everything that the pump delivers.
 
     Attributes:
         log: The rank's log file.
-        events: What was sent to the pool's process.
-        messages: What came that is no log.
+        events: Events for the pool's process.
+        messages: Messages of the rank, and the pump's notes about invalid ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,12 +51,12 @@ class Rank:
         self.heard.set()
 
     def say(self, message: Event | RankMessage) -> None:
-        """Write a message as a rank does."""
+        """Write a message to the message pipe, as a rank does."""
         for piece in link.pieces(encode(message), b"%d" % next(self._numbers)):
             os.write(self.message_pipe, piece)
 
     def heard_all(self, count: int) -> None:
-        """Wait until so many messages have come."""
+        """Wait until `count` messages have arrived."""
         while len(self.messages) < count:
             assert self.heard.wait(100)
             self.heard.clear()
@@ -134,6 +134,6 @@ def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(
     pump = Pump(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
     pump.follow(runs[1], lambda event: None, lambda rank, message: None)
     for pipe in (link.rank_file(tmp_path, 0, "log"), link.rank_file(tmp_path, 0, "messages")):
-        # Raises an error if the pump has closed its end; a rank would wait without an end.
+        # Fails if the pump has closed its end, where a rank would wait forever.
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     pump.close()

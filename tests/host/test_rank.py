@@ -1,4 +1,4 @@
-"""What a cell finds in a rank: an IPython shell, torchrun's environment, and its notebook."""
+"""Cells on ranks: IPython, torchrun's environment, the notebook's objects, and what returns."""
 
 import os
 
@@ -126,7 +126,7 @@ def test_displays_of_other_ranks_are_said_and_shown_on_request(
         notes = [event["text"] for event in outcome.of_kind("note")]
         assert (HIDDEN_DISPLAYS in notes) is (len(shown) < 2)
         assert ("[1] displays:\n<IPython" in capsys.readouterr().out) is (1 in shown)
-    assert not notebook.run("1 + 1").of_kind("note")  # a last value of other ranks is no display
+    assert not notebook.run("1 + 1").of_kind("note")  # another rank's last value is no display
 
 
 def test_out_brings_variables_back(notebook: Notebook) -> None:
@@ -196,7 +196,7 @@ def test_atexit_handlers_of_the_cell_run(notebook: Notebook) -> None:
 
 
 def test_a_signals_handler_may_save_whatever_its_rank_is_at(notebook: Notebook) -> None:
-    """Also while the rank tells its agent what it shows."""
+    """The signal arrives while the rank sends a display to its agent."""
     source = """
 import os, signal, threading
 def save(*_):

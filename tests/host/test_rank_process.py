@@ -1,4 +1,4 @@
-"""A rank is as a process that torchrun started: what programs may do in it, and how it ends."""
+"""A rank behaves like a process that torchrun started, while it runs and when it ends."""
 
 import os
 
@@ -101,7 +101,7 @@ threading.Thread(target=late).start()
 
 
 def test_a_rank_that_ends_keeps_its_connections_while_others_begin(notebook: Notebook) -> None:
-    """Gloo of another rank may still be connecting; under torchrun it has 0.4 s for that."""
+    """Another rank's gloo may still be connecting; under torchrun it would have 0.4 s for this."""
     source = """
 import atexit, os, select, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -122,7 +122,10 @@ else:
 
 
 def test_what_ends_with_the_program_finds_what_it_uses(notebook: Notebook) -> None:
-    """Modules, functions and classes; also the last variable of all, and one of a cycle."""
+    """A `__del__` that runs at exit can use the cell's modules, functions and classes.
+
+    The object may be in a variable, in a reference cycle, or in the last variable left.
+    """
     notebook.define("""
 import json
 def told(name): return json.dumps([name, Writer.__name__])
@@ -225,7 +228,7 @@ exit()
 def test_a_rank_ends_though_a_thread_of_a_destroyed_group_waits_for_the_gil(
     notebook: Notebook,
 ) -> None:
-    """As one does that has just ended a collective, on a busy machine."""
+    """On a busy machine, a thread that has just finished a collective waits for the GIL."""
     source = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -296,7 +299,7 @@ print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal
     def has_rest() -> bool:
         return notebook.run(source, gpus=1).lines == {0: ["True True"]}
 
-    eventually(has_rest, every_s=2 * REST_IDLE_S)  # a host imports it while it is idle
+    eventually(has_rest, every_s=2 * REST_IDLE_S)  # a host imports torch._dynamo while it is idle
 
 
 def test_what_draws_a_traceback_is_there_before_a_rank_fails(notebook: Notebook) -> None:
@@ -331,7 +334,7 @@ share()
     ["", "raise ValueError", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"],
 )
 def test_shared_memory_that_a_rank_leaves_goes_with_its_run(notebook: Notebook, ends: str) -> None:
-    """As under torchrun: by a resource tracker of the rank's own, which the run's end waits for."""
+    """As under torchrun, the rank's own resource tracker removes it before the run ends."""
     outcome = notebook.run(f"{SHARES}\nsys = __import__('sys'); sys.stdout.flush()\n{ends}")
     assert (outcome.error is None) is not bool(ends)
     names = [line for lines in outcome.lines.values() for line in lines if line.startswith("psm_")]

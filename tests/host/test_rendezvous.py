@@ -1,4 +1,4 @@
-"""Where the ranks of an attempt meet, and what torchrun would tell them."""
+"""The rendezvous of an attempt's ranks, and the variables that torchrun would set for them."""
 
 import socket
 import tempfile
@@ -71,7 +71,7 @@ def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
 
 @pytest.mark.process
 def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
-    """Each until the last has come, and no longer than it may."""
+    """Each rank waits until the last one ends, or until its time limit."""
     environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(rendezvous.await_all, environ, WAIT_S)

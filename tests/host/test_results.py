@@ -1,4 +1,4 @@
-"""`--out` through real ranks: what comes, what does not, and what is said about it."""
+"""`--out` with real ranks: the values that return, those that cannot, and the messages."""
 
 import os
 import pickle
@@ -213,7 +213,7 @@ large, small = bytes(2 << 20), 1
 
 
 class Makes:
-    """Makes a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -223,7 +223,7 @@ class Makes:
 
 
 def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = False) -> None:
-    """Write a file of results as a host that lies would."""
+    """Write a results file in which each of `names` has `value`, as a malicious host could."""
     path.parent.mkdir(exist_ok=True)
     written = Pickled(pickle.dumps(dict.fromkeys(names, value)), ())
     if is_plain and not isinstance(value, Makes):
@@ -237,7 +237,7 @@ def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = Fals
     "name", ["0-0-0", "2-0-0", "1-1-0", "1-3-0", "1-9-0", "01-1-0", "1-0-0.part-1"]
 )
 def test_a_file_of_another_rank_or_attempt_is_not_read(tmp_path: Path, name: str) -> None:
-    """Of four ranks, only 0 and 2 were asked for something, in the second attempt."""
+    """The kernel expects results of attempt 1, from ranks 0 and 2 of four ranks."""
     out, sources = ("x", "y@2"), Sources(attempt=1, world_size=4)
     forge(tmp_path / "results" / name, ["x", "y", VALUE], Makes(tmp_path / "made"))
     received = receive(tmp_path / "results", out, sources, {})
@@ -265,7 +265,7 @@ def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> 
 
 @pytest.mark.fault(73)
 def test_a_host_that_lies_runs_nothing_in_the_kernel(notebook: Notebook, tmp_path: Path) -> None:
-    """Rank 1 writes results that nobody asked for; the values of rank 0 arrive."""
+    """Rank 1 writes forged results files; the requested values arrive unchanged."""
     source = f"""
 import os, pickle, glob
 from pathlib import Path
@@ -299,7 +299,7 @@ def test_of_an_untrusted_pool_only_plain_data_come(
 ) -> None:
     pool = pools.named("local", Config())
     (notebook.project / "taas.toml").write_text("[pools.local]\ntrusted = false\n")
-    # the pool's process is told nothing of it
+    # Only this kernel treats the pool as untrusted; the settings of the pool's process stay.
     monkeypatch.setattr(pool, "config", structs.replace(pool.config, trusted=False))
     source = """
 import torch

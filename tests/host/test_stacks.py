@@ -1,4 +1,4 @@
-"""Reports about runs that hang: their text, their time, and no report while a rank computes."""
+"""Reports of hanging runs, `%taas stacks` and `%taas ranks`; no report while a rank computes."""
 
 import contextlib
 import gc
@@ -66,7 +66,7 @@ def says_hang(event: Line) -> bool:
 
 
 def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int = 2) -> list[Any]:
-    """Run a cell that hangs until that is said; return the report's rows, by rank."""
+    """Run a cell until the run is reported to hang; stop it, and return the rows by rank."""
     with on_event(patch, says_hang, stop) as seen:
         outcome = notebook.run(source, HANG, gpus=gpus)
     assert isinstance(outcome.error, KeyboardInterrupt)
@@ -174,7 +174,7 @@ class Slow:
 
 
 LATER = "--hang 4s"
-"""Shorter than the runs that do not hang, and several times what a rank's beat takes."""
+"""Hang limit that is shorter than the runs of these tests, and as long as several beats."""
 
 COMPUTES = {
     "a rank": "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n    x = x @ x\n",
@@ -242,7 +242,7 @@ def test_hang_0_says_nothing(notebook: Notebook) -> None:
 
 
 def stacks_with(*words: str) -> str:
-    """Return the text of `%taas stacks` once each process of a run waits at its last place."""
+    """Return the output of `%taas stacks` once it has all `words`, or after a time limit."""
     shown = ""
 
     def is_there() -> bool:
@@ -250,7 +250,7 @@ def stacks_with(*words: str) -> str:
         shown = str(run_command("stacks", Config()))
         return all(word in shown for word in words)
 
-    with contextlib.suppress(AssertionError):  # what is missing, the test says
+    with contextlib.suppress(AssertionError):  # the assertions name what is missing
         eventually(is_there)
     return shown
 
@@ -312,7 +312,7 @@ while True:
 
 
 def test_a_process_that_computes_gets_no_signal(tmp_path: Path) -> None:
-    """A signal could end it, because faulthandler would read frames that change meanwhile."""
+    """A signal could crash the process, as faulthandler would read frames while they change."""
     written = tmp_path / "stacks"
     command = [sys.executable, "-c", BUSY, str(written)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -579,7 +579,7 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
     both = started("gpu1", 0, 1), started("gpu2", 2, 3)
     lost = RankFailure(host="gpu2", failure=failure(how="host", host="gpu2"))
     [left] = of_events(*both, hang("gpu2", row(2)), lost, hang("gpu1", row(0))).hang
-    assert left.host == "gpu1"  # of a federation, which goes on
+    assert left.host == "gpu1"  # a federation goes on without a lost host
     again = Restart(attempt=1), started("gpu1", 0, 1, attempt=1), started("gpu3", 2, 3, attempt=1)
     late = Settled(host="gpu1", attempt=0)
     replaced = *both, lost, *again, late, hang("gpu3", row(2), attempt=1)
@@ -592,7 +592,7 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
 def test_ranks_that_wait_where_nobody_listens_are_told_why(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A guide for PBS sets MASTER_PORT itself, as `initDist` there does."""
+    """The cell sets MASTER_PORT, as `initDist` of a guide for PBS does."""
 
     def says_why(event: Line) -> bool:
         return event["kind"] == "note" and "changed MASTER_PORT" in event["text"]
@@ -641,7 +641,7 @@ threading.Event().wait()
         return has_counts and are_there and cpu(busy) > cpu(idle)
 
     def look(run: RunDriver) -> None:
-        with contextlib.suppress(AssertionError):  # what is missing, the test says
+        with contextlib.suppress(AssertionError):  # the assertions name what is missing
             eventually(is_known)
         stop(run)
 

@@ -1,4 +1,4 @@
-"""The first process of a host: whatever happens to its lease, nothing outlives it."""
+"""The supervisor, a host's first process: when it or the agent ends, no other process is left."""
 
 import os
 import subprocess
@@ -93,7 +93,7 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
 
 
 def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
-    """Write a byte to it now and then while it lives; return how long it heard nothing."""
+    """Write to a supervisor every 0.25 s for `for_s` seconds; return the longest pause (s)."""
     assert supervisor.stdin is not None
     pauses_s, at = [0.0], time.monotonic()
     until = at + for_s
@@ -110,7 +110,7 @@ def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
 def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
     command = supervisor_command(LEASE_S)
     pause_s = LEASE_S
-    while pause_s >= LEASE_S / 2:  # a machine that halts for as long as the lease shows nothing
+    while pause_s >= LEASE_S / 2:  # repeat if the machine paused this loop
         with subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -130,7 +130,7 @@ def test_only_the_first_line_reaches_the_agent(supervisor: subprocess.Popen[byte
     assert supervisor.stdin is not None
     agent = psutil.Process(supervisor.pid).children()[0]
     for data in (b"not ", b"JSON\n\n", b"\n"):
-        with suppress(BrokenPipeError):  # of the last one: the agent may have ended already
+        with suppress(BrokenPipeError):  # the agent may end before the last write
             supervisor.stdin.write(data)
     assert agent.wait(WITHIN_S) != 0
 
@@ -159,5 +159,5 @@ def test_what_was_started_just_before_its_parent_was_killed_ends_at_once(module:
     others = psutil.Process().parent()
     assert others is not None
     command = [*spawn_command(module), str(others.pid), "", ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # which stays open
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # stdin stays open
         assert process.wait(WITHIN_S) == 1

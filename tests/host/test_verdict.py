@@ -1,4 +1,4 @@
-"""How the reports of a run's hosts add up, situation by situation."""
+"""`pool.runs.decide`: the outcome of an attempt from the reports of its hosts."""
 
 import pytest
 

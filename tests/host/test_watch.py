@@ -1,4 +1,4 @@
-"""The judgement of a host's ranks, situation by situation."""
+"""`host.watch`: the verdict on a host's ranks, and the failure that came first."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ from taas_magic.messages import Failure, Note, RankUp
 
 
 def ranks(**of_rank_1: Any) -> list[RankState]:
-    """Two ranks; the second one as given."""
+    """Return the states of two ranks; the fields given are those of rank 1."""
     return [RankState(0, 10), RankState(1, 11, **of_rank_1)]
 
 
@@ -76,7 +76,7 @@ def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
     deadline.resume(now=1.0)
     assert deadline.at == 10.0
     deadline.pause(now=2.0)
-    deadline.pause(now=5.0)  # another rank asks, too
+    deadline.pause(now=5.0)  # another rank asks for input too
     assert deadline.at is None
     deadline.resume(now=32.0)
     assert deadline.at == 40.0
