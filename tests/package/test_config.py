@@ -1,4 +1,4 @@
-"""taas.toml: where it is found, what it gives, and the line that each mistake gets."""
+"""Tests of taas.toml: which file is found, its values, and one-line errors for mistakes."""
 
 import grp
 import os
@@ -197,7 +197,7 @@ def test_a_file_that_others_can_write_is_not_believed(home: Path) -> None:
     file.chmod(0o644)
     home.chmod(0o777)
     assert f"everybody can write {home}. If you trust it: chmod go-w {home}" in refusal(home)
-    home.chmod(0o1777)  # nobody can put another file in the place of an own one
+    home.chmod(0o1777)  # sticky bit: others cannot replace the user's files
     assert load_config(home / "project").source == file
 
 

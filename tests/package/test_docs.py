@@ -1,4 +1,4 @@
-"""What the documentation names is there."""
+"""Tests of the documentation: the files, tests, fields and functions that it names exist."""
 
 import ast
 import re
@@ -101,13 +101,13 @@ def test_the_readme_is_short() -> None:
 
 
 def fields(kind: type[Struct]) -> set[str]:
-    """Return the fields that the journal has of it, without those that every event has."""
+    """Return the fields of a record in the journal, without those that all events have."""
     every = {"entry", *Event.__struct_fields__} if issubclass(kind, Event) else set()
     return set(kind.__struct_fields__) - every
 
 
 def exists(name: str) -> bool:
-    """Whether `file::test` is a test."""
+    """Return whether the test `file::test` exists."""
     file, _, test = name.partition("::")
     [path] = (ROOT / "tests").rglob(f"{file}.py")
     tree = ast.parse(path.read_text())

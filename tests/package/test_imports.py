@@ -1,4 +1,4 @@
-"""Imports point one way, floor by floor, and the light modules stay light."""
+"""Tests of imports: no module imports from a higher floor, and light modules import no torch."""
 
 import ast
 import subprocess
@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "taas_magic"
 
-# Top to bottom; a module imports from its own floor and those below it. A folder stands for all
-# that is in it. The package's own __init__ is left out: every import of a module runs it.
+# From top to bottom. A module may import from its own floor and from lower floors. The name of a
+# folder means all modules in it. `taas_magic/__init__.py` itself is not checked as an imported
+# module, because every import of a module runs it.
 FLOORS = (
     ("kernel", "__init__", "__main__", "api"),
     ("farms", "federation"),
@@ -42,17 +43,17 @@ IMPORTED_BY_TEXT_FROM_ABOVE = {
     # The forkserver preloads the public API, so that `import taas` in a rank costs nothing.
     ("host.forkserver", "api"),
 }
-"""Pairs of a module and a module above it that it imports by its name in a text."""
+"""Allowed exceptions: (module, module on a higher floor that it imports by name in a string)."""
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
 LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]
-"""What a kernel loads before and with its first cell: torch would take it 2 s."""
+"""Modules that a kernel loads before and with its first cell; an import of torch takes 2 s."""
 
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
 
 
 def modules() -> list[str]:
-    """Names of all modules below the package: `plan`, `capture.names`, ... ."""
+    """Return the names of all modules in the package, such as `plan` and `capture.names`."""
     files = PACKAGE.rglob("*.py")
     parts = [file.relative_to(PACKAGE).with_suffix("").parts for file in files]
     return sorted(".".join(part) for part in parts if part[-1] != "__init__" or len(part) == 1)
@@ -74,9 +75,9 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Yield the package's modules that a module imports, also inside functions.
+    """Yield the package's modules that a module imports, including imports inside functions.
 
-    Imports for the type checker alone do not count.
+    Imports below `if TYPE_CHECKING:` do not count.
     """
     tree = tree_of(module)
     for node in set(ast.walk(tree)) - type_checker_only(tree):
@@ -92,9 +93,9 @@ def imported_by(module: str) -> Iterator[str]:
 
 
 def imported_by_text(module: str) -> Iterator[str]:
-    """Yield the package's modules that a module gives to `importlib.import_module` by their names.
+    """Yield the package's modules that a module imports by `importlib.import_module`.
 
-    They stand in the call itself, or in a constant of a module that makes such calls in a loop.
+    The names are strings in the call, or in a module-level constant if the call is in a loop.
     """
     tree = tree_of(module)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -114,7 +115,7 @@ def floor(module: str) -> int | None:
 
 
 def above(module: str, names: Iterable[str]) -> set[str]:
-    """Return those of `names` that are on a higher floor than a module."""
+    """Return the modules in `names` that are on a higher floor than `module`."""
     own = floor(module)
     assert own is not None, f"{module} has no floor: give it one in FLOORS"
     return {name for name in names if (other := floor(name)) is not None and other < own}
@@ -146,7 +147,7 @@ def test_no_circle_between_modules() -> None:
 
 
 def imports_of(statement: str) -> set[str]:
-    """Top-level names of what a fresh interpreter has loaded after a statement."""
+    """Return the top-level names of the modules that a fresh interpreter loads for a statement."""
     code = f"{statement}\nimport sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,6 +1,7 @@
-"""`pip install .` and `pip install -e .` give the modules and the kernel, in an environment apart.
+"""Tests that `pip install .` and `pip install -e .` install the modules and the kernelspec.
 
-Dependencies come from the environment of the tests, so that no package is downloaded.
+Each test uses a new environment. It finds the dependencies in the tests' own environment, so that
+pip downloads nothing.
 """
 
 import json
@@ -25,7 +26,7 @@ pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Copy what the build reads, so that it leaves nothing in the repository."""
+    """Copy the files that the build reads, so that the build leaves nothing in the repository."""
     copy = tmp_path / "checkout"
     copy.mkdir()
     for name in SOURCES:
@@ -38,11 +39,11 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Make a fresh environment that finds the tests' own dependencies; return its interpreter."""
+    """Create an environment that finds the tests' dependencies; return its interpreter."""
     folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    # Appended by the .pth file, hence behind what is installed in the environment itself.
+    # A .pth file appends to sys.path, so packages in the environment itself come first.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin" / "python"
 
@@ -54,7 +55,7 @@ def install(python: Path, *what: str) -> None:
 
 
 def said(python: Path, *words: str) -> str:
-    """Return what the environment's Python prints, started in a folder without our code."""
+    """Run the environment's Python in a folder without our code; return what it prints."""
     elsewhere = {"PYTHONPATH", "JUPYTER_PATH"}
     environ = {name: value for name, value in os.environ.items() if name not in elsewhere}
     done = subprocess.run(
@@ -64,7 +65,7 @@ def said(python: Path, *words: str) -> str:
 
 
 class Kernel(TypedDict):
-    """What Jupyter lists of a kernel."""
+    """A kernel in the output of `jupyter kernelspec list --json`."""
 
     resource_dir: str
     spec: dict[str, object]

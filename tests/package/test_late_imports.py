@@ -1,4 +1,4 @@
-"""Something is done once a module has been imported, whenever that is."""
+"""Tests of `when_imported`, which calls a function after the first import of a module."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from taas_magic.late_imports import when_imported
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make a module in a package; return its name, by which it can be imported."""
+    """Create an importable module in a package; return its full name."""
     (tmp_path / "hooked").mkdir()
     (tmp_path / "hooked" / "__init__.py").write_text("")
     (tmp_path / "hooked" / "inner.py").write_text("value = 7\n")
@@ -36,7 +36,7 @@ def test_it_is_done_after_the_import_and_once(module: str) -> None:
 
 
 def test_who_asks_whether_a_module_is_there_does_not_take_the_hook_away(module: str) -> None:
-    """As transformers asks for accelerate, safetensors and tokenizers before it imports them."""
+    """transformers calls `find_spec` for accelerate and others before it imports them."""
     seen: list[str] = []
     before = list(sys.meta_path)  # another test of this process may have left a finder
     when_imported(module, lambda: seen.append("first"))

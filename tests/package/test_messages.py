@@ -1,9 +1,9 @@
-"""`messages.txt` has every text of the package that a user can see, so that people can review them.
+"""Tests that `messages.txt` lists all texts of the package for users, so that people can review it.
 
-`python tests/package/test_messages.py` writes the file anew. A text is a string of two words or
-more in the code; docstrings and regular expressions do not count. A text that the code joins from
-several strings is one line. The line shows a value as `{name}`, alternatives as `[one|other]`, and
-a line break as `⏎`; elements of HTML are left out.
+`python tests/package/test_messages.py` writes the file again. A text is a string of at least two
+words in the code, except docstrings and regular expressions. If the code joins several strings, the
+file has one line for the result. In a line, `{name}` is a value, `[one|other]` are alternatives,
+and `⏎` is a line break. HTML tags are removed.
 """
 
 import ast
@@ -21,7 +21,7 @@ CSS = re.compile(r"[a-z]:[^ ;]+;.*[a-z]:")
 
 
 def has_string(node: ast.AST) -> bool:
-    """Return whether an expression is a string, or joins or chooses strings of the code."""
+    """Return whether an expression is a string literal, or joins or selects string literals."""
     match node:
         case ast.Constant(value=str()) | ast.JoinedStr():
             return True
@@ -35,7 +35,7 @@ def has_string(node: ast.AST) -> bool:
 
 
 def text_of(node: ast.AST) -> str:
-    """Return the text that an expression makes; names of values are in braces."""
+    """Return the text of an expression, with `{name}` in place of values."""
     if not has_string(node) and not isinstance(node, ast.FormattedValue):
         return f"{{{name_of(node)}}}"
     match node:

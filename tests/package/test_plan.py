@@ -1,4 +1,4 @@
-"""Plans are values: what is decided is compared, nothing is started."""
+"""Tests of `make_plan`: hosts, ranks and threads of a run, and errors for impossible requests."""
 
 import pytest
 from hypothesis import given

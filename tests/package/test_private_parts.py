@@ -1,4 +1,4 @@
-"""Which private names of libraries this package uses: the list of ARCHITECTURE.md, held to."""
+"""Tests that the package uses only those private names of libraries that ARCHITECTURE.md lists."""
 
 import ast
 import importlib
@@ -27,15 +27,15 @@ LISTED = {
 
 OWN = {
     "_storages",
-    # of `Attempt` and `HostRun`, whose subclasses for sessions are in host/host_session.py
+    # of `Attempt` and `HostRun`; host/host_session.py has their subclasses for sessions
     *("_emit", "_ending", "_files", "_poll_ends", "_on_message", "_place", "_report_started"),
     *("_held", "_share", "_spec", "_start_ranks"),
-    "_acquire_hosts",  # of `Share`, which its subclasses in pool/runs.py extend
+    "_acquire_hosts",  # of `Share`; pool/runs.py has its subclasses
 }
-"""Attributes that a class of ours has from another class of ours."""
+"""Private attributes that one class of this package uses of another class of this package."""
 
 DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_make", "_fields", "_asdict"}
-"""Names with an underscore that Python's documentation has."""
+"""Names with an underscore that Python documents."""
 
 GONE = {
     "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
@@ -73,7 +73,7 @@ def test_a_private_name_is_still_there(name: str) -> None:
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
-    """Private names that a module takes from elsewhere: attributes, and what it imports."""
+    """Yield the private names of other modules that a module uses as attributes or imports."""
     own = set(OWN)
     own |= {node.name for node in ast.walk(tree) if hasattr(node, "name") and node.name}
     for node in ast.walk(tree):
@@ -102,7 +102,7 @@ def _is_private(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name of a module, or of something in one, can be found."""
+    """Return whether a dotted name is a module, or an attribute of a module."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""What Python 3.10 would not run, on whichever Python the tests run."""
+"""Tests for code that fails in Python 3.10; they work in every version of Python."""
 
 import ast
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ PACKAGE = Path(__file__).parents[2] / "taas_magic"
 
 
 def fields_with_a_name_in_quotes(source: str) -> Iterator[int]:
-    """Lines of class fields whose annotation quotes a part of itself, as in `list["Name"]`.
+    """Yield the lines of class fields with a quoted name inside an annotation: `list["Name"]`.
 
-    `typing.get_type_hints` of 3.10 leaves that part a string, and msgspec refuses the struct; a
-    quoted whole, as in `"list[Name]"`, is resolved everywhere.
+    `typing.get_type_hints` of 3.10 leaves the quoted name a string, and msgspec refuses the struct.
+    An annotation that is quoted as a whole, such as `"list[Name]"`, works in all versions.
     """
     for node in ast.walk(ast.parse(source)):
         fields = node.body if isinstance(node, ast.ClassDef) else []

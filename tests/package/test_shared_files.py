@@ -1,4 +1,4 @@
-"""Locks that end with their holder, and files that appear whole or not at all."""
+"""Tests of file locks, which end with the process that holds them, and of atomic file writes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`import taas` is this product, also after `%pip install taas` has put another package there."""
+"""Tests that `import taas` imports this package, even after `%pip install taas` from PyPI."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Make what PyPI has as taas 0.9.2, as far as pip sees it; it fails when it is imported."""
+    """Build a wheel with the name and version of PyPI's taas 0.9.2; its import fails."""
     path = tmp_path / "taas-0.9.2-py3-none-any.whl"
     files = {
         "taas/__init__.py": "raise ImportError('this is the other taas')",
@@ -39,14 +39,15 @@ def wheel(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install taas-magic into an environment, as a user does it; return its interpreter.
+    """Install taas-magic into a new environment, as a user would; return its interpreter.
 
-    Dependencies, and pip, come from the environment of the tests. The last test uninstalls it.
+    pip and the dependencies come from the tests' own environment. The last test that uses this
+    environment uninstalls taas-magic.
     """
     folder = tmp_path_factory.mktemp("python") / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    # Behind what is installed in the environment itself.
+    # A .pth file appends to sys.path, so packages in the environment itself come first.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
@@ -65,7 +66,7 @@ def front(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     told["argv"][0] = str(python)
     spec.write_text(json.dumps(told))
     with kernel(tmp_path / "project") as front:
-        # the tests' own environment must not be installed into
+        # else `%pip install` would install into the tests' own environment
         front.run(f"import sys\nassert sys.executable == {str(python)!r}, sys.executable")
         yield front
 
