@@ -1,4 +1,4 @@
-"""The pool's port, attacked by programs that play hosts and strangers (docs/faults.md)."""
+"""Tests of the pool's port under attack by malicious hosts and strangers (docs/faults.md)."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ Kinds = set[type[Request[Any]]]
 
 
 class Pool(PoolHere):
-    """A pool with one good host, and the means of a bad one."""
+    """A pool with one well-behaved host, and methods to connect as a malicious one."""
 
     @property
     def port(self) -> tuple[str, int]:
@@ -83,7 +83,7 @@ class Pool(PoolHere):
         return await connect(self.scheduler.address, timeout=WAIT_S, **arguments)
 
     async def bad_host(self, name: str = "bad") -> Any:
-        """Return a connection of a host that has what every host is told."""
+        """Connect with the keys of a host; return the connection."""
         return await self.connect(self.keys.host(name))
 
     async def join(self, comm: Any, **told: Any) -> None:
@@ -91,7 +91,11 @@ class Pool(PoolHere):
 
 
 def registration(**told: Any) -> dict[str, Any]:
-    """Return what an agent says when it joins."""
+    """Return the message by which an agent registers with the pool.
+
+    Args:
+        told: Fields that differ from the usual ones.
+    """
     usual = {
         "op": "register-worker",
         "reply": False,
@@ -107,7 +111,7 @@ def registration(**told: Any) -> dict[str, Any]:
         "nanny": None,
         "pid": 0,
         "versions": 7,
-        "metrics": {"bandwidth": {"total": 0, "workers": 5}},  # nobody could join after it
+        "metrics": {"bandwidth": {"total": 0, "workers": 5}},  # malformed; the gate replaces it
         "extra": {"taas_agent": True},
         "stimulus_id": "x",
         "server_id": "bad",
@@ -120,7 +124,7 @@ Play = Callable[[Pool], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def with_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
-    """Run plays with the module's pool; none may cost it its host."""
+    """Yield a function that runs a coroutine with the module's pool, which must keep its host."""
     with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
         pool = Pool(here.scheduler, here.controller, here.keys, here.member)
 
@@ -132,7 +136,7 @@ def with_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pl
 
 
 class Makes:
-    """Makes a file where it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -145,7 +149,7 @@ class Makes:
 def test_nothing_that_is_sent_is_unpickled(
     with_pool: Callable[[Play], None], tmp_path: Path
 ) -> None:
-    """docs/faults.md 73; it is Dask that unpickles, before it looks at what is asked."""
+    """docs/faults.md 73: without the gate, Dask would unpickle a message before it reads `op`."""
     file = tmp_path / "made"
 
     async def play(pool: Pool) -> None:
@@ -162,7 +166,7 @@ def test_nothing_that_is_sent_is_unpickled(
 
 @pytest.mark.fault(73)
 def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> None:
-    """docs/faults.md 73: neither of Dask's calls nor of the controller's."""
+    """docs/faults.md 73: the gate refuses all other operations of Dask and of the controller."""
 
     async def play(pool: Pool) -> None:
         kernels = {name for name in pool.scheduler.handlers if name.startswith("taas_")}
@@ -184,7 +188,7 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
 def test_who_may_ask_what_and_who_answers(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new request belongs into one of these sets; hosts and vehicles may ask no other."""
+    """Check who may send each request. A new request class must be added to one of these sets."""
     by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
@@ -204,7 +208,7 @@ def test_who_may_ask_what_and_who_answers(
         assert answered == {kind.op() for kind in by_hosts | by_kernels}
         monkeypatch.setattr(hosts, "to_bytes", lambda request: b"none")
         for kind in of_hosts:
-            request = cast("Request[object]", kind)  # of a request, its name is all that is sent
+            request = cast("Request[object]", kind)  # only its name is sent
             with pytest.raises(PoolError, match=f"ProtocolError: {kind.op()}"):
                 await pool.controller.pool_hosts.call(pool.member.address, request)
 
@@ -216,7 +220,7 @@ def test_nobody_has_functions_run_in_the_pool(with_pool: Callable[[Play], None])
         comm = await pool.connect(pool.keys.kernel(), "client")
         for op in ("run_function", "feed", "broadcast", "register_worker_plugin"):
             await comm.write({"op": op, "reply": True})
-            assert await comm.read() is None  # there is no such call
+            assert await comm.read() is None  # the pool has no such operation
         comm.abort()
 
     with_pool(play)
@@ -234,7 +238,7 @@ def test_a_host_joins_by_its_own_name_alone(with_pool: Callable[[Play], None]) -
 
 @pytest.mark.fault(73)
 def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> None:
-    """docs/faults.md 49: Dask believes a `worker` in a message more than whose stream it is."""
+    """Dask trusts the field `worker` of a message more than the stream that the message came by."""
 
     async def play(pool: Pool) -> None:
         comm = await pool.bad_host()
@@ -307,7 +311,7 @@ def test_the_key_of_another_pool_opens_nothing(with_pool: Callable[[Play], None]
 def test_a_crowd_that_says_nothing_keeps_nobody_out(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/faults.md 50 and 74: the oldest of those that prove nothing give way."""
+    """docs/faults.md 50, 74: the gate closes the oldest connections that have not authenticated."""
     monkeypatch.setattr(gate, "PROVE_S", 600)
 
     async def play(pool: Pool) -> None:
@@ -336,7 +340,7 @@ def test_a_connection_that_drips_is_ended(
     async def play(pool: Pool) -> None:
         monkeypatch.setattr(gate, "PROVE_S", 0.5)
         with socket.create_connection(pool.port) as dripping:
-            with contextlib.suppress(ConnectionError):  # it may be ended at any moment
+            with contextlib.suppress(ConnectionError):  # the pool may close it at any moment
                 for byte in b"\x16\x03\x01":
                     dripping.send(bytes([byte]))
                     await asyncio.sleep(0.05)
@@ -346,7 +350,7 @@ def test_a_connection_that_drips_is_ended(
 
 
 def _read_end(visitor: socket.socket) -> None:
-    """Return when the other side has ended the connection."""
+    """Read until the other side has closed the connection."""
     visitor.settimeout(WAIT_S)
     try:
         while visitor.recv(4096):
@@ -373,9 +377,9 @@ def test_a_host_is_whom_its_certificate_names() -> None:
 
 
 class Nowhere(Engine):
-    """An engine without hosts: the hosts of a test join the pool by themselves."""
+    """Engine without hosts; the test's hosts join the pool by themselves."""
 
-    capacity = open = mock.Mock()  # only kernels and clusters call them
+    capacity = open = mock.Mock()  # not called here
 
     async def request_hosts(self, count: int) -> list[str]:
         return []
@@ -387,7 +391,7 @@ class Nowhere(Engine):
 def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/faults.md 73: two made-up hosts; the second one has rank 1 and says what it likes."""
+    """docs/faults.md 73: of two fake hosts, the second one, with rank 1, sends forged messages."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
     flags = Flags(gpus=2, out=("x@last",))
     plan = make_plan(flags, HostCapacity(1, 1), "a-run", max_hosts=2)
@@ -439,7 +443,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 assert isinstance(run, PoolRun)
                 for host in made:
                     host.leave()
-                await run.over.wait()  # its end is in the journal then
+                await run.over.wait()  # then the journal has the end of the run
 
     asyncio.run(live())
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]
@@ -451,7 +455,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
 
 
 async def _refuses(controller: Controller, count: int) -> None:
-    """Return when a pool has refused so many messages: they come on two connections."""
+    """Wait until a pool has refused `count` messages, which arrive on two connections."""
     for _ in range(10_000):
         if controller.pool_hosts.refused >= count:
             return
@@ -459,7 +463,7 @@ async def _refuses(controller: Controller, count: int) -> None:
 
 
 class MadeUp:
-    """A host that joins and answers, and has no agent."""
+    """Fake host without an agent, which joins the pool and answers its calls."""
 
     def __init__(self, address: str, keys: Keys, name: str) -> None:
         self.name, self._address = name, address

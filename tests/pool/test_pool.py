@@ -1,4 +1,4 @@
-"""The pool's own process: who reaches it, how kernels share it, and when it ends."""
+"""Tests of the pool's process: who can connect, how kernels share the pool, and when it ends."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
 
 def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> None:
     for process in below(os.getpid()):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a process of the last test ends
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process of the previous test has ended
             words = " ".join([*process.cmdline(), *process.environ().values()])
             assert "PRIVATE KEY" not in words
 
@@ -68,7 +68,7 @@ def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> Non
 def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
     for port in listening_ports(below(os.getpid())):
         stranger = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-        with stranger, contextlib.suppress(OSError):  # the other end may be gone at any moment
+        with stranger, contextlib.suppress(OSError):  # the peer may close it at any moment
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
             while data := stranger.recv(4096):
@@ -87,7 +87,7 @@ def test_another_certificate_is_refused(notebook: Notebook) -> None:
 
 
 def answers(context: ssl.SSLContext, plain: socket.socket) -> bool:
-    """Whether a peer answers a client; TLS 1.3 refuses one only at its first read."""
+    """Return whether a peer answers; with TLS 1.3, a refused client learns it at its first read."""
     try:
         with context.wrap_socket(plain) as stranger:
             stranger.sendall(b"hello")
@@ -217,7 +217,7 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
 def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cells wait for it beside the warming."""
+    """The warm-up of a pool and three cells wait for the same new process."""
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
     lock = take_lock(pool.folder.path / "lock")
@@ -251,7 +251,7 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
 def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)  # its first kernel may take longer
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)  # its first kernel connects later than that
     monkeypatch.chdir(tmp_path)
     before, after = (
         Config(pools={"brief": PoolConfig("brief", start_timeout_s=limit_s)})
@@ -287,7 +287,7 @@ def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None
 def test_all_that_wait_hear_what_becomes_of_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also who began to wait after it was first said, and who waits beside another."""
+    """Threads that begin to wait at different times each get the messages from then on."""
     asked, over = threading.Semaphore(0), threading.Event()
     heard: list[list[str]] = [[], []]
 

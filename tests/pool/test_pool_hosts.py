@@ -1,4 +1,4 @@
-"""The pool's hosts: calls through their own streams, and who is not listened to."""
+"""Tests of `PoolHosts`: calls to hosts, refused messages, lost hosts, and the choice of hosts."""
 
 import asyncio
 import os
@@ -31,13 +31,16 @@ Play = Callable[[HeadScheduler, Controller, PoolHost], Coroutine[Any, Any, None]
 
 @pytest.fixture(scope="module")
 def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Play], None]]:
-    """Run plays with a pool and its host; the last of them may cost the host."""
+    """Yield a function that runs a coroutine with the module's pool and its host.
+
+    Only the last tests of the module may lose the host.
+    """
     with pool_here(tmp_path_factory.mktemp("pool")) as (here, run):
         yield lambda play: run(play(here.scheduler, here.controller, here.member))
 
 
 def named(name: str) -> Request[None]:
-    """Return a request of that name with nothing in it, which is to be answered with nothing."""
+    """Return an empty request with this name, whose answer must be None."""
 
     class Named(Request[None]):
         @classmethod
@@ -85,7 +88,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
 
 @pytest.mark.fault(49)
 def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play], None]) -> None:
-    """An old attempt, answers that nobody waits for, and events of runs of other hosts."""
+    """Answers without a call, beats of unknown hosts, and events of unknown runs."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         handlers = scheduler.stream_handlers
@@ -103,7 +106,7 @@ def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play
 def test_fetchers_that_cannot_start_are_on_no_host(
     with_host: Callable[[Play], None], tmp_path: Path
 ) -> None:
-    """A host that was counted as busy would never be given back, nor would its pool end."""
+    """If the host still counted as busy, the pool would never give it back and never end."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
         plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
@@ -114,7 +117,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
         said = await controller.launch_fetchers(LaunchFetchers("kernel", run))
         assert "nonesuch_module" in said.error
         assert not member.runs
-        for _ in range(10):  # the loop's turns in which what is left of it ends
+        for _ in range(10):  # let the run's remaining tasks end
             await asyncio.sleep(0)
         assert share_id("a-run") not in controller._runs
         controller.remove_client(scheduler, "kernel")
@@ -154,19 +157,19 @@ def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play]
 
 
 def supervisors() -> set[psutil.Process]:
-    """Return the supervisors of hosts of this process."""
+    """Return the supervisors among this process's descendants."""
     return {it for it in below(os.getpid()) if "taas_magic.host.supervisor" in words(it)}
 
 
 def new_one(known: set[psutil.Process]) -> psutil.Process:
-    """Return the next supervisor that comes."""
+    """Wait for a supervisor that is not in `known`; return it."""
     while not (new := supervisors() - known):
         threading.Event().wait(0.01)
     return new.pop()
 
 
 def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
-    """docs/faults.md 12: however it came to be silent."""
+    """docs/faults.md 12: whatever the reason for the silence."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.pool_hosts.acquire(1)
@@ -180,13 +183,13 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
 
 
 async def failed(task: asyncio.Task[Any]) -> bool:
-    """Whether what is awaited has failed."""
+    """Wait for a task; return whether it failed."""
     await asyncio.wait({task})
     return task.exception() is not None
 
 
 def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
-    """Two wait for it: one is told of the failure, the other gets the host that comes next."""
+    """Two calls wait for a host: one gets the failure, the other one gets the next host."""
 
     async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
         await controller.pool_hosts.release(lambda host: False)
