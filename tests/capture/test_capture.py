@@ -1,4 +1,4 @@
-"""The cases that the capture promises, each for real: captured here, run in a new process."""
+"""Capture cells in this process, load and run them in a new Python process, compare results."""
 
 import io
 import json
@@ -43,7 +43,7 @@ print(json.dumps(main.__dict__["out"]))
 
 
 class Notebook:
-    """Cells that run here, as in a kernel, and cells that are captured and run elsewhere."""
+    """The namespace and the cells of a notebook. Captured cells run in a new process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Notebook:
         return payload.capture(cell, self.namespace, **self._arguments(limit_bytes))
 
     def survey(self, source: str, limit_bytes: int = 1 << 30) -> tuple[Payload, list[str]]:
-        """Return what `--dry-run` finds: it goes on after what would be refused."""
+        """Capture as `--dry-run` does. Return the payload and all problems."""
         cell, problems = self.cell(source), list[str]()
         settings = {**self._arguments(limit_bytes), "problems": problems}
         return payload.capture(cell, self.namespace, **settings), problems
@@ -81,7 +81,7 @@ class Notebook:
         return CellWork(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
 
     def in_rank(self, source: str, **environment: str) -> Any:
-        """Return what the captured cell leaves in `out`, as JSON."""
+        """Run the captured cell in a new process. Return its variable `out`, converted by JSON."""
         path = self.folder / "payload"
         with without_pytests_filter():
             payload.write(self.capture(source), path)
@@ -98,14 +98,14 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Notebook:
-    if "torch" in sys.modules:  # for a seed that an earlier test set, each process would import it
+    if "torch" in sys.modules:  # a manual seed would travel, and import torch
         sys.modules["torch"].seed()
     return Notebook(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what cannot travel be found, also while this machine is busy."""
+    """Give the search for an unpicklable object enough time, also on a busy machine."""
     monkeypatch.setattr(culprit, "_BUDGET_S", 1000.0)
 
 
@@ -381,7 +381,7 @@ def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> Non
 
 
 def test_what_a_real_shell_holds(notebook: Notebook) -> None:
-    is_own = not InteractiveShell.initialized()  # another test's is that of the whole session
+    is_own = not InteractiveShell.initialized()  # an earlier test's shell must stay
     shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
     try:
         shell.run_cell("import sys; n = 3; held = [get_ipython, get_ipython()]", silent=True)
@@ -530,7 +530,7 @@ sys.stdin.readline()
 def test_a_big_tensor_is_in_memory_once_for_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
     size_kib = 128 << 10
     notebook.run(f"import torch\nbig = torch.ones({size_kib << 10} // 4)")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM, the peak memory.
     before = _peak_kib()
     payload.write(notebook.capture("big"), tmp_path / "payload")
     grown = _peak_kib() - before
@@ -573,7 +573,7 @@ def _ask(rank: "subprocess.Popen[str]") -> str:
 
 
 def take_handlers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the handlers that pytest gives to torch's loggers, whose own handlers show nothing."""
+    """Remove pytest's handlers from torch's loggers. Torch's own handlers discard every record."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("c10d-NullHandler-"):
             monkeypatch.setattr(logging.getLogger(name), "handlers", [])

@@ -1,4 +1,4 @@
-"""Which installed modules a cell surely needs, and which it may do without."""
+"""Which installed modules a cell certainly needs, and which are optional."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""What a cell sees of its notebook, from a real kernel to real ranks."""
+"""Capture the variables of a real kernel, and use them in real ranks."""
 
 import re
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ pytestmark = [
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """One kernel with a warm pool, for the tests that leave both as they were."""
+    """Return a kernel with a warm pool, shared by the tests that leave both unchanged."""
     return frontend_of_module
 
 
 HELD = "\nprint('all held')"
-"""Comes after the last assert of a cell: who has printed it was stopped by none."""
+"""Appended to a cell after its asserts. A rank that prints the line has passed all of them."""
 
 
 def held(text: str) -> set[str]:
-    """Return the ranks that printed `HELD`, each by itself or, where they did at once, as one."""
+    """Return the ranks that printed the line of `HELD`. One line may stand for a range of ranks."""
     return {
         rank for ranks in re.findall(r"\[(\S+).*\] all held", text) for rank in ranks.split("-")
     }
@@ -381,7 +381,7 @@ def test_functions_that_come_back_belong_to_the_notebook(frontend: Frontend) -> 
 def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Frontend) -> None:
     cell = "%%taas --gpus 1 --out scale\nFACTOR = {}\ndef scale(x): return x * FACTOR"
     assert "FACTOR" not in frontend.text(frontend.run(cell.format(2)))
-    assert "FACTOR" not in frontend.text(frontend.run(cell.format(3)))  # it came along before
+    assert "FACTOR" not in frontend.text(frontend.run(cell.format(3)))  # an earlier run set it
     frontend.run("assert scale(1) == 3\nFACTOR = 4")
     text = frontend.text(frontend.run(cell.format(5)))
     assert (
@@ -465,7 +465,7 @@ def test_classes_with_slots_keep_them_and_their_instances_come_home(frontend: Fr
 
 
 def test_classes_enter_themselves_into_a_register_of_the_notebook(frontend: Frontend) -> None:
-    """Making them again in a rank needs the register, and that has them in it."""
+    """To rebuild the classes, a rank needs the register, and the register contains the classes."""
     frontend.run("""
 models = {}
 class Model:
@@ -664,13 +664,13 @@ def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
         r"] own hello$", text, re.M
     )
     assert "of no interest" not in text and "told" in text
-    assert len(set(re.findall(r"drawn (.*)", text))) == 1  # all ranks drew the same
+    assert len(set(re.findall(r"drawn (.*)", text))) == 1  # all ranks drew the same numbers
     frontend.run("assert empty.device.type == 'cpu'")
     frontend.run("torch.manual_seed(7); assert drawn == torch.rand(3, device='cpu').tolist()")
 
 
 def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
-    """A kernel's own arguments, loggers and seed are not its notebook's."""
+    """The kernel's own arguments, loggers and seed do not travel to the ranks."""
     frontend.run("import torch; torch.seed()")
     frontend.run("""%%taas --gpus 1
 import sys, torch

@@ -1,4 +1,4 @@
-"""What of a process's state is read, and what is not."""
+"""Which settings of the kernel's process are sent to the ranks."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ LAUNCHER = ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"]
 
 
 def collected(setup: str, *words: str) -> Any:
-    """Return what a fresh process that did `setup` would give its ranks, without the filters."""
+    """Run `setup` in a new process. Return the state that it would send, except warning filters."""
     command = [sys.executable, "-c", COLLECT.format(setup), *words]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(ran.stdout)

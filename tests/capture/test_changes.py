@@ -1,4 +1,4 @@
-"""Which changes of the notebook's values a cell is told of, and which not."""
+"""Which changes of the notebook's values in the ranks are reported after a cell."""
 
 import argparse
 import collections
@@ -14,7 +14,7 @@ from taas_magic.capture.changes import Watch
 
 
 class Meter:
-    """What a notebook's class may be."""
+    """A class as a notebook might define it."""
 
     __module__ = "__main__"
     __slots__ = ("__dict__", "slot")
@@ -50,7 +50,7 @@ def train(model: torch.nn.Module) -> None:
 
 
 def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
-    """Return what is said when a cell changes `value`."""
+    """Return the notes on `value` after `change` was applied to it."""
     namespace = {"value": value}
     watch = Watch(namespace, **{"out": (), "stores": (), "updates": (), **names})
     change(namespace["value"])
@@ -119,7 +119,7 @@ def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
 
 
 def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
-    """Without it the notebook's optimizer would go on with the old model's parameters."""
+    """The notebook's optimizer still refers to the parameters of the old model."""
     model = torch.nn.Linear(100, 2)
     namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
     watch = Watch(namespace, ["model"], (), ())

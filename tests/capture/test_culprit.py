@@ -1,4 +1,4 @@
-"""The path to what cannot be pickled."""
+"""The path in an error message to the object that cannot be pickled."""
 
 import collections
 import functools
@@ -21,7 +21,7 @@ probe = ValuePickler().probe
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a path be found whole, also while this machine is busy."""
+    """Give the search for the path enough time, also on a busy machine."""
     monkeypatch.setattr(culprit_module, "_BUDGET_S", 1000.0)
 
 
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Stateful:
-    """Pickles neither its lock nor its `__dict__` as it is."""
+    """A class whose `__getstate__` leaves its lock out."""
 
     def __init__(self, kept: Any) -> None:
         self.dropped, self.kept = LOCK, kept
@@ -88,7 +88,7 @@ def using_a_global() -> Any:
 
 
 def locally(function: Any) -> Any:
-    """As if the notebook had defined it: by value."""
+    """Mark `function` as defined in the notebook, so that it is pickled by value."""
     function.__module__ = "__main__"
     return function
 
@@ -192,7 +192,7 @@ def test_a_thread_a_process_and_a_widget_are_named_as_such() -> None:
     thread, process = threading.Thread(target=print), subprocess.Popen(["true"])
     process.wait()
     slider = widgets.IntSlider()
-    slider.held = LOCK  # as a kernel's has, by its comm
+    slider.held = LOCK  # a kernel's widget holds a lock through its comm
     said = {
         "v['x']": (thread, "is a threading.Thread and cannot travel to the ranks; start it inside"),
         "v['y']": (process, "is a subprocess.Popen and cannot travel to the ranks; start it"),

@@ -1,4 +1,4 @@
-"""Cubes of the project: where they are on a host that has a copy, and how a receipt names them."""
+"""Paths of data cubes in the project: on hosts that have a copy of it, and in receipts."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What was one object in the notebook is one object where a payload or a result is loaded."""
+"""Objects that are identical in the notebook stay identical after pickling and loading."""
 
 import functools
 import io
@@ -19,14 +19,14 @@ from taas_magic.capture.reducers import LruCache
 
 
 class Plain:
-    """An instance with attributes, a method, and an identity."""
+    """A class with attributes and a method."""
 
     def method(self) -> object:
         return self
 
 
 def pickled(values: Iterable[Any]) -> bytes:
-    """Return a payload to which each of these values was added for itself."""
+    """Return a payload to which each of `values` was added separately."""
     pickler = ValuePickler(to="fetchers")
     for value in values:
         pickler.add(value)
@@ -39,19 +39,19 @@ def loaded(data: bytes, count: int) -> list[Any]:
 
 
 def graph_of(data: bytes, count: int) -> list[Any]:
-    """Return the graph of a payload's values; for a process that does not know the classes yet."""
+    """Load the payload's values and return their graph. Runs in a process without the classes."""
     return graph(loaded(data, count))
 
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[Executor]:
-    """Another process, as a rank is: there no class of this one is found."""
+    """Return an executor with one spawned process. Like a rank, it lacks the test's classes."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         yield executor
 
 
 def parts(value: Any) -> list[Any]:
-    """Return what an object of this test refers to."""
+    """Return the objects to which `value` refers."""
     match value:
         case list() | tuple() | deque():
             return list(value)
@@ -82,10 +82,10 @@ def parts(value: Any) -> list[Any]:
 
 
 def graph(root: Any) -> list[Any]:
-    """Return objects in the order in which they are met, each with the numbers of its parts."""
+    """Return the objects reachable from `root`, breadth first, with the numbers of their parts."""
     numbers: dict[int, int] = {}
     described: list[Any] = []
-    kept = [root]  # an identity is only unique while its object lives
+    kept = [root]  # an id is only unique while its object is alive
     waiting = deque(kept)
 
     def number(value: Any) -> Any:
@@ -184,7 +184,7 @@ JOINED = "joined"
 
 
 def _join(into: Any, value: Any) -> None:
-    """Have an object that there is refer to another one, by which circles come about."""
+    """Make the object `into` refer to `value`. This can create reference cycles."""
     match into:
         case list() | deque():
             into.append(value)

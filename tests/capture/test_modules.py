@@ -1,4 +1,4 @@
-"""The project's modules: which are local, what they bring along, and how a rank imports them."""
+"""Which modules belong to the project, what they import, and how a rank imports them."""
 
 import ast
 import importlib
@@ -199,7 +199,7 @@ def test_installing_again_replaces_what_was_installed(project: Path, clean_impor
 
 
 def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None:
-    """The file keeps its time and size while its text changes: Python itself would be fooled."""
+    """The source changes but keeps its time and size, so Python's own import uses old bytecode."""
     source = """
         import os, sys
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which names a cell may read, statement by statement."""
+"""Which of the notebook's names a cell may read, for each kind of statement."""
 
 import builtins
 import contextlib
@@ -152,7 +152,7 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 class _Watched(dict[str, object]):
-    """A namespace that knows which of the notebook's own values were looked up."""
+    """A namespace that records which of its initial values were read."""
 
     def __init__(self, values: dict[str, object]) -> None:
         super().__init__(values)
@@ -189,7 +189,7 @@ STATEMENTS = st.one_of(SIMPLE, _nested(SIMPLE), _nested(st.one_of(SIMPLE, _neste
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STATEMENTS, max_size=5))
 def test_no_read_is_missed(statements: list[str]) -> None:
-    """Whatever the cell looks up in the notebook as it really runs was predicted."""
+    """Run random cells: each name that a cell reads from the notebook must be in `used_names`."""
     source = "\n".join(statements)
     helpers: dict[str, object] = {"use": lambda value: value, "context": _Context}
     notebook = _Watched({**helpers, "f": lambda: 0, **dict.fromkeys(NAMES, 0)})

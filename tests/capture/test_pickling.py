@@ -1,4 +1,4 @@
-"""Values as bytes and buffers, through a file, and back from a rank."""
+"""Pickle values into bytes and buffers, store them in a file, and load them from it."""
 
 import math
 import os
@@ -50,7 +50,7 @@ def test_tensors_of_any_dtype_and_shape(path: Path, dtype: torch.dtype, shape: A
     assert torch.equal(back, value)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch calls some of these kinds new or old
+@pytest.mark.filterwarnings("ignore")  # torch warns that some layouts are beta or deprecated
 @pytest.mark.parametrize(
     "make",
     [

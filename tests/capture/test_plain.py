@@ -1,4 +1,4 @@
-"""Plain data: what is read is what was written, and a forged table runs nothing."""
+"""The format for plain data: values survive it, and forged data never runs code."""
 
 import datetime as dt
 import os
@@ -172,7 +172,7 @@ def test_what_is_nested_too_deep_is_neither_written_nor_read() -> None:
     nodes = [Node("tuple"), *(Node("tuple", [(number,)]) for number in range(100_000))]
     with pytest.raises(ValueError, match="deep"):
         read_plain(to_bytes([*nodes, Node("root", [(len(nodes) - 1,)])]), [])
-    while value:  # else Python's own end of it would be as deep
+    while value:  # Python would destroy the nested tuples recursively
         [value] = value
 
 
@@ -214,7 +214,7 @@ def test_a_forged_table_is_refused(nodes: list[Node]) -> None:
 
 
 class Makes:
-    """Makes a file where it is unpickled."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -231,7 +231,7 @@ def test_a_pickle_is_no_table(tmp_path: Path) -> None:
 
 
 def test_any_bytes_are_read_or_refused() -> None:
-    """Only ValueError is raised; a seed is all that a failure needs to be seen again."""
+    """Change random bytes, with a fixed seed. Reading may raise no other error than ValueError."""
     writer = PlainWriter()
     writer.add({"a": [torch.ones(2000), {1, 2}], "b": (np.ones(3), Fraction(1, 2), "ü")})
     data, chance = writer.data, random.Random(0)
@@ -247,7 +247,7 @@ def test_any_bytes_are_read_or_refused() -> None:
 
 
 def test_all_that_reading_may_call_makes_plain_data() -> None:
-    """A new kind is to be thought about: whoever sends a table chooses what it is given."""
+    """The sender chooses the arguments of these functions: check that each new one is safe."""
     assert set(plain._CONTAINERS) == {
         "list", "dict", "set", "deque", "Counter", "OrderedDict", "defaultdict",
     }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Ends what a kernel needs between the loading of the extension and the end of the second cell.
+"""Disturb a kernel between the loading of the extension and the end of its second cell.
 
-Each round starts a kernel, which loads the extension and so warms the local pool in a thread, and
-runs two cells. At a random moment one thing happens: the pool's process is killed, `%taas down`
-ends it, or the kernel is interrupted, restarted or killed. Each cell must end with success, or soon
-afterwards with a message that says what ended; nothing may be left.
+Each round starts a kernel and runs two cells. The kernel loads the extension, which warms the local
+pool in a thread. One deed is done at a random moment: kill the pool's process, run `%taas down`, or
+interrupt, restart or kill the kernel. Each cell must succeed, or fail soon afterwards with a
+message that says what ended. No process and no file may be left.
 """
 
 import random
@@ -35,22 +35,22 @@ CLEAR = {
     "down": r"KeyboardInterrupt|this kernel ended|a kernel ended the pool",
     "interrupt": "KeyboardInterrupt|aborted",
 }
-"""Patterns for the message of a cell that failed, by the deed."""
+"""Patterns for the message of a failed cell, for each deed."""
 
 UNCLEAR = re.compile(r"ConnectionPool|<TLS|object at 0x|Traceback|Comm|hangs")
 MORE_S = 3.0
-"""The deed is done at most so long after its phase has begun."""
+"""Longest delay between the start of a phase and the deed, in seconds."""
 
 
 @dataclass
 class Result:
-    """The outcome of all rounds.
+    """The results of all rounds.
 
     Attributes:
-        deeds: How often each deed was done, with what the cells did then.
-        late: Rounds in which a cell that failed did not end in time.
-        unclear: Rounds in which a cell failed without saying clearly why.
-        left: What was left.
+        deeds: Number of rounds with each deed and outcome of the cells.
+        late: Rounds in which a failed cell ended too late.
+        unclear: Rounds in which the message of a failed cell was not clear.
+        left: Processes, mounts and files that were left.
     """
 
     deeds: Counter[str] = field(default_factory=Counter)
@@ -71,14 +71,14 @@ class Result:
 
 
 class FirstCells:
-    """Plays rounds.
+    """Rounds that each start a kernel, run the cells and do one deed.
 
     Args:
-        scene: The surroundings of the kernels.
-        seed: Decides what is done and when.
-        deeds: Of DEEDS, what may be done.
-        end_s: Seconds for a cell that fails to end after the deed.
-        gone_s: Seconds until nothing may be left.
+        scene: Folders and environment of the kernels.
+        seed: Seed of the deeds and their moments.
+        deeds: The deeds to choose from; a subset of DEEDS.
+        end_s: Longest time between the deed and the end of a cell that fails, in seconds.
+        gone_s: Seconds after which nothing may be left.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FirstCells:
         self.result = Result()
 
     def play(self, rounds: int, say: Callable[[str], None]) -> Result:
-        """Play so many rounds; `say` is called with a line for each."""
+        """Play `rounds` rounds. Call `say` with one line for each."""
         for number in range(1, rounds + 1):
             token, began, known = secrets.token_hex(8), time.monotonic(), len(self.result.wrong)
             with kernel(self._scene.project, **self._scene.environ(), **{TOKEN: token}) as frontend:
@@ -104,7 +104,7 @@ class FirstCells:
         return self.result
 
     def _round(self, frontend: Frontend, number: int) -> str:
-        """Run the cells and do something meanwhile; return what happened."""
+        """Run the cells and do a deed meanwhile. Return a description of the round."""
         deed = self._random.choice(self._deeds)
         phase, delay_s = self._random.randrange(5), self._random.uniform(0.0, MORE_S)
         beside = frontend.new_subshell() if deed == "down" else None
@@ -156,7 +156,11 @@ class FirstCells:
         return f"{told}: {what} {seconds}"
 
     def _has_begun(self, frontend: Frontend, requests: Sequence[str], phase: int) -> bool:
-        """Return whether a phase has begun: the process lives, listens, the cells go on."""
+        """Return whether a phase has begun.
+
+        The phases: 0: the pool's process exists. 1: it listens. 2: the first cell shows its head.
+        3: the first cell has ended. 4: the second cell has printed.
+        """
         first, second = requests
         if phase == 0:
             return self._pool_of(frontend) is not None
@@ -187,14 +191,14 @@ class FirstCells:
         return str(message["header"]["msg_id"])
 
     def _outcome(self, frontend: Frontend, request: str) -> str:
-        """Return what a cell raised; "" for success."""
+        """Return the error of a cell; "" if the cell succeeded."""
         reply = frontend.finish(request, 5 * WAIT_S)
         if reply["status"] == "error":
             return f"{reply['ename']}: {reply['evalue']}"
         return "" if reply["status"] == "ok" else str(reply["status"])
 
     def _pool_of(self, frontend: Frontend) -> psutil.Process | None:
-        """Return the pool's process, also before it listens; None while there is none."""
+        """Return the pool's process, also before it listens; None if there is none."""
         with suppress(psutil.NoSuchProcess):
             for process in frontend.process.children():
                 if "taas_magic.pool.process" in words(process) and not is_over(process):
@@ -202,7 +206,7 @@ class FirstCells:
         return None
 
     def _left(self, token: str) -> list[str]:
-        """Return what is there when nothing should be."""
+        """Return the processes, mounts and files that should be gone."""
         scene = self._scene
         found = [f"process {describe(process)}" for process in carriers(token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)

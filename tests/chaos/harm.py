@@ -1,4 +1,4 @@
-"""Random harm to a data service, from a seed, so that a run of it can be played again."""
+"""Random faults in a data service. A seed determines their kinds and their order."""
 
 import contextlib
 import hashlib
@@ -26,12 +26,13 @@ PAUSE_S = 0.05
 
 
 class Chaos:
-    """Harms a service until it has done so many times.
+    """A thread that injects a number of faults into a service.
 
     Args:
         running: The service.
-        seed: Decides what happens, in which order, to whom; the moments are the machine's.
-        faults: How many.
+        seed: Seed of the kinds, the order and the victims of the faults. The exact moments also
+            depend on the machine.
+        faults: Number of faults.
     """
 
     def __init__(self, running: Service, seed: int, faults: int) -> None:
@@ -55,7 +56,7 @@ class Chaos:
         self.proxy.close()
 
     def stepped(self) -> None:
-        """Take note that the ranks have had a batch each."""
+        """Record that each rank has received a batch."""
         with self._news:
             self._steps += 1
             self._news.notify()
@@ -70,13 +71,17 @@ class Chaos:
             self._wait_for_a_step()
 
     def _wait_for_a_step(self) -> None:
-        """Wait: a batch whose worker ends ten times is given up, as it may on a slow machine."""
+        """Wait until the ranks have received a batch.
+
+        Without this wait, one batch might lose ten workers on a slow machine, and the service would
+        give the batch up.
+        """
         with self._news:
             before = self._steps
             self._news.wait_for(lambda: self._steps > before or not self._faults)
 
     def _parent(self) -> psutil.Process:
-        """Return the process whose children are a fetcher's workers."""
+        """Return the process whose children are the workers of a random fetcher."""
         number = self._random.randrange(len(self._running.processes))
         return psutil.Process(self._running.processes[number][0].pid).children()[0]
 
@@ -118,7 +123,7 @@ def train(
     rest_s: float = 0.0,
     stepped: Callable[[], None] = lambda: None,
 ) -> tuple[str, torch.Tensor]:
-    """Train on all ranks' streams, with a rest now and then; return their hash and weights."""
+    """Train on the streams of all ranks. Return a hash of the batches, and the weights."""
     torch.manual_seed(0)
     weights = torch.zeros(8)
     digest = hashlib.sha256()
@@ -156,17 +161,18 @@ def play(
     tls: Tls | None = None,
     rest_s: float = 0.0,
 ) -> list[str]:
-    """Train undisturbed, then under harm until so much was done; return what was done.
+    """Train without faults, then with faults, and compare. Return the faults.
 
     Args:
-        folder: Where the service has its files.
-        seed: Of the faults.
-        faults: How many.
-        tls: Certificate of the rank that is not on the fetchers' host; None: it goes plain.
-        rest_s: Mean time that the ranks rest after every 40 steps; 0: they never do.
+        folder: Folder for the service's files.
+        seed: Seed of the faults.
+        faults: Number of faults.
+        tls: Certificate for the rank that is not on the fetchers' host; None: no TLS.
+        rest_s: Mean seconds for which the ranks rest after every 40 steps; 0: no rests.
 
     Raises:
-        AssertionError: A stream, the weights or the ledger differ.
+        AssertionError: A stream or the weights differ from those without faults, or the ledger is
+            wrong.
     """
     loader = DataLoader(Noise(ROWS), 4, shuffle=True)
     done: list[str] = []

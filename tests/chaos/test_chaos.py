@@ -1,4 +1,4 @@
-"""Faults at random: the stream, the weights and the ledger are the undisturbed ones."""
+"""Random faults change neither the stream nor the weights nor the ledger."""
 
 import os
 from pathlib import Path

@@ -12,7 +12,8 @@ from tests.frontend import Scene
 
 ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "3"))
 SEED = int(os.environ.get("TAAS_KILL_SEED", "309"))
-"""Kills during a launch and while hosts come up; ends the pool when its process has just started.
+"""With this seed, the rounds kill the pool during a launch and while hosts start, and end the pool
+when its process has just started.
 """
 END_S = 100.0
 

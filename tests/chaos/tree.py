@@ -247,7 +247,7 @@ class Chaos:
     def _tree(self, frontend: Frontend) -> set[psutil.Process]:
         """Return the processes of the kernel and of its pool, also of an earlier kernel's pool."""
         roots = [frontend.process]
-        for lock in self._scene.state.glob("pools/*/lock"):  # the pool wrote its number into it
+        for lock in self._scene.state.glob("pools/*/lock"):  # contains the pool's process id
             with suppress(ValueError, psutil.NoSuchProcess):
                 roots.append(psutil.Process(int(lock.read_text())))
         tree = set(roots)

@@ -1,4 +1,4 @@
-"""What a rank that is not 0 may try on the project store, its working directory."""
+"""Attempts of a rank other than 0 to write to the project store, its working directory."""
 
 import ctypes
 import io
@@ -209,7 +209,9 @@ PYTHON = [
     by_folder_descriptor,
     torch_from_file,
 ]
-"""Ordinary Python: diverted or refused by Python, and by the system if that should fail."""
+"""Attempts by Python functions. The guard diverts or refuses them in Python. If that fails, the
+system refuses them.
+"""
 
 
 def by_file_descriptor() -> None:
@@ -278,7 +280,7 @@ SYSTEM = [
     subprocess_python,
     forked,
 ]
-"""Around Python: refused by the system."""
+"""Attempts that bypass Python's functions. The system refuses them."""
 
 
 def subprocess_chmod() -> None:
@@ -290,11 +292,11 @@ def subprocess_touch() -> None:
 
 
 ATTRIBUTES = [subprocess_chmod, subprocess_touch]
-"""Refused by a mount alone."""
+"""Attempts that only a mount refuses. Landlock allows them."""
 
 
 def writes_caches(home: str) -> None:
-    """Through the system: no call of Python's is in the way."""
+    """Write to the caches by subprocesses, which the guard's patches of Python do not affect."""
     for folder in (".cache", ".config", ".triton", "hf/cache"):
         subprocess.run(["touch", f"{home}/{folder}/probe"], check=True)
     with tempfile.NamedTemporaryFile() as file:
@@ -307,7 +309,10 @@ def writes_a_shard() -> None:
 
 
 def parent_death_signal() -> int:
-    """Return what the guard must keep (the kernel clears it when a process's rights change)."""
+    """Return the parent-death signal, which the guard must restore.
+
+    The kernel clears the signal when the rights of a process change.
+    """
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)  # PR_GET_PDEATHSIG
     return number.value

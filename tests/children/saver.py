@@ -1,4 +1,4 @@
-"""Saves one file again and again, each time another value throughout, until it is killed."""
+"""Save one file repeatedly, each time filled with another value, until killed."""
 
 import itertools
 from multiprocessing.connection import Connection

@@ -1,4 +1,4 @@
-"""What a rank does in the project store, its working directory, when all ranks do the same."""
+"""File operations that all ranks perform in the project store, their working directory."""
 
 import glob
 import importlib
@@ -89,7 +89,7 @@ def maps_tensors() -> None:
 
 
 def saves_with_libraries() -> None:
-    """Save with what opens files in C, C++ and Rust, and read it again."""
+    """Save and load with libraries that open files in C, C++ and Rust."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer, models
@@ -130,7 +130,7 @@ def saves_with_libraries() -> None:
 
 
 def is_refused_by_the_system() -> list[str]:
-    """Write where no Python call leads; return what users are told."""
+    """Write files by calls that the guard does not patch. Return the messages that users see."""
     import sqlite3
 
     from taas_magic.host.tracebacks import message_of
@@ -146,7 +146,7 @@ def is_refused_by_the_system() -> list[str]:
     for save in (saves_for_mobiles, saves_a_database):
         try:
             save()
-        except Exception as error:  # each library has a type of its own
+        except Exception as error:  # each library raises its own type
             told.append(message_of(error))
     try:
         pathlib.Path("/proc/version").write_text("x")

@@ -1,4 +1,4 @@
-"""One side of a travelling store in a process of its own, to be killed: `desk` or `host`.
+"""The store server (`desk`) or a host with a mirror (`host`), as a process that a test can kill.
 
 python -m tests.children.travel_side desk SOCKET STORE STATE
 python -m tests.children.travel_side host SOCKET STORE CACHE
@@ -20,14 +20,14 @@ from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
 SIZES = {"small": 10_000, "out/middle": 300_000, "out/large": 3_000_000}
-"""The files that a host writes again and again, each of one digit only."""
+"""Files that the host rewrites repeatedly, with their sizes in bytes. Each repeats one digit."""
 
 
 def received(connection: Connection) -> Any:
     """Return the next message.
 
     Raises:
-        EOFError: The other side is gone, perhaps in the middle of a message.
+        EOFError: The other process has ended, perhaps in the middle of a message.
     """
     try:
         return connection.recv()
@@ -36,16 +36,16 @@ def received(connection: Connection) -> Any:
 
 
 def serve(store_server: StoreServer, listener: Listener) -> None:
-    """Answer one host until it is gone."""
+    """Answer one host until its connection ends."""
     with listener.accept() as host, suppress(EOFError):
         while True:
             answer = store_server.answer(0, received(host))
-            with suppress(ConnectionError):  # then nothing more comes, either
+            with suppress(ConnectionError):  # the next receive raises EOFError
                 host.send(answer)
 
 
 def asking(store_server: Connection) -> Ask:
-    """Ask over a connection."""
+    """Return a function that sends a request over the connection and returns the answer."""
     lock = threading.Lock()
 
     def ask(request: FileRequest[Any]) -> Any:

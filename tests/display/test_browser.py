@@ -1,4 +1,4 @@
-"""A run as a person sees it: JupyterLab in a real browser."""
+"""What JupyterLab shows of a run, in a real browser."""
 
 import base64
 import os
@@ -50,7 +50,7 @@ STEPS = (
     "        time.sleep(0.05)\n    taas.log(step=step, loss=1 / (step + 1))\n"
     "    print('step', step)"
 )
-"""A run that waits at each step for a file."""
+"""A run that waits for a file before each step."""
 
 COMPARE = "import taas\ntaas.compare(taas.last_run)"
 
@@ -98,7 +98,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )
         nbformat.write(other, folder / f"{name}.ipynb")
     yield folder
-    take_steps(folder, 6)  # the detached run of a test that failed would wait for them without end
+    take_steps(folder, 6)  # else the detached run of a failed test would never end
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def page(project: Path) -> Iterator[Page]:
 
 
 def output(number: int) -> str:
-    """JavaScript for what a cell's output shows."""
+    """Return JavaScript for the text of a cell's output."""
     return OUTPUT.format(number)
 
 
@@ -186,13 +186,13 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
 
 
 def take_steps(project: Path, number: int) -> None:
-    """Let the run of `STEPS` go on until it has taken this number of steps."""
+    """Let the run of `STEPS` take `number` steps."""
     for step in range(number):
         (project / f"step-{step}").touch()
 
 
 def sees_steps(page: Page, number: int) -> None:
-    """Wait until the second cell shows the log and the curve of a number of steps."""
+    """Wait until the second cell shows the log and the loss curve of `number` steps."""
     cell = f"document.querySelectorAll('{SHOWN}')[1]"
     page.wait_for(f"!!{cell}?.querySelector('.jp-OutputArea')")
     page.wait_for(f"/loss.*{number} values/.test({output(1)})")
@@ -204,7 +204,7 @@ def sees_steps(page: Page, number: int) -> None:
 
 
 def attach_in_a_terminal(project: Path, printed: Path) -> "subprocess.Popen[bytes]":
-    """Attach to the run `back` as in a terminal; return the process, which writes to a file."""
+    """Start a process that attaches to the run `back` and writes to the file `printed`."""
     environ = {**os.environ, **environment(project.parent / "jupyter")}
     command = [sys.executable, "-m", "taas_magic", "attach", "back"]
     with printed.open("wb") as out:
@@ -214,7 +214,7 @@ def attach_in_a_terminal(project: Path, printed: Path) -> "subprocess.Popen[byte
 def test_a_run_shows_its_head_its_log_and_its_result(
     page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:
-    """Its notebook is the last one that has a run: it ends the pool of them all."""
+    """Run this test after those with runs: its notebook ends the pool that they share."""
     open_notebook(page, lab, "seen.ipynb")
     command(page, "notebook:run-all-cells")
     page.wait_for(f"/rank 0 waits/.test({output(1)}) && /rank 1 waits/.test({output(1)})")

@@ -1,4 +1,4 @@
-"""What hosts send can neither command a terminal nor pass for a line of another rank."""
+"""Text from hosts can neither control a terminal nor look like a line of another rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ SHOWN = [*leaves(Event), RunStacks, PoolStatus, Started, Facts, NodeUpdate, JobU
 
 
 def hostile(kind: inspect.Type, depth: int = 0) -> Any:
-    """Return a value of a type whose every text is hostile, as JSON has it."""
+    """Return a value of type `kind`, as decoded JSON, in which every text is hostile."""
     match kind:
         case inspect.StrType():
             return HOSTILE
@@ -56,7 +56,7 @@ def hostile(kind: inspect.Type, depth: int = 0) -> Any:
             return 1
         case inspect.BoolType():
             return True
-    return HOSTILE  # of any type
+    return HOSTILE  # the type is Any
 
 
 def _is_nothing(kind: inspect.Type) -> bool:
@@ -64,7 +64,7 @@ def _is_nothing(kind: inspect.Type) -> bool:
 
 
 def texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a value, with the struct's field that it is in."""
+    """Yield each text in a value, with the name of the struct's field that contains it."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, dict):

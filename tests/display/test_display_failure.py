@@ -1,4 +1,4 @@
-"""Failure events become one exception with bounded, useful words."""
+"""Failure events become one exception with a short, useful message."""
 
 import sys
 from typing import Any

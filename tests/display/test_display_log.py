@@ -1,4 +1,4 @@
-"""The log's text: prefixes, bounds, counts of what is left out."""
+"""The text of the log: prefixes, size limits, and counts of omitted lines."""
 
 import pytest
 

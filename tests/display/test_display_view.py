@@ -1,4 +1,4 @@
-"""The view in a real kernel, in a terminal IPython, and without any IPython."""
+"""The view of a run in a real kernel, in IPython in a terminal, and in plain Python."""
 
 import os
 import pty
@@ -73,7 +73,7 @@ def client() -> Iterator[BlockingKernelClient]:
 
 @pytest.fixture
 def execute(client: BlockingKernelClient) -> Execute:
-    """Run code in the kernel; return what a notebook would get, status and input left out."""
+    """Return a function that runs code in the kernel and returns the messages of its output."""
     return lambda code: run_in(client, code, allow_stdin=False)
 
 
@@ -187,7 +187,7 @@ def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
 
 
 def test_of_an_untrusted_pool_texts_and_pictures_are_shown(execute: Execute) -> None:
-    """A script that a browser shows can have the kernel run what it likes."""
+    """A script in the browser could make the kernel run any code."""
     messages = execute("""
         stage = Stage()
         plan = stage.view._state.plan
@@ -319,7 +319,7 @@ stage.play(lines(0, "a"), seconds=0.2)
 
 
 def urgent(text: str) -> list[str]:
-    """Return the lines between the two heads of a run, and look that each is there once."""
+    """Return the notes in the output. Check that the message about the hang is there once."""
     assert text.count("no rank has made progress") == 1 and "Cell In[1], line 3  a lock\n" in text
     assert "note: … and 12 more notes" not in text
     return [line for line in text.splitlines() if line.startswith("note: ")]
@@ -390,7 +390,7 @@ def test_a_terminal_redraws_the_progress_bar(tmp_path: Any) -> None:
     try:
         while block := os.read(primary, 65536):
             shown += block
-    except OSError:  # Linux says so when the other end is closed.
+    except OSError:  # Linux raises this when the other end is closed
         pass
     os.close(primary)
     text = shown.decode().replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""Equal lines of many ranks become one; each rank's order is kept; no line waits long."""
+"""Merge equal lines of many ranks. Each rank's order is kept, and no line waits long."""
 
 import math
 from collections import defaultdict

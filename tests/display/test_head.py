@@ -1,4 +1,4 @@
-"""The head: events fold into a state; text and HTML say the same, whatever the hosts send."""
+"""The head of a run: its state after events, and equal content in text and HTML."""
 
 import re
 from html import unescape
@@ -15,7 +15,7 @@ from tests.events import event, new_state, parsed
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
 SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress", "img", "br"}
 LIVE_TAGS = {"style"}
-"""What a notebook that is saved in the middle of a run may lose."""
+"""Tags that only the head of an active run uses. A saved notebook may lose them."""
 
 SURVIVING_ATTRIBUTES = {"style", "value", "max", "src", "alt"}
 
@@ -59,7 +59,7 @@ class Words(HTMLParser):
 
 
 def words_of_text(source: str) -> set[str]:
-    """Return the words that the HTML must have, too; bars and curves are no text there."""
+    """Return the words that the HTML must contain too. There, bars and curves are not text."""
     return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · |[▁-█]+", " ", source).split()}
 
 

@@ -1,4 +1,4 @@
-"""The receipt: what changed in a store, whose it was, and how it reads."""
+"""The receipt: which files a run changed, which ranks wrote them, and the receipt's text."""
 
 import os
 from pathlib import Path

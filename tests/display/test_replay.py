@@ -1,4 +1,4 @@
-"""A journal that is folded later gives the state, and the ends of the log, that a live view has."""
+"""A journal that is read later gives the same state and the same ends of the log as a live view."""
 
 import random
 from typing import Any
@@ -26,7 +26,7 @@ def replayed(events: list[Event], state: RunState | None = None) -> Replay:
 
 
 def texts(pieces: list[Piece]) -> list[str]:
-    """Return what is shown, a line of a rank as `0:text`."""
+    """Return the shown lines. A line that a rank printed becomes `RANK:TEXT`."""
     found: list[str] = []
     for piece in pieces:
         if isinstance(piece, Lines):
@@ -37,7 +37,7 @@ def texts(pieces: list[Piece]) -> list[str]:
 
 
 def some_run(seed: int) -> list[Event]:
-    """Events of a run with bars, loaders, a restart and an end, in an order drawn at random."""
+    """Return a run's events in random order, with progress bars, loaders and a restart."""
     draw = random.Random(seed)
     now, found = 1000.0, list[Event]()
     batches = {0: 0, 1: 0}
@@ -83,7 +83,7 @@ def test_the_state_is_that_of_every_event_applied(
     for seen in events:
         wanted.apply(seen, seen.time)
     assert _facts(replayed(events, new_state(world_size=2, data=data)).state) == _facts(wanted)
-    # where reports are left out, sums and all else stay as they are
+    # also if reports are skipped, sums and everything else stay the same
     monkeypatch.setattr(replay, "_LEAST_COUNTS", 0)
     few = _facts(replayed(events, new_state(world_size=2, data=data)).state)
     rates, exact = few.pop("points"), _facts(wanted)

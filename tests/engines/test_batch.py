@@ -1,4 +1,4 @@
-"""What batch systems say of jobs: their words are read right, and the commands really asked."""
+"""Read what batch systems report of jobs, from samples and from real commands."""
 
 import asyncio
 import stat
@@ -83,7 +83,7 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture
 def submitting(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Yield the folder for the output of jobs; none is left after the test."""
+    """Yield the folder for the output of jobs. Cancel all jobs after the test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.chdir(tmp_path)
@@ -114,13 +114,13 @@ def test_slurm_is_asked(slurm: Slurm, submitting: Path) -> None:
 async def settled(
     job_id: str, is_so: Callable[[BatchJob], bool], system: str = "slurm"
 ) -> BatchJob:
-    """Return a job as its batch system tells of it, once it is so."""
+    """Wait until the batch system's report of a job meets `is_so`. Return the report."""
     asked = find_system(system)
     assert asked is not None
     while True:
         if is_so(job := (await asked.query([job_id]))[job_id]):
             return job
-        await asyncio.sleep(0.2)  # each look starts a program
+        await asyncio.sleep(0.2)  # each query starts a program
 
 
 @pytest.mark.network
@@ -146,7 +146,7 @@ def test_a_batch_system_that_cannot_be_asked_says_why(
 
 @pytest.fixture
 def pbs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pbs]:
-    """Yield a queue with room for one job."""
+    """Yield a queue that runs one job at a time."""
     with pbs_up(1) as up:
         for name, value in up.environ.items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What the system's clocks show, here and on hosts, changes nothing (docs/faults.md 54)."""
+"""Wrong system clocks, here and on hosts, have no effect (docs/faults.md 54)."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from taas_magic.host.agent_worker import steady, use_steady_clock
 
 
 class Comm:
-    """A connection that keeps what is written."""
+    """A connection that records what is written."""
 
     def __init__(self) -> None:
         self.written: asyncio.Queue[Any] = asyncio.Queue()
@@ -28,7 +28,7 @@ class Comm:
         return False
 
     async def close(self) -> None:
-        """Nothing is to be closed."""
+        """Do nothing."""
 
 
 @pytest.mark.fault(54)
@@ -53,7 +53,7 @@ def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.Monke
 
 @pytest.mark.fault(54)
 def test_certificates_hold_whatever_a_clock_shows() -> None:
-    """A board without a battery for its clock starts in 1970."""
+    """The clock of a board without a battery starts in 1970."""
     own, key = certificate.make("pool")
     signed, _ = certificate.sign(own, key, "127.0.0.1")
     issued, _ = certificate.Authority("members").issue("host", "taas:host:a")

@@ -1,4 +1,4 @@
-"""One suite for every engine: what the controller may count on."""
+"""One suite for all engines: what the controller requires of them."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(300)]
 
 
 class Watching(SchedulerPlugin):
-    """Waits for hosts to come and go."""
+    """A scheduler plugin that counts the hosts, so that a test can wait for a number of them."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -54,7 +54,7 @@ POOLS = {
 
 @pytest.fixture(params=POOLS)
 def pool(request: pytest.FixtureRequest) -> PoolConfig:
-    """Return a pool of each engine."""
+    """Return the configuration of a pool; one for each engine."""
     return POOLS[request.param]
 
 
@@ -73,7 +73,7 @@ def test_settings_override_what_is_found(pool: PoolConfig) -> None:
 def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Path) -> None:
     async def live() -> None:
         engine = find_engine(pool)
-        engine.prepare()  # the first host is ahead of its time, the second one is not
+        engine.prepare()  # prepares the first host in advance, but not the second
         async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
             scheduler.add_plugin(watching)
@@ -106,7 +106,7 @@ WHY = {"ssh": "host gpu1: KeyError: 'odd'", "slurm": "could not start a host: .*
 def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As no host comes, nobody waits for it; a run that starts again would wait for ever."""
+    """A run that starts again needs the error, or it would wait forever for a host."""
     pool = NOWHERE[name]
 
     def fail(*_: object) -> None:
@@ -119,7 +119,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):
                     await members.acquire(1)
-            gc.collect()  # Dask minds a host that failed, as long as an error's frames hold it
+            gc.collect()  # an error's frames keep the failed host alive, and Dask warns about it
 
     monkeypatch.setattr(ssh, "connect", fail)
     monkeypatch.setenv("PATH", "/nowhere")

@@ -1,4 +1,4 @@
-"""The notebook for batch clusters: whole as it is stored, and executed on a Slurm of our own."""
+"""The notebook for batch clusters: its stored form, and its execution on a private Slurm."""
 
 import re
 import shutil
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Slurm]]:
-    """Yield a copy of the notebook next to a taas.toml, and the Slurm that this names."""
+    """Yield the folder of a copy of the notebook and its taas.toml, and the Slurm named there."""
     shutil.copytree(ROOT / "kernels" / "taas", tmp_path / "jupyter" / "kernels" / "taas")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("TAAS_WARM", "0")  # nothing runs on the local pool
+    monkeypatch.setenv("TAAS_WARM", "0")  # no cell uses the local pool
     monkeypatch.setenv("PATH", PATH)
     copy = tmp_path / "notebooks"
     copy.mkdir()
@@ -60,7 +60,7 @@ def folder(
 
 
 def texts(notebook: NotebookNode) -> str:
-    """All that the cells show as text."""
+    """Return all text that the cells show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in outputs if output.output_type == "error"]
     shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
@@ -68,7 +68,7 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def check(notebook: NotebookNode) -> None:
-    """Whether it shows a wait, two hosts, and a training that worked."""
+    """Check that the notebook shows a wait, two hosts, and a successful training."""
     text = texts(notebook)
     assert "Slurm job" in text and "hosts 2" in text and "SUCCEEDED" in text
     found = ACCURACY.search(text)

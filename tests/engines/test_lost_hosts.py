@@ -1,4 +1,4 @@
-"""Hosts that die or leave the network (docs/faults.md 10 to 14), and whose clocks are off (54)."""
+"""Hosts that die, leave the network (docs/faults.md 10 to 14), or have wrong clocks (54)."""
 
 import os
 import sys
@@ -53,7 +53,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configure a pool of the hosts, one rank each; the clocks of two of them are wrong."""
+    """Configure a pool of the hosts with one rank each. Two hosts have wrong clocks."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "sitecustomize.py").write_text(SHIFTED)
     python = folder / "python"
@@ -73,7 +73,7 @@ def settings(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts_given_back(warm_notebook: Notebook, settings: Path, hosts: Hosts) -> Iterator[None]:
-    """Keep the pool from test to test; in the end nothing of it may be left on any host."""
+    """Keep the pool for all tests. At the end, check that no host has a process of ours left."""
     with given_back(warm_notebook, settings, "far"):
         yield
     for number in range(1, hosts.count + 1):
@@ -88,7 +88,7 @@ def far(
     hosts_given_back: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
-    """Yield a notebook with the pool; after each test the hosts are reached again."""
+    """Yield a notebook with the pool. After each test, connect all hosts to the network again."""
     enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in range(1, hosts.count + 1):
@@ -98,7 +98,7 @@ def far(
 
 
 def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """Return what of ours is left on a host after a while; its sshd waits longer for a peer."""
+    """Return our processes that are left on a host after a while, except sshd, which ends later."""
     return hosts.left(number, besides="sshd")
 
 
@@ -113,7 +113,7 @@ def run_on_all(notebook: Notebook, source: str, flags: str = "") -> Outcome:
 
 
 def run_and_break(notebook: Notebook, tmp_path: Path, fault: Callable[[], None]) -> Outcome:
-    """Run a cell that would go on for ever, and inject a fault when all ranks have met."""
+    """Run a cell without an end. Inject a fault when all ranks have met."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
     met: list[str] = []
@@ -204,7 +204,7 @@ def test_a_partition_that_heals_changes_nothing(
 
 @pytest.mark.fault(54)
 def test_clocks_a_day_apart_change_nothing(far: Notebook) -> None:
-    """Not by libfaketime: it shifts the clock by which `time.sleep` waits, too, and sleeps fail."""
+    """libfaketime is of no use here: it also shifts the clock of `time.sleep`, and sleeps fail."""
     source = """
 print("CLOCK", time.time())
 dist.barrier()
@@ -225,7 +225,7 @@ dist.barrier()
 def test_a_restart_waits_for_a_host_that_cannot_be_reached_yet(
     far: Notebook, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only host that could take the lost one's place comes back when the head has said so."""
+    """The only spare host is unreachable until the head reports the wait for another host."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
 

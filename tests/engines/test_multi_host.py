@@ -1,4 +1,4 @@
-"""Ranks over several hosts: agents on this machine that share nothing but the pool."""
+"""Ranks on several hosts: agents on this machine that share nothing but the pool."""
 
 from pathlib import Path
 
@@ -141,7 +141,7 @@ print("attempt", attempt)
     [restart] = outcome.of_kind("restart")
     assert restart["failure"]["how"] == "host"
     hosts = [event["host"] for event in outcome.of_kind("started")]
-    assert len(hosts) == 6 and len(set(hosts)) == 3  # the new host has the lost one's name
+    assert len(hosts) == 6 and len(set(hosts)) == 3  # the new host has the lost host's name
 
 
 def test_a_host_that_replaces_another_has_what_is_left_of_the_time(several: Notebook) -> None:
@@ -187,7 +187,7 @@ except KeyboardInterrupt:
 
 
 def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) -> None:
-    """docs/faults.md 10 with SIGSTOP: the connection lives, and nobody answers."""
+    """docs/faults.md 10 with SIGSTOP: the connection stays open, but the agent does not answer."""
     source = """
 import psutil, signal
 if rank == 2:

@@ -1,4 +1,4 @@
-"""Cells on PBS, as far as stand-ins for its commands can show it: the real job script runs."""
+"""Cells on PBS. Its commands are replaced by stand-ins, which run the real job script."""
 
 import re
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def queue(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pbs]:
-    """Yield a queue with a job on each of two hosts."""
+    """Yield a queue that runs one job on each of two hosts."""
     enter = [[str(SCRIPT), "exec", str(number)] for number in (1, 2)]
     with pbs_up(2, enter, parent=tmp_path_factory.getbasetemp()) as up:
         for name, value in {**hosts.environ, **up.environ}.items():
@@ -62,7 +62,7 @@ def queue(
 
 @pytest.fixture
 def pbs(notebook: Notebook, hosts: Hosts, queue: Pbs) -> Iterator[Pbs]:
-    """Yield the same, named in the notebook's taas.toml; after the test its pool is down."""
+    """Yield the queue, named in the notebook's taas.toml. End the pool after the test."""
     settings = notebook.project / "taas.toml"
     settings.write_text(TOML.format(head=hosts.caller, start_timeout_s=100))
     yield queue
@@ -106,7 +106,7 @@ WAITS_TO_BE_ENDED = """
 def test_the_pages_program_goes_on_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path
 ) -> None:
-    """docs/pbs.md as it stands, but for a pause in which its second job is deleted."""
+    """Run docs/pbs.md as it is, except for a pause in which its second job is deleted."""
     frontend = kernel_of_its_own
     settings = TOML.format(head=hosts.caller, start_timeout_s=100)
     (tmp_path / "project" / "taas.toml").write_text(settings)

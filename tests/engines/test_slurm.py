@@ -1,6 +1,7 @@
-"""Cells on a Slurm of our own, through dask-jobqueue: FAULT 57, and what users see meanwhile.
+"""Cells on a private Slurm, through dask-jobqueue (FAULT 57), and what users see of it.
 
-Two hosts of the rig are its nodes; they share the folders of notebook and runs with this machine.
+Its nodes are two hosts of the rig. They share the folders of the notebook and of the runs with this
+machine.
 """
 
 import os
@@ -64,7 +65,7 @@ class Hpc:
     slurm: Slurm
 
     def configure(self, start_timeout_s: int = 100, **changed: str) -> None:
-        """Write taas.toml; every job has a node of its own."""
+        """Write taas.toml. Each job gets a whole node."""
         assert self.slurm.hosts is not None
         options = {
             "queue": '"debug"',
@@ -88,7 +89,7 @@ class Hpc:
 
     @contextmanager
     def once(self, condition: Callable[[], object], harm: Callable[[], object]) -> Iterator[None]:
-        """In a thread, do something as soon as it is so."""
+        """Call `harm` in a thread as soon as `condition` is true."""
         over = threading.Event()
 
         def wait() -> None:
@@ -104,12 +105,12 @@ class Hpc:
         waiting.join()
 
     def nodes_of_jobs(self) -> set[tuple[str, ...]]:
-        """Return the jobs that run, each with its node."""
+        """Return the ids of the running jobs, each with its node."""
         lines = self.slurm.run("squeue", "--noheader", "--states=R", "--format=%i %N").splitlines()
         return {tuple(line.split()) for line in lines}
 
     def has_begun(self) -> bool:
-        """Whether all four ranks of the newest run have said so."""
+        """Return whether all four ranks of the run have printed "begun"."""
         logs = (self.notebook.state_dir / "runs").glob("*/logs/*")
         return sum("begun" in log.read_text() for log in logs) == 4
 
@@ -117,7 +118,7 @@ class Hpc:
         shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
 
     def ranks_left(self) -> list[psutil.Process]:
-        """Return processes of runs that are there now, on any host, and still are after a while."""
+        """Return the present processes of runs, on all hosts, that do not end within 100 s."""
         hosts = self.slurm.hosts
         assert hosts is not None
         found = [p for number in (1, 2) for p in hosts.processes(number)]
@@ -140,7 +141,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hpc]:
-    """After each test no job is left."""
+    """Yield a notebook with the pool. After the test, wait until no job is left."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     monkeypatch.setenv("PATH", PATH)
     made = Hpc(notebook, slurm)
@@ -156,7 +157,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULT 57: a host that never starts. A cell that needs less runs, in its jobs' environment."""
+    """FAULT 57: a host never starts. A smaller cell then runs, in the environment of its jobs."""
     prologue = '["export CUDA_VISIBLE_DEVICES=4,5"]'
     hpc.configure(start_timeout_s=30, job_script_prologue=prologue)
     outcome = hpc.run(MEET, gpus=6)
@@ -180,7 +181,7 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
 def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
     hpc: Hpc,
 ) -> None:
-    """FAULT 57: hosts that are killed, and requeued; nothing of a run goes on elsewhere."""
+    """FAULT 57: hosts are killed or requeued. No part of a run continues elsewhere."""
     hpc.configure(job_extra_directives='["--requeue"]')
     with hpc.once(hpc.has_begun, lambda: hpc.slurm.run("scancel", max(hpc.slurm.jobs()))):
         outcome = hpc.run(ENDLESS)
@@ -193,7 +194,7 @@ def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no
 
 
 def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
-    """FAULT 57: a host that is requeued; nothing runs twice."""
+    """FAULT 57: a host is requeued. Nothing runs twice."""
     hpc.forget_runs()
     with hpc.once(
         hpc.has_begun, lambda: hpc.slurm.run("scontrol", "requeue", max(hpc.slurm.jobs()))

@@ -1,4 +1,4 @@
-"""The hours of hosts are counted, and idle hosts are given back."""
+"""Count the hours of hosts, and give idle hosts back."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from taas_magic.pool.hosts import PoolHost
 
 
 class Pool:
-    """Members that a test moves, and a clock."""
+    """A pool meter with hosts that a test can change, and a clock that a test sets."""
 
     def __init__(self, idle_timeout_s: float | None = 60.0) -> None:
         self.now = 0.0

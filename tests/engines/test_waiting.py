@@ -1,4 +1,4 @@
-"""Which jobs are waited for, which have failed a host, and which nobody wants any more."""
+"""Reports on a pool's batch jobs: jobs that wait, that failed, and that are not needed any more."""
 
 import asyncio
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from taas_magic.errors import PoolError
 
 @dataclass(frozen=True)
 class Told(BatchSystem):
-    """A batch system that says what it is told to."""
+    """A batch system whose jobs the test sets."""
 
     jobs: dict[str, BatchJob] = field(default_factory=dict)
 
@@ -25,7 +25,7 @@ class Told(BatchSystem):
 
 @dataclass
 class Submitted:
-    """A Dask worker object that stands for a job."""
+    """A Dask worker object that represents a job."""
 
     job_id: str
 
@@ -47,7 +47,7 @@ def system() -> Told:
 
 @pytest.fixture
 def vehicles(system: Told, tmp_path: Path) -> Vehicles:
-    """One vehicle, `hpc-0`, whose job is 1."""
+    """Return the vehicles of a pool: one vehicle, `hpc-0`, whose job is 1."""
     made = Vehicles(system, tmp_path)
     made.note([("hpc-0", Submitted("1"))])
     return made

@@ -1,4 +1,4 @@
-"""A farm of jobs, as a user has it: cells of a notebook, a pool of three hosts of this machine."""
+"""A farm of jobs: cells of a notebook, with a pool of three hosts on this machine."""
 
 import functools
 import os
@@ -129,12 +129,12 @@ WAIT_S = 100.0
 
 
 def programs(name: str) -> set[psutil.Process]:
-    """Return the processes below this one that run a module of farms."""
+    """Return the processes below this one that run the module `name` of `farms`."""
     return {it for it in below(os.getpid()) if f"taas_magic.farms.{name}" in words(it)}
 
 
 def node_besides(known: set[psutil.Process]) -> psutil.Process:
-    """Return the node that is new; what it is just starting has its words for a moment."""
+    """Return the new node. A child that it has just forked has the same command line."""
     return min(programs("node") - known, key=lambda it: it.create_time())
 
 
@@ -142,14 +142,14 @@ def node_besides(known: set[psutil.Process]) -> psutil.Process:
 def planted(
     warm_notebook: Notebook, several_settings: Path, several_given_back: None
 ) -> Iterator[Notebook]:
-    """Yield a notebook with a farm of two nodes, `farm`; close it at the end: nothing is left."""
+    """Yield a notebook with a farm of two nodes, `farm`. Close the farm at the end."""
     with pytest.MonkeyPatch.context() as patch, without_pytests_filter():
         enter(warm_notebook, several_settings, patch)
         warm_notebook.define(FUNCTIONS)
         warm_notebook.define("farm = taas.farm('many', nodes=2)")
         yield warm_notebook
         warm_notebook.define("farm.close()")
-        eventually(lambda: not programs(""))  # the pool ends what was nodes, in its own time
+        eventually(lambda: not programs(""))  # the pool ends the nodes some time later
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def names(planted: Notebook) -> dict[str, Any]:
 
 
 def test_the_folder_of_an_open_farm_stays(farm: Farm) -> None:
-    """However many farms were made after it; those that ended go."""
+    """Only folders of ended farms are removed, no matter how many farms were made since."""
     folders = farm.folder.parent
     (folders / "farm-0").mkdir()
     (folders / "farm-0" / farm_module.LOG).touch()
@@ -185,7 +185,7 @@ def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
     got, jobs, heard = names["got"], names["jobs"], names["heard"]
     assert {args: it.value for args, it in got.items()} == {(x,): 3 * x + 1 for x in range(6)}
     assert names["right"]
-    eventually(lambda: len(heard) == len(jobs))  # a result may be had before the listener is called
+    eventually(lambda: len(heard) == len(jobs))  # a listener may be called after that
     assert sorted(heard) == sorted(job.name for job in jobs)
     assert all(job.host.endswith(("many-0", "many-1", "many-2")) for job in jobs)
     assert (jobs[2].folder / "output.log").read_text() == "training 2\n"
@@ -274,7 +274,7 @@ def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
 ) -> None:
     train = names["train"]
 
-    def some_share() -> bool:  # on a machine that is busy now, no job may be a short one
+    def some_share() -> bool:  # on a busy machine, no job may be short
         return len({job.result().pid for job in farm.map(train, range(12))}) < 12
 
     eventually(some_share)
@@ -358,7 +358,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
         node.suspend()
         eventually(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"ready", "lost"})
         ended = [it for it in nodes_of(hanging) if "did nothing" in it.why]
-        if not ended:  # it was here before it was stopped: the next one
+        if not ended:  # it was ready before it was stopped: try the next node
             known.add(node)
             came = hanging.status().ready
             node.kill()
@@ -371,7 +371,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
 
 
 def no_node_starts(patch: pytest.MonkeyPatch) -> None:
-    """Have Python end at once in each node, of farms that are made from now on."""
+    """Make Python exit at once in each node of the farms that are created from now on."""
 
     def origin(*args: Any) -> Origin:
         made = own(*args)
@@ -452,7 +452,7 @@ def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
 def test_children_of_a_job_find_the_notebooks_names(
     farm: Farm, names: dict[str, Any], method: str
 ) -> None:
-    """Else a Pool starts its workers again and again."""
+    """Otherwise a Pool would restart its workers endlessly."""
     assert farm.submit(names["in_a_pool"], method).result(WAIT_S) == 6
 
 
@@ -478,9 +478,9 @@ def test_a_job_that_has_closed_its_output_returns_and_the_next_one_prints(
 def test_a_job_finds_what_the_notebook_has_set_and_edited_before_it_was_submitted(
     planted: Notebook, farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short jobs share processes, in which what one of them imported stays."""
+    """Short jobs share a process, and modules that one of them imported stay there."""
     monkeypatch.syspath_prepend(planted.project)
-    # a file of the same length that is written in the same second has the bytecode of the last one
+    # if a file is rewritten in the same second with the same length, Python uses its old bytecode
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     found = []
     for number in range(4):
@@ -617,8 +617,8 @@ def test_a_farm_of_one_node(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It meets, one after the other, what needs a farm of its own; the last ends its process."""
-    eventually(lambda: len(farm.status().ready) == 2)  # no other node comes now
+    """The checks that need a new farm share this one. The last check kills its process."""
+    eventually(lambda: len(farm.status().ready) == 2)  # no other node starts from here on
     known, connect = programs(""), farm_module._connect
 
     def connect_late(place: FarmAddress) -> Client:
@@ -764,7 +764,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path, no_leftovers: str
 ) -> None:
-    """Two jobs at a time, each of which waits for the other, see one of the kernel's GPUs each."""
+    """Two jobs wait for each other, so they run at once. Each sees one of the kernel's GPUs."""
     (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2")
     (tmp_path / "temporary").mkdir()
     request = kernel_of_its_own.run(f"""import os, time

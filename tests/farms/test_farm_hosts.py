@@ -1,4 +1,4 @@
-"""A farm on hosts that share no files, on a batch system, and on several pools at once."""
+"""Farms on hosts that share no files, on batch systems, and on several pools at once."""
 
 import socket
 import sys
@@ -126,7 +126,7 @@ def settings(
 def user(
     warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """Yield a notebook with these pools, a module of its own and a file of data."""
+    """Yield a notebook with these pools, a local module and a data file."""
     enter(warm_notebook, settings, monkeypatch)
     with prepared(warm_notebook):
         yield warm_notebook
@@ -134,7 +134,7 @@ def user(
 
 @contextmanager
 def prepared(notebook: Notebook) -> Iterator[None]:
-    """Give the notebook functions, a module and a file of data, for the time of the block."""
+    """Add functions, a local module and a data file to the notebook within the block."""
     module, data = notebook.project / "scaling.py", notebook.project / "data.txt"
     module.write_text("def scale(x):\n    return 3 * x\n")
     data.write_text("1234567")
@@ -148,7 +148,7 @@ def prepared(notebook: Notebook) -> Iterator[None]:
 
 
 def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """Return the processes of a host; none where its power is off."""
+    """Return the processes of a host; none if the host is powered off."""
     try:
         return hosts.processes(number)
     except psutil.NoSuchProcess:
@@ -157,7 +157,7 @@ def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
 
 @contextmanager
 def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
-    """Yield the farm that a cell makes; close it behind the block."""
+    """Yield the farm that the code `call` creates in a cell. Close the farm after the block."""
     notebook.define(f"farm = {call}")
     farm = notebook.shell.user_ns["farm"]
     assert isinstance(farm, Farm)
@@ -166,23 +166,23 @@ def farm_of(notebook: Notebook, call: str) -> Iterator[Farm]:
 
 
 def begun(job: Job) -> bool:
-    """Whether a job has printed something where it runs now."""
+    """Return whether a job runs and has printed "begun" on its present host."""
     return job.state == "running" and job.last_line == "begun"
 
 
 def received(hosts: Hosts, number: int) -> int:
-    """Bytes that have arrived at a host."""
+    """Return the number of bytes that a host has received."""
     return int(hosts.exec(number, "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
 
 
 def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> None:
-    """Its nodes serve, one after the other, what is to be shown of them."""
+    """The checks share one farm, one after the other."""
     with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
         eventually(lambda: len(farm.status().ready) == 2, within_s=NODES_S)
         assert {node.host for node in farm.status().ready} == set(hosts.names)
         jobs_find_the_project_and_bring_their_files_home(user, hosts)
         a_large_argument_goes_to_each_host_once(user, hosts)
-        eventually(lambda: ways_are(hosts, 2), within_s=NODES_S)  # to the pool and to the farm
+        eventually(lambda: ways_are(hosts, 2), within_s=NODES_S)  # one to the pool, one to the farm
     # the connection to the farm ends with the node
     eventually(lambda: ways_are(hosts, 1), within_s=NODES_S)
 
@@ -225,12 +225,12 @@ def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> Non
 
 
 def ways_are(hosts: Hosts, count: int) -> bool:
-    """Whether each host has so many tunnels, which say nothing without a key."""
+    """Return whether each host has `count` tunnels, none of which answers without a key."""
     return all(keyless(hosts, number) == ["127.0.0.1 sshd 0"] * count for number in (1, 2))
 
 
 def keyless(hosts: Hosts, number: int) -> list[str]:
-    """Return where tunnels and nodes of a host listen, and the bytes they say without a key."""
+    """Return the tunnels and nodes of a host, and how many bytes each sends without a key."""
     return hosts.exec(number, sys.executable, "-c", KEYLESS).splitlines()
 
 
@@ -260,7 +260,7 @@ def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
 
 
 def batch_pool(kind: str, slurm: Slurm) -> str:
-    """Return a pool of jobs on the hosts of the Slurm, in taas.toml."""
+    """Return the taas.toml text of a pool whose jobs run on the hosts of `slurm`."""
     assert slurm.hosts is not None
     return BATCH.format(kind=kind, cores=CORES, caller=slurm.hosts.caller)
 
@@ -289,7 +289,7 @@ def batch(
 def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty(
     batch: Notebook, slurm: Slurm
 ) -> None:
-    """Also of the node that waits there: there is room for two of three."""
+    """Slurm has room for two of the three nodes. Closing the farm removes the waiting node too."""
     assert slurm.hosts is not None
     with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
         eventually(
@@ -318,7 +318,7 @@ def farm_jobs(notebook: Notebook) -> list[Job]:
 def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
     batch: Notebook, slurm: Slurm
 ) -> None:
-    """One of two jobs, each on a node of its own, waits as long as it is in the first Slurm job."""
+    """Of two jobs on two nodes, the one in the first Slurm job waits as long as it is there."""
     batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
     batch.define("jobs = farm.map(wait_while, ['SLURM_JOB_ID'] * 2, [first] * 2)")
     first, jobs = batch.shell.user_ns["first"], farm_jobs(batch)
@@ -334,7 +334,7 @@ def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
 def queue(
     slurm: Slurm, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pbs]:
-    """PBS's commands, whose jobs run on the same hosts."""
+    """Yield stand-ins for PBS's commands, whose jobs run on the same hosts."""
     assert slurm.hosts is not None
     ways = [[str(SCRIPT), "exec", str(number)] for number in (1, 2)]
     with pbs_up(2, ways, parent=tmp_path_factory.getbasetemp()) as up:

@@ -1,4 +1,4 @@
-"""`taas.federation`: Flower on hosts that share nothing, each with data that stays there."""
+"""`taas.federation`: Flower on hosts that share nothing. Each host's data stays there."""
 
 import math
 import secrets
@@ -62,10 +62,10 @@ def main(grid, context):
 """
 
 PLACES = ("/tmp", "/root", "/home", "/var/tmp", "/run", "/dev/shm", "/srv", "/mnt")
-"""Where a process can leave a file on a host."""
+"""Folders in which a process could leave a file on a host."""
 
 SINCE = "/srv/since"
-"""A file on each host, older than what the test has it write."""
+"""A file on each host that is older than the files that the test writes there."""
 
 
 def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,14 @@ def settings(
 
 @pytest.fixture
 def sites(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    """Return a notebook with the pool, and the two apps."""
+    """Return a notebook with the pool and the two apps."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(APPS)
     return warm_notebook
 
 
 def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: int) -> Run:
-    """Run the apps; `result` is what came back."""
+    """Run the apps. Store what `run` returns in the notebook's variable `result`."""
     notebook.shell.user_ns |= {"per_host": per_host, "config": config}
     with without_pytests_filter():
         notebook.define(
@@ -127,7 +127,7 @@ def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: 
 
 
 def holding(hosts: Hosts, number: int, text: str) -> list[str]:
-    """Return a host's files that were written in this test's time and hold a text."""
+    """Return the files of a host that contain `text` and were written during the test."""
     written = f"find {' '.join(PLACES)} -type f -cnewer {SINCE}"
     found = hosts.exec(number, "sh", "-c", f"{written} -exec grep -lF {text} {{}} + 2>/dev/null; :")
     return found.split()

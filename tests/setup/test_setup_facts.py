@@ -1,4 +1,4 @@
-"""A host is asked with its own Python, of any age, and says what it is like."""
+"""Ask a host for its facts, with its own Python of any age."""
 
 import platform
 import shutil
@@ -24,7 +24,7 @@ def shell(tmp_path: Path) -> SubShell:
 
 
 def works(command: str) -> bool:
-    """Whether an interpreter is really there; pyenv's stand-ins only say that one is not."""
+    """Return whether an interpreter really exists. A pyenv shim may exist without one."""
     if shutil.which(command) is None:
         return False
     words = [command, "-c", "import json, sys; sys.exit(sys.version_info >= (3, 8))"]
@@ -33,7 +33,7 @@ def works(command: str) -> bool:
 
 @cache
 def old_pythons() -> list[str]:
-    """Interpreters of this machine that are too old for our programs."""
+    """Return the interpreters of this machine that are too old for our programs."""
     places = [Path.home() / ".pyenv" / "versions", Path("/opt"), Path("/usr/local")]
     found = [str(path) for place in places for path in sorted(place.glob("*/bin/python"))]
     return [name for name in ["python2", "python3.6", "python3.7", *found] if works(name)]

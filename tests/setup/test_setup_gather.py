@@ -1,4 +1,4 @@
-"""All hosts are asked side by side; one that does not answer keeps nobody else waiting."""
+"""Ask all hosts at the same time. A host that does not answer does not delay the others."""
 
 import sys
 import threading
@@ -57,7 +57,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
 
 
 def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
-    """FAULT 35: the ways are told to stop, and nobody waits for them."""
+    """FAULT 35: an interrupt stops the connections without waiting for them."""
     stopped: list[threading.Event] = []
 
     def ways(pool: PoolConfig, stop: threading.Event) -> Ways:

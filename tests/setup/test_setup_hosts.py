@@ -1,4 +1,4 @@
-"""Hosts that are reached by SSH alone and have a Python with torch, and nothing of ours."""
+"""Hosts that have SSH and a Python with torch, but no package of ours."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pythons for hosts: `bare` has torch alone, `other` has another torch than the kernel."""
+    """Return Pythons for hosts: `bare` has only torch, `other` another torch than the kernel."""
     folder = tmp_path_factory.mktemp("pythons")
     other = make_bare_python(folder / "other", packages=())
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "other")}))
@@ -41,7 +41,7 @@ def hosts(pythons: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def remote(notebook: Notebook, hosts: Hosts, pythons: dict[str, Path]) -> Iterator[Notebook]:
-    """Yield a notebook whose pools are those hosts with those Pythons."""
+    """Yield a notebook with one pool of the hosts for each Python."""
     settings = notebook.project / "taas.toml"
     paths = {name: str(path) for name, path in pythons.items()}
     paths["old"] = next((name for name in old_pythons() if name.startswith("/")), "/none")
@@ -66,7 +66,7 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts: Hosts) -> None:
-    """And FAULT 29: what its Python lacks is named before anything runs."""
+    """Also FAULT 29: packages that the host's Python lacks are named before anything runs."""
     assert ".cache" not in hosts.exec(1, "ls", "-a", "/root").split()
     remote.define("import psutil")
     cell = "import sys, taas_magic\nprint(taas_magic.__file__, sys.executable, psutil.__name__)"
@@ -101,7 +101,7 @@ def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Ho
 
 
 def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Hosts) -> None:
-    """FAULT 30, by asking."""
+    """FAULT 30, found by `pools.check`."""
     report = pools.check(load_config(remote.project), ["bare", "other"])
     text = str(report)
     lines = text.splitlines()

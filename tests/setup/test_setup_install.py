@@ -1,4 +1,4 @@
-"""A Python with torch and nothing of ours becomes a host: on first use, whole or not at all."""
+"""Install our packages on a host whose Python has only torch: on first use, and atomically."""
 
 import hashlib
 import os
@@ -31,13 +31,13 @@ PARCEL = PackageFolder(
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a Python with torch alone."""
+    """Return a Python that has only torch."""
     return make_bare_python(tmp_path_factory.mktemp("bare") / "environment")
 
 
 @pytest.fixture(scope="module")
 def with_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a Python with torch and pip."""
+    """Return a Python that has only torch and pip."""
     return make_bare_python(tmp_path_factory.mktemp("pip") / "environment", pip=True)
 
 
@@ -50,7 +50,7 @@ def site_of(shell: SubShell) -> set[str]:
 
 
 def said_by(python: Path, path_entries: tuple[str, ...], code: str) -> str:
-    """Return what the prepared interpreter prints, started as an engine starts it."""
+    """Return the output of the prepared interpreter, started as an engine starts it."""
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path_entries)}
     done = subprocess.run(
         [str(python), "-W", "ignore", "-c", code],
@@ -163,7 +163,7 @@ def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
 def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path: Path) -> None:
     site, bundle = tmp_path / "site", tmp_path / "bundle.zip"
     site.mkdir()
-    (site / ".new-listed").symlink_to("gone")  # as a folder that was renamed after it was listed
+    (site / ".new-listed").symlink_to("gone")  # like a folder that was renamed after it was listed
     bundle.write_bytes(PARCEL.bundle())
     mark = hashlib.sha256(bundle.read_bytes()).hexdigest()
     answer = probe.install(str(site / "demo"), bundle=str(bundle), sha256=mark)

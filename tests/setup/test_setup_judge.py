@@ -1,4 +1,4 @@
-"""A host's facts become findings, each with what to do."""
+"""Findings on a host's facts, each with what to do."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a host needs of packages, and what it lacks."""
+"""Which packages a host needs, and which of them it lacks."""
 
 import importlib.metadata
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packages for a host: those of this environment, others by pip, none for another kind of host."""
+"""Packages for a host: files from here, downloads by pip, or advice for another kind of host."""
 
 import io
 import zipfile
@@ -32,7 +32,7 @@ def make_wheel(folder: Path, name: str, tag: str, files: dict[str, str]) -> Path
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder that is all that pip knows of."""
+    """Return the only folder in which pip finds packages."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):

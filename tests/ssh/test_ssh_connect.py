@@ -1,4 +1,4 @@
-"""Connections to hosts: whose key, who is let in, through whom; and what is said when it fails."""
+"""SSH connections: host keys, logins, jump hosts and tunnels, and the messages of failures."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def no_threads(hosts: Hosts) -> Iterator[None]:
-    """Assert that what was closed has no thread left."""
+    """Check that closed connections leave no thread."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -49,7 +49,7 @@ def no_threads(hosts: Hosts) -> Iterator[None]:
 
 
 def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> Target:
-    """Return a host of the rig, with lines that go before the rig's configuration."""
+    """Return a host of the rig. The lines `first` come before the rig's configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
     return asked(hosts.name(number), config)
@@ -64,7 +64,7 @@ def opened(where: Target) -> Connection:
 
 
 def opened_at_once(where: Target, count: int) -> list[Connection]:
-    """Return connections that so many threads opened at the same time, closed."""
+    """Open `count` connections in as many threads at the same time. Return them, closed."""
     made: list[Connection] = []
     threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(count)]
     for thread in threads:
@@ -83,21 +83,21 @@ def refusal(where: Target) -> str:
 
 
 def lets_in(where: Target) -> None:
-    """Log in; where a command has run, sshd's log has the login."""
+    """Log in and run a command. After that, sshd's log contains the login."""
     connection = opened(where)
     assert connection.run("true").code == 0
     connection.close()
 
 
 def answers(family: int, address: str | tuple[str, int]) -> bool:
-    """Whether somebody listens there."""
+    """Return whether the address accepts connections."""
     with socket.socket(family) as visitor:
         return visitor.connect_ex(address) == 0
 
 
 @contextlib.contextmanager
 def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
-    """Let what is sent to a host vanish, for the time of the block."""
+    """Drop all packets to a host within the block."""
     hosts.hole(number)
     try:
         yield
@@ -106,7 +106,7 @@ def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
 
 
 def logins(hosts: Hosts, number: int = 1) -> int:
-    """How often anybody has tried to log in."""
+    """Return the number of login attempts in the log of a host's sshd."""
     return (hosts.state / str(number) / "sshd.log").read_text().count("publickey")
 
 
@@ -256,7 +256,7 @@ def make_key(path: Path, phrase: str = "") -> Path:
 
 
 def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> Target:
-    """Return a host of the rig, with another IdentityFile than the rig's."""
+    """Return a host of the rig with another IdentityFile."""
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
     (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
     return asked(hosts.name(1), tmp_path / "config")
@@ -270,7 +270,7 @@ def test_an_agents_key_is_taken(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("agent")
 def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: Path) -> None:
-    """By the public half, alone or beside a file that is locked; a host hears no more than six."""
+    """The public key selects one of the agent's keys. A host accepts at most six attempts."""
     rigs = hosts.state / "id_ed25519"
     add_to_agent(*(make_key(tmp_path / f"other{number}") for number in range(7)), rigs)
     public, locked = tmp_path / "mine.pub", tmp_path / "locked"
@@ -290,7 +290,7 @@ def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: P
 def test_an_agent_that_says_no_keys_keeps_nobody_out(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
-    """One that was forwarded here from a machine that sleeps says nothing."""
+    """An agent that was forwarded from a sleeping machine does not answer."""
     sock = str(tmp_path / "agent")
     monkeypatch.setenv("SSH_AUTH_SOCK", sock)
     visitors: list[socket.socket] = []
@@ -316,7 +316,7 @@ def test_an_agent_that_says_no_keys_keeps_nobody_out(
 
 
 def test_include_and_match_lead_there_as_with_ssh(hosts: Hosts, tmp_path: Path) -> None:
-    """`Match exec` runs its command, and `Match final` applies after all the rest."""
+    """`Match exec` runs its command, and `Match final` applies after all other entries."""
     part = tmp_path / "part.conf"
     part.write_text(f"Host lab\n  HostName {hosts.address(1)}\n")
     first = (
@@ -340,7 +340,7 @@ def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["{}", "sh -c 'trap \"\" TERM; {}; exec sleep 600'"])
 def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str) -> None:
-    """Also one that minds neither a signal nor that nobody talks to it any more: it is killed."""
+    """The second command ignores SIGTERM and the end of its input, so it must be killed."""
     command = command.format(f"ssh -F {hosts.ssh_config} -W %h:%p {hosts.name(1)}")
     first = f"Host {hosts.name(2)}\nProxyCommand {command}\nHost *"
     connection = opened(target(hosts, tmp_path, 2, first))
@@ -368,7 +368,7 @@ def test_of_two_addresses_one_may_be_dead(
 
 
 def test_a_process_with_many_open_files_connects(hosts: Hosts, tmp_path: Path) -> None:
-    """select(2) knows no descriptor beyond 1,023."""
+    """select(2) cannot handle descriptors above 1,023."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(2000, before[0]), before[1]))
     many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
@@ -429,7 +429,7 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_connection_may_end_while_a_command_gets_its_input(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that writes it ends in silence; one that raised would fail this test."""
+    """An exception in the thread that writes the input would fail this test."""
     start = Connection.start
 
     def start_and_cut(self: Connection, command: str) -> Channel:
@@ -459,7 +459,7 @@ def test_what_is_lost_is_sent_again_each_second(hosts: Hosts, tmp_path: Path) ->
 
 
 DOUBLED_PAST_A_SECOND = 4
-"""Losses after which TCP, from its least pause of 0.2 s on, would wait for three seconds."""
+"""Number of losses after which TCP, from 0.2 s on, would otherwise wait for three seconds."""
 
 
 def has_rto_max(sock: socket.socket) -> bool:
@@ -478,7 +478,11 @@ def retransmissions(sock: socket.socket) -> tuple[int, float]:
 
 
 def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[bytes, bytes]:
-    """Return what a server here hears through a port of the host, and what comes back there."""
+    """Send "ping" through a port of the host to `server`, which answers "pong".
+
+    Returns:
+        The bytes that the server received, and the bytes that came back to the host.
+    """
     said: list[bytes] = []
 
     def answer() -> None:
@@ -530,22 +534,24 @@ def test_a_host_that_forwards_no_ports_is_told_how_to(hosts: Hosts, tmp_path: Pa
 
 @contextlib.contextmanager
 def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[Target]:
-    """Host 2 through an sshd on another port, for the time of the block.
+    """Start another sshd on host 2, on another port, within the block. Yield the host.
 
-    Its key is known of the host without that port, as ssh would ask for it.
+    Its key is known for the host without that port, as ssh would look it up.
 
     Args:
-        change: What sed does to its configuration.
+        hosts: The hosts of the rig.
+        tmp_path: Folder for the SSH configuration.
+        change: Commands for sed, which changes the configuration of sshd.
     """
     script = f"sed 's/^Port .*/Port 2222/; {change}' /run/rig/sshd_config > /run/rig/other"
     hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/other")
     place = (hosts.address(2), 2222)
-    eventually(lambda: answers(socket.AF_INET, place))  # it forks before it does
+    eventually(lambda: answers(socket.AF_INET, place))  # it forks before it listens
     try:
         yield target(hosts, tmp_path, 2, "Port 2222")
     finally:
         hosts.exec(2, "pkill", "-f", "rig/other")
-        eventually(lambda: not answers(socket.AF_INET, place))  # the next one needs the port
+        eventually(lambda: not answers(socket.AF_INET, place))  # the next sshd needs the port
 
 
 def test_files_arrive_where_there_is_no_sftp_and_a_login_script_prints(

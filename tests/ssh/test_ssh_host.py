@@ -1,4 +1,4 @@
-"""Pools of SSH hosts: cells run there, and whatever happens, nothing is left there."""
+"""Pools of SSH hosts: cells run on the hosts, and no fault leaves a process there."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
-    """Yield a notebook with SSH hosts as pools; they stay up until the last test, which checks."""
+    """Yield a notebook with SSH pools, which stay up for all tests and must leave nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.chdir(warm_notebook.project)
@@ -54,7 +54,7 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
 
 @pytest.fixture(autouse=True)
 def here(remote: "Remote", monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the notebook's folders in every test."""
+    """Use the notebook's folders in each test."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(remote.notebook.state_dir))
     monkeypatch.chdir(remote.notebook.project)
 
@@ -68,7 +68,7 @@ class Remote:
         self.settings.write_text("")
 
     def down(self) -> None:
-        """End all pools but the local one; their hosts are clean then."""
+        """End all pools except the local one. Check that no process is left on their hosts."""
         for name in self.config.pools.keys() - {"local"}:
             pools.down(name, self.config)
         for number in range(1, self.hosts.count + 1):
@@ -79,7 +79,7 @@ class Remote:
         return load_config(self.notebook.project)
 
     def pool(self, name: str, *numbers: int, **more: object) -> None:
-        """Add a pool of hosts."""
+        """Add a pool with the hosts `numbers` to taas.toml."""
         values = {
             "engine": "ssh",
             "hosts": [self.hosts.name(number) for number in numbers],
@@ -99,7 +99,7 @@ class Remote:
         return self.notebook.run(source, f"--pool {pool}", gpus=gpus)
 
     def run_until(self, source: str, pool: str, harm: Callable[[], object]) -> Outcome:
-        """Run a cell; do something to it once it has printed that it has begun."""
+        """Run a cell. Call `harm` as soon as the cell has printed "begun"."""
         known = set(self.runs())
         over = threading.Event()
 
@@ -144,7 +144,7 @@ def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
 
 
 def environ(process: psutil.Process) -> str:
-    """Return the values of a process's environment; "" when it is gone."""
+    """Return the values of a process's environment; "" if the process has ended."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.environ().values())
     return ""
@@ -174,7 +174,7 @@ def test_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts)
             talk = f"exec 3<>/dev/tcp/$0/{port}; printf {shell_bytes(said)} >&3; timeout 1 cat <&3"
             for address in (hosts.address(1), "127.0.0.1"):
                 answer = ""
-                with contextlib.suppress(RuntimeError):  # nobody listens there, or it was dropped
+                with contextlib.suppress(RuntimeError):  # no listener, or a dropped connection
                     answer = hosts.exec(1, "bash", "-c", talk, address)
                 assert "HTTP" not in answer
         assert not speaks_without_key(hosts.address(1), port)
@@ -182,7 +182,7 @@ def test_every_port_of_a_host_drops_who_has_no_key(remote: Remote, hosts: Hosts)
 
 
 def ports_of(hosts: Hosts, number: int) -> list[int]:
-    """On which ports a host listens, but for sshd's."""
+    """Return the ports on which a host listens, except that of sshd."""
     rows = [row.split() for row in hosts.exec(number, "cat", "/proc/net/tcp").splitlines()[1:]]
     ports = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
     return sorted(ports - {22})
@@ -193,7 +193,7 @@ def shell_bytes(said: bytes) -> str:
 
 
 def speaks_without_key(address: str, port: int) -> bool:
-    """FAULT 47: whether a peer with another certificate is answered."""
+    """FAULT 47: return whether a port answers a peer with another certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -218,7 +218,7 @@ def test_an_unknown_key_is_told_and_mended_without_a_restart(
     config.write_text(f"Host *\nPort 4\n{right}")
     nobody = remote.run("1", "strange")
     assert isinstance(nobody.error, PoolError) and "SHA256:" not in nobody.shown
-    config.write_text(right)  # is read again, too
+    config.write_text(right)  # each attempt reads the configuration again
     for _ in range(2):
         outcome = remote.run("1", "strange")
         assert isinstance(outcome.error, PoolError)
@@ -276,7 +276,7 @@ def test_imports_of_the_pools_process_and_on_a_host_may_take_longer_than_any_lim
     is_over = threading.Event()
 
     def is_late(process: psutil.Process, name: str) -> bool:
-        """Return whether a process starts for longer than it may do nothing."""
+        """Return whether the process has been starting for three times the start timeout."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return name in words(process) and time.time() - process.create_time() > 3 * START_S
         return False
@@ -332,7 +332,7 @@ def test_cores_and_gpus_are_asked_of_a_host_once(remote: Remote, hosts: Hosts) -
 def test_an_interrupt_while_connecting_into_nothing(
     remote: Remote, hosts: Hosts, cores: int | None
 ) -> None:
-    """The kernel connects itself to ask for the cores; told them, it leaves it to the pool."""
+    """Without `cores`, the kernel itself connects to ask for them; else only the pool connects."""
     name = f"void{cores}"
     remote.pool(name, 3, cores=cores)
     sent = threading.Event()
@@ -350,14 +350,14 @@ def test_an_interrupt_while_connecting_into_nothing(
         outcome = remote.run("1", name)
     finally:
         hosts.unhole(3)
-        # else the next test would take what goes on connecting for its own, and interrupt too early
+        # else the next test would see this connection attempt and interrupt too early
         eventually(lambda: not connects_to(hosts.address(3)))
     assert isinstance(outcome.error, KeyboardInterrupt), f"was interrupted: {sent.is_set()}"
     interrupting.join()
 
 
 def connects_to(address: str) -> bool:
-    """Whether anybody here waits for an address to answer: a socket in the state SYN_SENT."""
+    """Return whether a connection from here to `address` waits for an answer (SYN_SENT)."""
     wanted = socket.inet_aton(address)[::-1].hex().upper()
     sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any(peer.startswith(wanted) and state == "02" for _, _, peer, state, *_ in sockets)
@@ -384,7 +384,7 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
     process = remote.pool_process("three")
     process.suspend()
     try:
-        assert not hosts.left(3, besides="sshd")  # the connection itself still stands
+        assert not hosts.left(3, besides="sshd")  # the connection itself stays open
     finally:
         process.kill()
 

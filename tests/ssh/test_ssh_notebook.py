@@ -1,4 +1,4 @@
-"""The notebook for SSH hosts: whole as it is stored, and executed on three hosts of the rig."""
+"""The notebook for SSH hosts: its stored form, and its execution on three hosts of the rig."""
 
 import re
 import shutil
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Hosts]]:
-    """Yield a copy of the notebook with a taas.toml, and hosts that its user's ssh knows.
+    """Yield a folder with a copy of the notebook and a taas.toml, and the hosts of that taas.toml.
 
-    They share no folder with it.
+    The hosts share no folder with the notebook.
     """
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TAAS_WARM", "0")  # nothing runs on the local pool
+    monkeypatch.setenv("TAAS_WARM", "0")  # no cell uses the local pool
     copy = tmp_path / "project"
     copy.mkdir()
     shutil.copy(STORED, copy)
@@ -72,7 +72,7 @@ def ssh_config(hosts: Hosts) -> str:
 
 
 def texts(notebook: NotebookNode) -> str:
-    """All that the cells show as text."""
+    """Return all text that the cells show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in outputs if output.output_type == "error"]
     shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
@@ -80,7 +80,7 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def check(notebook: NotebookNode) -> None:
-    """Whether it shows two trainings that worked, a checkpoint, and batches of the data host."""
+    """Check that it shows two good trainings, a checkpoint, and batches from the data host."""
     text = texts(notebook)
     assert text.count("SUCCEEDED") == 2 and "rank 0 wrote: digits.pt" in text
     assert "['digits.pt'] ['gpu1', 'gpu2']" in text

@@ -1,4 +1,4 @@
-"""Hosts as the user writes them, with the settings that `ssh -G` gives."""
+"""SSH hosts as the user writes them, with the settings that `ssh -G` gives."""
 
 import os
 import pwd
