@@ -134,7 +134,7 @@ def programs(name: str) -> set[psutil.Process]:
 
 
 def node_besides(known: set[psutil.Process]) -> psutil.Process:
-    """Return the new node. A child that it has just forked has the same command line."""
+    """Return the new node. It is older than a child that it has just forked for another program."""
     return min(programs("node") - known, key=lambda it: it.create_time())
 
 
