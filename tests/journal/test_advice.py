@@ -1,4 +1,4 @@
-"""One sentence: what bounded the data, and which flag would help by how much."""
+"""The advice on data loading: what limited it, which flag would help, and how much."""
 
 from dataclasses import replace
 
@@ -116,7 +116,7 @@ def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int
 
 
 def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> Flow:
-    """Return a run of ten seconds with one fetcher, whose worker prepared all the time."""
+    """Return the counts of a run of 10 s with one fetcher, whose worker was always busy."""
     rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
     worker = {
         "fetch_s": 10.0,
@@ -146,7 +146,7 @@ def test_the_sums_of_a_run_decide() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
-    """On one host, with fetchers and without, unless the workers only wait for slow storage."""
+    """This holds on one host, with and without fetchers, unless storage is the limit."""
     flow = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
     flow.fetchers[0].cores = cores
     alone = Flow()

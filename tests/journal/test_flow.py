@@ -1,4 +1,4 @@
-"""What ranks and fetchers say of loaders, added up."""
+"""`Flow`: sums of the counts that ranks and fetchers report about loaders."""
 
 from taas_magic.journal.analysis import Flow
 from taas_magic.messages import Event
@@ -16,7 +16,7 @@ def fetched(number: int, **stats: float) -> Event:
 
 
 def flow_of(*events: Event) -> Flow:
-    """Return the events, a second apart from 10 s on."""
+    """Return a `Flow` that has received the events, one each second from 10 s on."""
     flow = Flow()
     for number, seen in enumerate(events):
         flow.apply(seen, 10.0 + number)

@@ -1,4 +1,4 @@
-"""The run folders: what is written can be read by another kernel, and does not grow without end."""
+"""Run folders: another kernel can read them, and their size and number are limited."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ PLAN = PlanHead("r1", "first", "local", 2)
 
 
 def make_run(run_id: str, *events: Event, name: str = "first") -> RunFolder:
-    """Make a run whose controller is gone."""
+    """Create the folder of a run whose controller has ended, with `events` in its journal."""
     folder = RunFolder.create(run_id, structs.replace(PLAN, run_id=run_id, name=name), "print(1)")
     write(folder, *events).close()
     return folder
@@ -87,7 +87,7 @@ def test_a_journal_is_read_when_its_run_is_asked_for(monkeypatch: pytest.MonkeyP
     for run_id in ("r1", "r2", "r3", "r4"):
         make_run(run_id, event("ended", state="SUCCEEDED"), name=f"run {run_id}")
     writer = write(make_run("r5"), event("state", state="RUNNING"))
-    (journal.state_dir() / "runs" / "r6").mkdir()  # of a kernel that is just making it
+    (journal.state_dir() / "runs" / "r6").mkdir()  # a kernel is just creating it
     opened: set[str] = set()
     summary = journal.summary
 
@@ -202,13 +202,13 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(journal, "CLOSE_S", 0.1)
     monkeypatch.setattr(journal, "WAITING_BYTES", 10_000)
     folder, said = RunFolder.create("r1", PLAN, ""), threading.Event()
-    os.mkfifo(folder.events)  # opening it waits for a reader
+    os.mkfifo(folder.events)  # opening it blocks until there is a reader
     writer = Writer(folder, lambda why: said.set())
     for _ in range(300):
         writer.append(event("lines", rank=0, lines=["x" * 100]))
     writer.append(event("ended", state="SUCCEEDED"))
     writer.close()
-    lines = folder.events.read_bytes().splitlines()  # the disk is there again
+    lines = folder.events.read_bytes().splitlines()  # the disk responds again
     assert said.wait(100)
     assert 50 < len(lines) < 100
     assert json.loads(lines[-1])["kind"] == "ended"
@@ -235,7 +235,8 @@ def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
     with folder.events.open("ab") as file:
         file.write(b'not JSON\n[1]\n{"kind": "state"}\n\xff\xfe\n{"kind": "lines", "li')
         file.write(b'\n{"kind": "display", "data": {"a": %b}}\n' % NESTED)
-    write(folder, event("ended", state="FAILED")).close()  # by the kernel, which has lost its pool
+    # A kernel whose pool is gone writes this event itself.
+    write(folder, event("ended", state="FAILED")).close()
     assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state", "ended"]
     assert runs.find("r1").state == "FAILED"
     make_run("r2", event("state", state="RUNNING"))
@@ -272,9 +273,9 @@ def test_texts_that_no_codec_takes_are_escaped() -> None:
 
 
 OLD = Path(__file__).parent / "old_run"
-"""The folder of a run of version 0.1.0, before messages were structs; its journal is thinned out.
+"""Run folder of version 0.1.0, which had no message structs; its journal has been shortened.
 
-Its two ranks read a registered loader; rank 1 raised, and raised again after the restart.
+The two ranks read a registered loader. Rank 1 raised an error, and again after the restart.
 """
 
 

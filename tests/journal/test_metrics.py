@@ -1,4 +1,4 @@
-"""`taas.log`: from a rank to the table of its run and the curves of its head."""
+"""`taas.log`: values of ranks appear in the run's table, and as curves in the run's head."""
 
 import base64
 import math

@@ -1,4 +1,4 @@
-"""A run's picture, from its journal alone."""
+"""The figure of a run's data loading, drawn from its journal."""
 
 import sys
 
@@ -19,7 +19,10 @@ def data(time: float, rank: int, batches: int, waited_s: float, host: str) -> Ev
 
 
 def journal() -> list[Event]:
-    """Two ranks for 6 s, of which they wait 3/4 at first and 1/4 later; 10 batches/s each."""
+    """Return the events of two ranks in 6 s, with 10 batches/s each.
+
+    Each rank waits 3/4 of the first 3 s, and 1/4 of the last 3 s.
+    """
     events = [event("state", time=1000.0, state="RUNNING")]
     for second in range(1, 7):
         waited_s = 0.75 * min(second, 3) + 0.25 * max(0, second - 3)

@@ -1,4 +1,4 @@
-"""A run's folder on hosts that do not see it, without any transport."""
+"""Copies of a run folder on hosts that cannot see it; requests are direct calls of the server."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def home(plan: Plan) -> RunFolder:
-    """Return the run's folder where the notebook is."""
+    """Return the run folder on the notebook's machine."""
     folder = RunFolder.create("a-run", plan, "cell")
     folder.payload.write_bytes(bytes(range(256)) * 5000)
     (folder.path / "data").mkdir()
@@ -41,7 +41,7 @@ def share_of(plan: Plan, run_dir: str, host_rank: int = 0, attempt: int = 0) -> 
 
 
 class Far:
-    """A host that asks the server directly; it sees the run's folder at a path where nothing is."""
+    """A host that calls the file server directly; the run folder's path does not exist there."""
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
         self.server = FileServer(RunSpec(plan, str(home.path), Origin("/", {}, ())), fetches=False)
@@ -81,7 +81,7 @@ def test_another_runs_folder_of_the_same_path_is_not_it(
     assert here is not None and here.run_dir != here.run.run_dir == str(other.path)
     files.send_back()
     assert not Path(here.run_dir).exists() and other.path.exists()
-    assert spec.notebook_log_path(1) == f"{other.path}/logs/rank-1.log"  # in failures
+    assert spec.notebook_log_path(1) == f"{other.path}/logs/rank-1.log"  # failures name it
 
 
 def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:

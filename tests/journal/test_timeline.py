@@ -1,4 +1,4 @@
-"""`--profile`: from the steps of ranks to the timeline of their run."""
+"""`--profile`: recording the steps of ranks, and the timeline of the run."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ def test_a_batch_of_a_registered_loader_begins_a_step(notebook: Notebook) -> Non
     outcome = notebook.run(BATCHES, "--profile 100")
     assert outcome.error is None and outcome.run is not None
     steps = outcome.run.timeline().steps
-    # each rank takes 10 batches and is told of the end; the first of the 11 steps warms up
+    # 11 steps begin: at each of 10 batches and at the loader's end; step 0 warms the profiler up
     assert [one.step for one in steps if one.rank == 0] == list(range(1, 11))
     assert all(one.load_s > 0 for one in steps)
 
@@ -102,7 +102,7 @@ def trace(host: str = "a", **changes: Any) -> Trace:
 
 
 def times(*traces: Trace) -> list[tuple[float, ...]]:
-    """Return load, compute, communicate and wait of each rank in microseconds."""
+    """Return the load, compute, communicate and wait times of each rank in microseconds."""
     found = timeline.step_times(dict(enumerate(traces)))
     return [tuple(round(seconds * 1e6, 6) for seconds in one[2:]) for one in found]
 

@@ -1,4 +1,4 @@
-"""Runs on hosts that share nothing with the notebook: all travels through the pool."""
+"""Runs on hosts that share no files with the notebook: all data travel through the pool."""
 
 import re
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def hosts() -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Yield a configuration folder with a pool of them; in the end it is given back."""
+    """Yield a configuration folder with an ssh pool of `hosts`; end the pool afterwards."""
     toml = ssh_pool("far", hosts, more="lease_s = 20")
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
     yield folder
@@ -47,7 +47,7 @@ def settings(
 def far(
     warm_notebook: Notebook, hosts: Hosts, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """Yield a notebook with the pool; after the test no folder of a run is left on its hosts."""
+    """Yield a notebook with the pool; afterwards check that the hosts have no run folder left."""
     enter(warm_notebook, settings, monkeypatch)
     yield warm_notebook
     for number in (1, 2):

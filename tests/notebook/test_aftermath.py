@@ -1,6 +1,6 @@
-"""What a run or a pool met does not reach the next cell; docs/faults.md 61 to 65 and 69 to 72.
+"""Faults of a run or pool do not affect the next cell: docs/faults.md 61 to 65 and 69 to 72.
 
-A real kernel with its own TMPDIR, home and state folder, which tests fill, tear and take away.
+Most tests start a kernel with its own project folder, state folder and TMPDIR, and damage these.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def small_disk(path: Path, options: str) -> Iterator[None]:
-    """Yield a file system of its own in a folder."""
+    """Mount a tmpfs at a folder for the time of the context."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
     try:
         yield
@@ -57,9 +57,9 @@ def tree(frontend: Frontend) -> list[psutil.Process]:
 
 
 def only(frontend: Frontend, word: str) -> psutil.Process:
-    """Return the one process below a kernel whose command has a word, once there is but one.
+    """Wait until one process below a kernel has `word` in its command line, and return it.
 
-    One that ends may still be there, and one that is about to be another program.
+    There can be more for a moment: a process that is ending, or a fork before its exec.
     """
     found: list[psutil.Process] = []
 
@@ -72,13 +72,13 @@ def only(frontend: Frontend, word: str) -> psutil.Process:
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """Return the last state of a cell's head."""
+    """Return the last text of a cell's head."""
     shown = frontend.contents(request, "update_display_data")
     return str(shown[-1]["data"]["text/plain"])
 
 
 def error(frontend: Frontend, request: str) -> str:
-    """Return what a cell that failed shows, in one text."""
+    """Return the traceback that a failed cell shows, without colours."""
     [shown] = frontend.contents(request, "error")
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
@@ -86,7 +86,7 @@ def error(frontend: Frontend, request: str) -> str:
 @pytest.mark.fault(63)
 @as_root
 def test_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene) -> None:
-    """The state folder lies below the home; the kernel is one, and goes on."""
+    """The state folder is below the home folder. One kernel meets all three faults."""
     home = scene.folder / "home"
     home.mkdir()
     with (
@@ -163,7 +163,7 @@ loader = taas.register(DataLoader(TensorDataset(torch.zeros(2)), batch_size=2))
 
 
 def fill_with_files(folder: Path) -> list[Path]:
-    """Make files until there can be no more."""
+    """Create files in a folder until its file system is full; return their paths."""
     made: list[Path] = []
     with contextlib.suppress(OSError):
         while True:
@@ -222,7 +222,7 @@ def torn_run_folders_hurt_nobody(scene: Scene, frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
     runs = scene.state / "runs"
     [whole] = runs.iterdir()
-    eventually(lambda: not (whole / "payload").exists())  # it is removed last
+    eventually(lambda: not (whole / "payload").exists())  # the payload is removed last
     for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
         (runs / name).mkdir()
         (runs / name / "plan.json").write_text(plan)
@@ -276,7 +276,7 @@ def a_pool_that_stands_still_for_longer_than_the_lease_loses_no_run(frontend: Fr
     frontend.wait(lambda: "here" in frontend.text(request))
     pool = only(frontend, "taas_magic.pool.process")
     pool.suspend()
-    time.sleep(4.5)  # longer than the lease and what is allowed beyond it
+    time.sleep(4.5)  # longer than the lease and the time allowed beyond it
     pool.resume()
     assert frontend.finish(request)["status"] == "ok"
     assert "done" in frontend.text(request)
@@ -340,13 +340,13 @@ def nothing_is_left_but_the_state_folder(scene: Scene, frontend: Frontend) -> No
     only(frontend, "taas_magic.host.supervisor").kill()
     frontend.run(NEXT)
     frontend.run("%taas down")
-    torchs = f"torchinductor_{user_name()}"  # its cache is made by importing it
+    torchs = f"torchinductor_{user_name()}"  # importing torch creates this cache
     eventually(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
     assert not list(scene.project.iterdir())
 
 
 def warm_only_after(go: Path, scene: Scene) -> str:
-    """Have no host of the local pool warm before a file is there; return PYTHONPATH for that."""
+    """Set the local pool up so that its hosts warm up only after `go` exists; return PYTHONPATH."""
     modules, config = scene.folder / "modules", scene.folder / "config"
     for folder in (modules, config):
         folder.mkdir()
@@ -382,7 +382,7 @@ def an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend: F
     following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
     eventually(lambda: following in frontend.replies or not frontend._is_idle(following))
-    if frontend.finish(following)["status"] == "aborted":  # it came before the interrupt
+    if frontend.finish(following)["status"] == "aborted":  # it arrived before the interrupt
         following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(following)["status"] == "ok", error(frontend, following)
 
@@ -393,7 +393,7 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
     [forkserver] = forkservers(tree(frontend))
     kept = tree(frontend)
     begun = set((scene.state / "runs").glob("*/events.jsonl"))
-    forkserver.suspend()  # so that the launch takes as long as the test wants
+    forkserver.suspend()  # the launch waits until it continues
     frontend.send("%%taas --gpus 1\nimport time\ntime.sleep(600)")
     new: set[Path] = set()
 
@@ -405,7 +405,7 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
     frontend.process.kill()
     [events] = new
     eventually(lambda: "kernel is gone" in events.read_text())
-    with contextlib.suppress(psutil.NoSuchProcess):  # after 5 s its host ends it
+    with contextlib.suppress(psutil.NoSuchProcess):  # the agent may have killed it
         forkserver.resume()
     eventually(lambda: summary(RunFolder(events.parent)).state in ENDED_STATES)
     assert not left_of(kept)
@@ -446,7 +446,7 @@ shell.run_line_magic("taas", "down")
 
 
 def shell_with() -> InteractiveShell:
-    """Return a shell with the extension, in a script."""
+    """Return an IPython shell with the extension, for scripts."""
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "taas_magic")
     return shell
@@ -454,7 +454,7 @@ def shell_with() -> InteractiveShell:
 
 @pytest.mark.fault(70)
 def test_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
-    """Also where PYTHONPATH names the notebook's folder: they came when the kernel had started."""
+    """PYTHONPATH contains the notebook's folder; the files appear after the kernel has started."""
     paths = os.pathsep.join([".", "", environment(scene.folder)["PYTHONPATH"]])
     with scene.kernel(PYTHONPATH=paths) as frontend:
         frontend.run(NEXT)
@@ -495,7 +495,7 @@ OF_NOBODY = {"HOME": "", "USER": "", "LOGNAME": ""}
 
 
 def test_surroundings_of_containers_and_batch_jobs(scene: Scene) -> None:
-    """No locale, no home, and a TMPDIR longer than the name of a Unix socket may be."""
+    """No locale, no home, and a TMPDIR that is too long for the path of a Unix socket."""
     long = scene.tmp / ("x" * 90)
     long.mkdir()
     with scene.kernel(**OF_A_CONTAINER, **OF_NOBODY, TMPDIR=str(long)) as frontend:
@@ -509,7 +509,7 @@ def test_surroundings_of_containers_and_batch_jobs(scene: Scene) -> None:
 )
 @as_root
 def test_a_user_without_name_and_home() -> None:
-    """As in a container that is started with a number of its own for a user."""
+    """Such a user exists in a container that is started with an arbitrary user id."""
     nobody = 54321
     scene = Scene(Path(tempfile.mkdtemp(prefix="nobody-", dir="/tmp")))
     for folder in (scene.folder, scene.tmp, scene.project, scene.state):
@@ -526,7 +526,7 @@ shell.run_line_magic("taas", "down")
     kept = {
         name: value for name, value in os.environ.items() if name.startswith(("TAAS_TEST", "PATH"))
     }
-    rights = "+dac_override,+dac_read_search"  # to find the interpreter, which may be root's own
+    rights = "+dac_override,+dac_read_search"  # to read the interpreter, which may belong to root
     caps = [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     words_ = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", *caps]
     done = subprocess.run(

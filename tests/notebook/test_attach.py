@@ -1,4 +1,4 @@
-"""A run seen again: from another kernel, from a terminal, after its end, and how its heads end."""
+"""`%taas attach`, `%taas stop` and `%taas logs` for runs of another kernel, or in a terminal."""
 
 import os
 import pty
@@ -32,7 +32,7 @@ total = 42
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    """Return the module's kernel; programs that a test starts find its runs."""
+    """Return the module's kernel; programs that a test starts use the same state folder."""
     asked = frontend_of_module.run("import os; print(os.environ['TAAS_STATE_DIR'])")
     monkeypatch.setenv("TAAS_STATE_DIR", frontend_of_module.text(asked).strip())
     return frontend_of_module
@@ -40,13 +40,13 @@ def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> F
 
 @contextmanager
 def beside(folder: Path) -> Iterator[Frontend]:
-    """Yield another kernel, in a folder that has no runs, with the same state folder."""
+    """Yield a second kernel with the same state folder, in a project folder without runs."""
     with kernel(folder / "beside", TAAS_WARM="0") as other:
         yield other
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """Return the newest head below a cell."""
+    """Return the newest text of the head below a cell, or ""."""
     kinds = ("display_data", "update_display_data")
     shown = [m["content"] for m in frontend.outputs[request] if m["msg_type"] in kinds]
     heads = [it for it in shown if it["transient"].get("display_id", "").endswith(":head")]

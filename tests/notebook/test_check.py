@@ -1,4 +1,4 @@
-"""What `%taas pools --check` shows: the table of hosts, as text and as HTML."""
+"""The table of hosts that `%taas pools --check` shows, as text and as HTML."""
 
 import re
 
@@ -16,7 +16,7 @@ def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> Row:
 
 
 def cells(shown: Row, means: str = "") -> dict[str, str]:
-    """Return the row's cells by their heads."""
+    """Return the cells of the report's only row, by column title."""
     head, line, *_ = report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
     found = [re.split("  +", it) for it in (head, line)]
     return dict(zip(*found, strict=True))

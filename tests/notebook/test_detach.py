@@ -1,4 +1,4 @@
-"""Runs that go on without their kernel: SIGKILL of the kernel, another kernel's `%taas detach`."""
+"""Detached runs: they outlive their kernel, and other kernels attach or stop them."""
 
 import random
 import re
@@ -31,26 +31,26 @@ TOTAL = sum(range(150))
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    """Return the module's kernel; this process sees the same runs."""
+    """Return the module's kernel; this process uses the same state folder."""
     asked = frontend_of_module.run("import os; print(os.environ['TAAS_STATE_DIR'])")
     monkeypatch.setenv("TAAS_STATE_DIR", frontend_of_module.text(asked).strip())
     return frontend_of_module
 
 
 def kill(frontend: Frontend) -> None:
-    """Kill a kernel; return when its manager knows."""
+    """Kill a kernel, and wait until its manager notices."""
     frontend.process.kill()
     eventually(lambda: not frontend.manager.is_alive())
 
 
 def steps_of(text: str, rank: int) -> list[int]:
-    """Return the steps that a view, or a log, shows of a rank, in their order."""
+    """Return the step numbers that `rank` printed in the text of a view or log, in order."""
     found = re.findall(rf"step (\d+) of rank {rank}\b", text)
     return [int(step) for step in found]
 
 
 def check_attached(other: Frontend, run_id: str) -> None:
-    """Attach a run from another kernel: its log is complete and in order, its result is right."""
+    """Attach a run in another kernel; check that all steps are shown in order, and the result."""
     seen = other.run(f"%taas attach {run_id}")
     assert head(other, seen).startswith("SUCCEEDED counts")
     for rank in (0, 1):
@@ -71,7 +71,7 @@ def test_a_detached_run_goes_on_when_its_kernel_is_killed(
                 time.sleep(random.uniform(0.0, 1.0))
                 kill(killed)
             check_attached(other, run.run_id)
-        # its pool has no kernel any more, and ends
+        # the pool ends, because it has no kernel left
         folder = Path(run.context.pool_folder)
         eventually(lambda: not (folder / "pool.json").exists())
 
@@ -89,7 +89,7 @@ def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
     frontend.run(
         "import taas; run = taas.last_run\nassert run.state == 'RUNNING' and run.out == {}"
     )
-    # another cell runs meanwhile, where it writes to a store of its own
+    # meanwhile another cell can run only with another project store
     assert "StoreError" in frontend.fail("%%taas --gpus 1\nprint('on')")["ename"]
     meanwhile = frontend.run(f"%%taas --gpus 1 --store {own}\nprint('on')")
     assert "[0] on" in frontend.text(meanwhile)

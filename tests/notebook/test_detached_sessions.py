@@ -1,4 +1,4 @@
-"""Sessions that stay when their kernel is gone: another kernel takes them over, and ends them."""
+"""Detached sessions: they outlive their kernel, and another kernel takes them over or ends them."""
 
 from pathlib import Path
 
@@ -36,10 +36,10 @@ done = rank + 10
 
 
 def started_and_killed(project: Path, go: Path) -> tuple[list[list[int]], list[psutil.Process]]:
-    """Start a session, and kill its kernel in the middle of a cell and of an epoch.
+    """Start a session, and kill its kernel during a cell, with an epoch half read.
 
     Returns:
-        The numbers that each rank got of the epoch, and the processes of the ranks and the fetcher.
+        The first batch of each rank, and the processes of the fetcher and the ranks.
     """
     with kernel(project, TAAS_WARM="0") as killed:
         killed.run(START)
@@ -66,7 +66,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert 'a detached session "exp" of this notebook' in said
     assert "%taas attach exp takes it over" in other.text(other.run("%taas sessions"))
 
-    # the cell has gone on; the view of the attach shows it
+    # the cell has continued; `%taas attach` shows its output
     request = other.send("import taas\nlr = 5\ndef twice(x): return 2 * x\n%taas attach exp")
     other.wait(lambda: other.text(request).count("begun") == 2)
     go.touch()
@@ -74,7 +74,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert "Session exp is in this kernel now: 2 ranks with " in other.text(request)
     assert value(other, "taas.last_run.out") == {"done": 10}
 
-    # the ranks keep their variables; what they do not have comes from this notebook
+    # the ranks keep their variables; names that they lack are sent from this notebook
     cell = "weights += rank\nsame = os.getpid() == pid, twice(lr), weights.tolist()"
     request = other.run(f"%%taas --session exp --out same@all\n{cell}")
     assert value(other, "same") == [(True, 0.2, [0.0, 1.0, 2.0]), (True, 0.2, [1.0, 2.0, 3.0])]
@@ -86,7 +86,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     left = [n for batches, _ in value(other, "got") for batch in batches for n in batch]
     assert sorted([*left, *(n for first in begun for n in first)]) == list(range(32))
 
-    # a third kernel takes the session over and is killed, too
+    # a third kernel takes the session over, and is also killed
     with kernel(project, TAAS_WARM="0") as third:
         third.run("%taas attach exp")
         assert printed(third, "%%taas --session exp\nprint(rank)") == ["0", "1"]

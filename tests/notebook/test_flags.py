@@ -1,4 +1,4 @@
-"""Flags: what they read, and the one line that each mistake gets."""
+"""Parsing of flags, and the one-line message for each mistake."""
 
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def test_spellings(line: str) -> None:
 
 def test_a_number_sign_begins_a_comment_only_where_a_word_begins() -> None:
     line = """--gpus 2 --name "#1 try" --env C=#fff --env 'D'=\\#0 --out '' # --gpus 3"""
-    with pytest.raises(UsageError, match="--out needs"):  # '' is a word
+    with pytest.raises(UsageError, match="--out needs"):  # '' counts as a word
         parse(line, NO_FILE)
     found = parse(line.replace("--out ''", ""), NO_FILE)
     assert (found.gpus, found.name, found.env) == (2, "#1 try", {"C": "#fff", "D": "#0"})
@@ -217,7 +217,7 @@ def test_any_text_is_flags_or_a_usage_error(line: str) -> None:
 
 
 def test_the_help_has_every_flag_with_an_example() -> None:
-    words = " ".join(HELP.split()).replace("- ", "-")  # argparse breaks lines after hyphens, too
+    words = " ".join(HELP.split()).replace("- ", "-")  # argparse also breaks lines after hyphens
     for flag in FLAGS:
         assert flag.name in words
         assert not flag.metavar or f"Example: {flag.name} {flag.examples[0]}" in words

@@ -31,7 +31,7 @@ def train(lr, steps=1, *, model=None):
 
 
 def value(notebook: Notebook, expression: str) -> Any:
-    """Return a value of the notebook."""
+    """Return the value of an expression in the notebook."""
     return eval(expression, notebook.shell.user_ns)
 
 
@@ -73,7 +73,7 @@ def test_a_failing_functions_traceback_is_the_functions_own(
     assert re.search(r"Cell In\[2\], line 3, in fail.*beside.py:2, in halve", shown, re.DOTALL)
     assert not any(text in shown.partition("full log")[0] for text in own)
     with pytest.raises(RankFailed, match="invalid literal") as caught:
-        notebook.define("taas.run(int, 'x', gpus=1)")  # which has no frame of its own
+        notebook.define("taas.run(int, 'x', gpus=1)")  # int has no Python frame
     shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
     assert "ValueError: invalid literal" in shown
     assert not any(text in shown.partition("full log")[0] for text in own)
@@ -192,7 +192,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Any:
-    """Yield the surroundings of scripts; the pools that they start are ended."""
+    """Yield a project folder with scripts; afterwards end the pools that they started."""
     found = Scene(tmp_path)
     (found.project / "beside.py").write_text("def double(n): return 2 * n\n")
     (found.project / "script.py").write_text(SCRIPT)
@@ -203,7 +203,7 @@ def scene(tmp_path: Path) -> Any:
 
 
 def python(scene: Scene, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the project's folder."""
+    """Run Python with the arguments `words` in the project's folder."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=scene.project,

@@ -1,4 +1,4 @@
-"""The kernel "Python (TaaS)", as a real process that a frontend talks to."""
+"""The kernel "Python (TaaS)" as a real process, driven by a Jupyter client."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ pytestmark = [
 def manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
-    """Yield a kernel of the checkout's own kernelspec, in a folder that would break bad imports."""
+    """Yield a kernel of the checkout's kernelspec; its folder has a broken `random.py`."""
     shutil.copytree(KERNELSPEC, tmp_path / "jupyter" / "kernels" / "taas")
     project = tmp_path / "project"
     project.mkdir()
@@ -52,7 +52,7 @@ def client(manager: tuple[KernelManager, BlockingKernelClient]) -> BlockingKerne
 
 
 def output_of(client: BlockingKernelClient, code: str) -> tuple[str, str]:
-    """Return the status of a cell, and what it printed or raised."""
+    """Run a cell; return its status, and its output or traceback."""
     texts: list[str] = []
 
     def take(message: dict[str, dict[str, str]]) -> None:
@@ -64,7 +64,7 @@ def output_of(client: BlockingKernelClient, code: str) -> tuple[str, str]:
 
 
 def completions(client: BlockingKernelClient, code: str, cursor: int | None = None) -> list[str]:
-    """Return what Tab offers, each as the word that would stand there."""
+    """Return the completions that Tab offers at `cursor` (default: the end of the code)."""
     position = len(code) if cursor is None else cursor
     content = client.complete(code, position, reply=True, timeout=WAIT_S)["content"]
     assert content["cursor_end"] == position

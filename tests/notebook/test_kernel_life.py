@@ -1,4 +1,4 @@
-"""Runs in a real kernel: how they end with it, and where their output appears."""
+"""Runs in a real kernel: how they end if the kernel ends, and where their output appears."""
 
 import os
 import pty
@@ -35,7 +35,7 @@ while True:
 
 
 RUNS = 10
-"""Each of which could leave one."""
+"""Number of runs, each of which could leak a descriptor or a thread."""
 
 FAILING = """import taas, torch.utils.data as data
 class Failing(data.Dataset):
@@ -49,12 +49,12 @@ failing = taas.register(data.DataLoader(Failing(), batch_size=2), name="failing"
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """One kernel with a warm pool, for the tests that leave both as they were."""
+    """Return a kernel with a warm pool, shared by the tests that keep both usable."""
     return frontend_of_module
 
 
 def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
-    """Return the ranks of an endless run, when both have said who they are."""
+    """Wait until both ranks of an `ENDLESS` cell have printed their pids; return the processes."""
     pids: list[str] = []
 
     def found_both() -> bool:
@@ -131,7 +131,7 @@ def test_output_stays_with_its_cell_while_another_runs(frontend: Frontend, tmp_p
     )
     assert frontend.finish(other)["status"] == "ok"
     assert frontend.finish(run)["status"] == "ok"
-    # IPython 8 complains of its history, which two threads write, below the cell that is the later
+    # Two threads write IPython 8's history, so the later cell can show an error about it.
     assert re.fullmatch(
         r"meanwhile\n(ERROR! Session/line number was not .*\n)?", frontend.text(other)
     )
@@ -214,7 +214,8 @@ def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) ->
 def test_the_log_of_a_rank_that_raised_has_its_traceback(
     frontend: Frontend, tmp_path: Path
 ) -> None:
-    said = tmp_path / "said"  # by rank 0, which would be ended with the other, however far it came
+    # Rank 0 prints and then makes this file; rank 1 waits for it, as its failure ends rank 0.
+    said = tmp_path / "said"
     request = frontend.send(
         "%%taas --gpus 2\nimport os, time\nprint('before', os.environ['RANK'], flush=True)\n"
         f"if os.environ['RANK'] == '0':\n    open({str(said)!r}, 'w').close()\n"
@@ -476,7 +477,7 @@ def test_a_terminal_shows_plain_text(frontend: Frontend, monkeypatch: pytest.Mon
 
 
 def in_terminal(command: list[str]) -> str:
-    """Return what a terminal in which a program runs would show, its carriage returns left in."""
+    """Run a program in a terminal; return its output, including single carriage returns."""
     primary, secondary = pty.openpty()
     process = subprocess.Popen(command, stdout=secondary, stderr=secondary)
     os.close(secondary)
@@ -484,7 +485,7 @@ def in_terminal(command: list[str]) -> str:
     try:
         while block := os.read(primary, 65536):
             shown += block
-    except OSError:  # Linux says so when the other end is closed.
+    except OSError:  # Linux raises it when the other end is closed.
         pass
     os.close(primary)
     process.wait(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Ranks that read from the notebook's input box: input, debuggers, and nobody there to type."""
+"""Input for ranks: from the notebook's input box, in debuggers, and where nobody can type."""
 
 import re
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_ranks_ask_one_after_the_other(frontend_of_module: Frontend) -> None:
     boxes = []
     for _ in range(6):
         boxes.append(frontend.asked(request))
-        frontend.wait(lambda: "before" in frontend.text(request))  # shown before the box opens
+        frontend.wait(lambda: "before" in frontend.text(request))  # printed before the prompt
         frontend.type_line(f"answer {len(boxes)}")
     assert frontend.finish(request)["status"] == "ok"
     prompts = [box["prompt"] for box in boxes]
@@ -124,7 +124,7 @@ print("sum", loss.item())
 """
     request = frontend.send(cell, allows_input=True)
     if "dist" in stop:
-        answer(frontend, request, "up")  # as its own text says
+        answer(frontend, request, "up")  # as the message of `dist.breakpoint` says
     assert "rank 1 of 2 > " in answer(frontend, request, "p loss")
     frontend.wait(lambda: any("waiting for your input" in it for it in heads(frontend, request)))
     answer(frontend, request, "!loss += 10")
@@ -136,7 +136,7 @@ print("sum", loss.item())
 
 
 def heads(frontend: Frontend, request: str) -> list[str]:
-    """Return the states of a cell's head, in their order."""
+    """Return the texts that a cell's head had, oldest first."""
     shown = frontend.contents(request, "update_display_data")
     return [str(each["data"]["text/plain"]) for each in shown]
 
@@ -158,7 +158,7 @@ def test_the_user_may_end_the_input(frontend_of_module: Frontend) -> None:
     cell = "%%taas --gpus 1\nfor _ in range(2):\n    try: print(len(input('? ')))\n"
     cell += "    except EOFError as error: print(error)"
     request = frontend.send(cell, allows_input=True)
-    answer(frontend, request, "\x04")  # what a terminal sends for Ctrl-D, and ipykernel, too
+    answer(frontend, request, "\x04")  # Ctrl-D, as terminals and ipykernel send it
     answer(frontend, request, "x" * 5000)
     assert "too long" in answer(frontend, request, "é" * 1500)
     assert frontend.finish(request)["status"] == "ok"
@@ -232,7 +232,7 @@ process.start()
 process.join()
 """
     text = frontend.text(frontend.run(cell))
-    assert text.count("nobody can type here") == 4  # each rank, twice
+    assert text.count("nobody can type here") == 4  # twice on each rank
     request = frontend.send("%%taas --gpus 1 --detach\ninput()", allows_input=True)
     assert frontend.finish(request)["status"] == "ok"
     run = "import taas\ntry: taas.last_run.wait()\nexcept Exception as error: print(error)"
@@ -269,7 +269,7 @@ kept = step(rank + 2)
     assert frontend.finish(request)["status"] == "ok", plain(frontend, request)
     text = frontend.text(request)
     assert "31" in text and "100" in text
-    # the same with a breakpoint; leaving it ends the cell, and the session lives
+    # Quitting or interrupting at a breakpoint ends the cell, but not the session.
     request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
     answer(frontend, request, "q")
     assert frontend.finish(request)["status"] == "error"

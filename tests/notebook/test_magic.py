@@ -1,4 +1,4 @@
-"""The magics in a shell of their own; only `launch`, which starts runs, is replaced."""
+"""The magics in a real IPython shell, where a fake replaces the modules `launch` and `pools`."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ from tests.eventually import eventually
 
 
 class FakeLaunch(ModuleType):
-    """Stands for `launch` and `pools`; remembers what it was asked for."""
+    """Fake of the modules `launch` and `pools`; `asked` lists the calls and their arguments."""
 
     def __init__(self) -> None:
         super().__init__("taas_magic.notebook.launch")
@@ -88,7 +88,7 @@ def shell(
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TAAS_WARM", "0")
-    # A new shell takes the place of the module __main__.
+    # A new shell replaces `__main__` in `sys.modules`; monkeypatch restores it.
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     settings = ShellConfig()
     settings.HistoryManager.hist_file = ":memory:"
@@ -100,7 +100,7 @@ def shell(
 
 
 def run(shell: InteractiveShell, cell: str) -> Exception | None:
-    """Run a cell as a frontend does; return what it raised."""
+    """Run a cell as a frontend does; return the exception that it raised, or None."""
     result = shell.run_cell(cell, store_history=True)
     error = result.error_before_exec or result.error_in_exec
     assert error is None or isinstance(error, Exception)
@@ -114,7 +114,7 @@ def asked_cell(launch: FakeLaunch) -> CellWork:
 
 
 def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
-    """Return a run whose controller lives until the writer is closed."""
+    """Create a run; its controller counts as alive until the returned writer is closed."""
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.Writer(folder)
     writer.append(StateChanged(state=state) if state == "RUNNING" else RunEnded(state=state))
@@ -362,7 +362,7 @@ def test_unloading_takes_everything_away(shell: InteractiveShell) -> None:
 def test_a_warm_up_that_has_not_begun_before_down_does_not_begin(
     shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread may still be importing Dask then."""
+    """The warm-up's thread may still be importing Dask when `%taas down` runs."""
     warm_up = magic._WarmUp(Config())
     monkeypatch.setattr(magic, "_warm_ups", [warm_up])
     assert run(shell, "%taas down") is None
@@ -381,7 +381,7 @@ def test_loading_warms_the_local_pool_in_a_thread(
         return SimpleNamespace(start=lambda: None)
 
     monkeypatch.delenv("TAAS_WARM")
-    # not of the module itself: other threads of this process start some, too
+    # Replaced only in `magic`, because other threads of this process start threads too.
     monkeypatch.setattr(
         "taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread, Lock=threading.Lock)
     )

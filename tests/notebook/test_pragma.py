@@ -1,4 +1,4 @@
-"""The comment form: which cells it takes, and what they become."""
+"""The comment form (`#!POOL`, `#pragma taas`): which cells have it, and the magics they become."""
 
 import ast
 

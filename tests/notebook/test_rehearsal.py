@@ -1,4 +1,4 @@
-"""Rehearsals through a real kernel: what they report, and that they leave no file in the store."""
+"""Rehearsals in a real kernel: what they report, and that the project store does not change."""
 
 import os
 import re
@@ -50,14 +50,17 @@ print("steps", seen, len(train), os.environ["TAAS_REHEARSE"], dist.get_world_siz
 
 @pytest.fixture
 def kernel(frontend_of_module: Frontend) -> Iterator[Frontend]:
-    """Yield a kernel with a loader and a model in it, and an old checkpoint in its folder."""
+    """Yield a kernel with a loader, a model and a checkpoint; afterwards check its files."""
     frontend_of_module.run(DEFINE)
     yield frontend_of_module
     assert files(frontend_of_module) == {"last.pt": "an old checkpoint"}
 
 
 def files(kernel: Frontend) -> dict[str, str]:
-    """Return the files and folders in the notebook's folder, without the notebook's own files."""
+    """Return the text of each file in the notebook's folder, by path; skip hidden files.
+
+    A folder has the text "".
+    """
     folder = Path(kernel.process.cwd())
     found = (path for path in folder.rglob("*") if not path.name.startswith("."))
     return {
@@ -66,7 +69,7 @@ def files(kernel: Frontend) -> dict[str, str]:
 
 
 def rows(text: str) -> dict[str, str]:
-    """Return the rows of the report in a cell's output, by their labels."""
+    """Return the rows of the report in a cell's output, by label."""
     _, _, report = text.partition("rehearsal (")
     return {
         found[1]: found[2]
@@ -76,7 +79,7 @@ def rows(text: str) -> dict[str, str]:
 
 
 def failed(kernel: Frontend, cell: str) -> tuple[str, str]:
-    """Run a cell that fails; return its output, and the error."""
+    """Run a cell that fails; return its output and its error."""
     request = kernel.send(cell)
     assert kernel.finish(request)["status"] == "error"
     [shown] = kernel.contents(request, "error")
@@ -195,7 +198,7 @@ def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Fronten
     kernel.run(
         "from taas_magic.store.rule import owned\n"
         "another_run = owned(os.path.realpath('.'), 'another run')\n"
-        "another_run.__enter__()"  # and writes to the store during the rehearsal
+        "another_run.__enter__()"  # another run owns the store from now on
     )
     _, error = failed(kernel, "%%taas --gpus 1\npass")
     assert "run another run writes to the project store" in error
@@ -234,4 +237,4 @@ def test_the_rule_for_other_ranks_holds(kernel: Frontend) -> None:
     cell = "open(f'made-{os.environ[\"RANK\"]}', 'w').close()"
     _, error = failed(kernel, f"%%taas --gpus 2 --rehearse --store-writes refuse\n{cell}")
     assert "rank 1 may not: only rank 0 writes to the project store" in error
-    assert "1 other rank" not in error  # rank 0 may
+    assert "1 other rank" not in error  # rank 0 may write

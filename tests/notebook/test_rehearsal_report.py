@@ -1,4 +1,4 @@
-"""The report of a rehearsal, from what was found out. Pure."""
+"""The text of a rehearsal's report, made from its findings without a run."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Sessions through a real kernel: variables stay, names go where they belong, failures, deaths."""
+"""Sessions in a real kernel: variables that stay or are sent again, loaders, and failing ranks."""
 
 import re
 import signal
@@ -26,7 +26,7 @@ pid = os.getpid()
 
 @pytest.fixture
 def session(frontend_of_module: Frontend) -> Iterator[Frontend]:
-    """Yield a kernel with a session `exp` of two ranks; the session ends with the test."""
+    """Yield a kernel with a session `exp` of two ranks; end the session after the test."""
     frontend_of_module.be_patient()
     frontend_of_module.run(START)
     yield frontend_of_module
@@ -35,18 +35,18 @@ def session(frontend_of_module: Frontend) -> Iterator[Frontend]:
 
 
 def printed(frontend: Frontend, cell: str) -> list[str]:
-    """Run a cell; return the lines that its ranks printed, each once, sorted."""
+    """Run a cell; return the different lines that its ranks printed, sorted."""
     text = frontend.text(frontend.run(cell))
     return sorted({re.sub(r"^\[[^\]]*\] ", "", line) for line in text.splitlines()})
 
 
 def value(frontend: Frontend, expression: str) -> Any:
-    """Return a value of the notebook."""
+    """Return the value of an expression in the notebook."""
     return eval(frontend.text(frontend.run(f"print(repr(({expression})))")))
 
 
 def error(frontend: Frontend, cell: str) -> str:
-    """Run a cell that fails; return what it shows, with what it printed before."""
+    """Run a cell that fails; return its output, followed by its traceback."""
     request = frontend.send(cell)
     reply = frontend.finish(request)
     assert reply["status"] == "error"
@@ -55,12 +55,12 @@ def error(frontend: Frontend, cell: str) -> str:
 
 
 def notes(frontend: Frontend, request: str) -> str:
-    """Return the last state of a cell's head."""
+    """Return the last text of a cell's head."""
     return str(frontend.contents(request, "update_display_data")[-1]["data"]["text/plain"])
 
 
 def ranks_of(frontend: Frontend) -> list[psutil.Process]:
-    """Return the processes of a session's ranks, in their order."""
+    """Return the processes of the ranks of session `exp`, by rank."""
     frontend.run("%%taas --session exp --out pid@all\npass")
     return [psutil.Process(pid) for pid in value(frontend, "pid")]
 
@@ -68,7 +68,7 @@ def ranks_of(frontend: Frontend) -> list[psutil.Process]:
 def test_variables_modules_and_the_process_group_stay(session: Frontend) -> None:
     session.run("%%taas --session exp\nx = torch.ones(1) * (rank + 1)\nstays = [rank]")
     cell = "dist.all_reduce(x)\nstays.append(os.getpid() == pid)\nprint(x.item(), stays[1])"
-    assert printed(session, f"%%taas --session exp\n{cell}") == ["3.0 True"]  # both ranks'
+    assert printed(session, f"%%taas --session exp\n{cell}") == ["3.0 True"]  # on both ranks
     session.run("%%taas --session exp --out x,stays@all\npass")
     assert value(session, "x.item(), stays") == (3.0, [[0, True], [1, True]])
 
@@ -81,7 +81,7 @@ def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:
 def test_whose_value_a_name_has(session: Frontend) -> None:
     session.run("lr, scale, seen = 0.1, 1, []\ndef scaled(): return lr * scale")
     session.run("%%taas --session exp\nseen.append(lr)\nowned = scaled()")
-    # unchanged names are not sent again: the ranks' own list goes on
+    # unchanged variables are not sent again: the ranks keep their own list
     assert printed(session, "%%taas --session exp\nseen.append(1)\nprint(seen)") == ["[0.1, 1]"]
     session.run("lr = 0.2")
     request = session.send("%%taas --session exp\nprint(scaled())")  # the function has not changed
@@ -93,7 +93,7 @@ def test_whose_value_a_name_has(session: Frontend) -> None:
     request = session.run("%%taas --session exp\nprint(lr)")
     assert "5" in session.text(request)
     assert "cells of this session assigned `lr`" in notes(session, request)
-    assert "`lr`" not in notes(session, session.run("%%taas --session exp\nprint(lr)"))  # said once
+    assert "`lr`" not in notes(session, session.run("%%taas --session exp\nprint(lr)"))  # only once
     assert printed(session, "%%taas --session exp --send lr\nprint(lr)") == ["7"]
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
@@ -209,7 +209,7 @@ def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Fronten
 
 
 def fetchers_of(frontend: Frontend, count: int) -> list[psutil.Process]:
-    """Run cells until the head of one names `count` fetchers that run; return their processes."""
+    """Run cells until `count` fetchers of the newest cell are running; return their processes."""
     found: list[psutil.Process] = []
 
     def are_all_there() -> bool:
@@ -238,7 +238,7 @@ def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Fronte
     assert sorted(n for batches in per_rank for each in batches for n in each) == list(range(32))
     assert fetchers_of(session, 1) == [other]
 
-    # the last fetcher is gone: all are started again, and the epoch goes on
+    # when the last fetcher is gone, all fetchers start again, and the epoch continues
     session.run(take + "batches = iter(loader)\ngot = [next(batches).tolist()]")
     begun = value(session, "got")
     other.kill()
@@ -250,7 +250,7 @@ def test_fetchers_run_the_loaders_of_a_session_from_cell_to_cell(session: Fronte
     first = fetchers_of(session, 2)
     assert other not in first
 
-    # another loader gets fetchers of its own; an iterator of the old one goes on
+    # a new loader gets its own fetchers; an iterator of the old loader continues
     session.run(take + "old = iter(loader)\ngot = len(next(old))")
     session.run(LOADER.replace("torch.arange(32)", "torch.full([32], 7)"))
     cell = "got = [len(list(old)), sum(int(batch.sum()) for batch in loader)]"
@@ -321,7 +321,7 @@ def test_a_rank_that_dies_ends_the_session(session: Frontend, number: int) -> No
     assert session.finish(request)["status"] == "error"
     said = session.text(request)
     assert 'session "exp" has ended' in said and "rank 1" in said
-    assert "pid" in said  # a variable that was lost
+    assert "pid" in said  # one of the lost variables
     assert "has ended" in error(session, "%%taas --session exp\npass")
     assert not left_of(ranks)
 

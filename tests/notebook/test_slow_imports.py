@@ -1,4 +1,4 @@
-"""Imports that take minutes keep nothing from working, and are named while somebody waits."""
+"""Slow imports: they delay only cells that need them, and a waiting cell names the import."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.rig.pools import settings_in
 from tests.rig.slow_cells import CELL, FARM, LOADER, POOLS, TRAIN
 
 WAIT_S = 400.0
-"""How long a farm may take whose node imports torch on a busy machine."""
+"""Time limit in seconds for a farm whose node imports torch on a busy machine."""
 
 GATES = """
 import importlib.abc, os, sys, time
@@ -47,7 +47,7 @@ def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene
         assert first not in frontend.replies
         (gates / "torch").touch()
         assert frontend.finish(first)["status"] == "ok"
-        for number in (1, 2, 3):  # torch._dynamo is imported, and never comes
+        for number in (1, 2, 3):  # the import of torch._dynamo never ends
             request = frontend.run(CELL.format(number=number))
             assert f"cell {number}" in frontend.text(request)
         frontend.run(LOADER)

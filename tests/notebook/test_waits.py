@@ -1,4 +1,4 @@
-"""Nothing waits for ever: processes that are stopped, and the user's second interrupt."""
+"""No wait is endless: stopped or killed processes, and the user's second interrupt."""
 
 import contextlib
 import os
@@ -54,10 +54,10 @@ def test_two_interrupts_end_the_cell_whatever_does_not_answer(
 
 
 def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, said: str) -> None:
-    """Stop a process during a run; interrupt that twice, and run the next cell, which says so."""
+    """Stop a process during a run, and interrupt the run twice; the next cell must show `said`."""
     request = frontend.send(ENDLESS)
     frontend.wait(lambda: "begun" in frontend.text(request))
-    eventually(lambda: len(carriers_of(token, stopped)) == 1)  # one that was replaced ends first
+    eventually(lambda: len(carriers_of(token, stopped)) == 1)  # a replaced process may be ending
     [process] = carriers_of(token, stopped)
     process.suspend()
     frontend.manager.interrupt_kernel()
@@ -96,7 +96,7 @@ OWN = Config(pools={"own": PoolConfig("own")})
 
 @pytest.fixture
 def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Iterator[Pool]:
-    """Yield a pool of the test's own, whose process listens; it has no host yet."""
+    """Yield a pool for this test only; its process listens, and it has no host yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pools, "_pools", {})
     pool = pools.named("own", OWN)
@@ -139,7 +139,7 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         joining = threading.Thread(target=other.connect, args=(told.extend,))
         joining.start()
         process.wait(WAIT_S)
-        patch.undo()  # the new one may take its time
+        patch.undo()  # the new process may need longer
         joining.join()
     assert 'pool "own" did not answer: its process is replaced' in told
     assert not other.connect().status().hosts
@@ -166,7 +166,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
 
 
 def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
-    """Its thread may be anywhere: here it comes to the pool only when that is being ended."""
+    """Here the thread that waits reaches the pool only after `down` has begun."""
     wait = Wait(own_pool)
     with ThreadPoolExecutor() as threads:
         with own_pool._joining:
@@ -239,7 +239,7 @@ def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(notebook: 
     assert notebook.run("pass", gpus=1).error is None
     process = process_of(pools.named("local", Config()))
     [forkserver] = forkservers(process.children(recursive=True))
-    forkserver.suspend()  # the launch waits for it
+    forkserver.suspend()  # the launch waits for the forkserver
     begun = set(notebook.state_dir.glob("runs/*/events.jsonl"))
 
     def kill() -> None:
@@ -265,13 +265,13 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, hasty = Pool(PoolConfig("local"), tmp_path), Pool(HASTY, tmp_path)
-    monkeypatch.setattr(PoolFolder, "path", tmp_path)  # it follows the settings
+    monkeypatch.setattr(PoolFolder, "path", tmp_path)  # both pools use one folder
     monkeypatch.setattr("taas_magic.pool.client.NAMED_S", 0.0)
     told: list[str] = []
     before = psutil.Process().children()
 
     def begun(process: psutil.Process) -> bool:
-        return process not in before and POOL in words(process)  # it has called exec
+        return process not in before and POOL in words(process)  # after its exec
 
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(hasty.connect, told.extend)
@@ -328,13 +328,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def opens_a_pipe(process: psutil.Process) -> bool:
-    """Whether a thread of a process waits for who reads a named pipe that it opens."""
+    """Return whether a thread of a process is blocked opening a named pipe without a reader."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/wchan")
     return any(_read(path) == "wait_for_partner" for path in tasks)
 
 
 def _read(path: Path) -> str:
-    """Return what is in a file of /proc; "" where what it tells of has ended."""
+    """Return the text of a file in /proc, or "" if its process or thread has ended."""
     with contextlib.suppress(OSError):
         return path.read_text()
     return ""
@@ -362,13 +362,13 @@ next(it for it in above if "host.agent" in str(it.cmdline())).kill()
 def test_a_host_that_does_not_end_a_run_is_ended(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's next attempt opens a log that nobody reads: its thread waits for ever."""
+    """At the restart, the agent blocks: it opens a log that is a named pipe without a reader."""
 
     def interrupt(run: RunDriver) -> None:
         while not opens_a_pipe(agent):
             threading.Event().wait(0.02)
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.5)  # two at once are one
+        threading.Event().wait(0.5)  # two signals at once would count as one
         os.kill(os.getpid(), signal.SIGINT)
 
     assert notebook.run("pass", gpus=1).error is None
