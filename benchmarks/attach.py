@@ -1,8 +1,9 @@
-"""How long it takes until a run with a journal of 100 MB is shown again.
+"""Measure how long `attach` takes to show an ended run with a journal of 100 MB.
 
     python benchmarks/attach.py
 
-Two journals of runs that have ended: lines of 8 ranks, and reports of their loaders.
+Two runs are measured. The journal of one is full of lines from 8 ranks; the journal of the other is
+full of reports of the ranks' loaders.
 """
 
 import contextlib
@@ -23,7 +24,11 @@ RANKS = 8
 
 
 def journal(run_id: str, kind: str) -> Run:
-    """Return an ended run whose journal is full of one kind of event."""
+    """Create an ended run whose journal is full of one kind of event, and return it.
+
+    Args:
+        kind: "lines" or "reports".
+    """
     plan = make_plan(Flags(gpus=RANKS), HostCapacity(0, RANKS), run_id)
     folder = RunFolder.create(run_id, plan, "pass")
     events: list[Event] = []
@@ -46,7 +51,7 @@ def journal(run_id: str, kind: str) -> Run:
 
 
 def main() -> None:
-    """Attach each, and print how long it took."""
+    """Attach to each run five times, and print the shortest times."""
     with tempfile.TemporaryDirectory() as state:
         os.environ["TAAS_STATE_DIR"] = state
         for number, kind in enumerate(("lines", "reports")):

@@ -1,7 +1,7 @@
-"""How JupyterLab bears what a run prints: the page's longest stall, and the memory that it takes.
+"""Measure JupyterLab while a run prints or displays a lot: stalls, CPU time and memory.
 
 Run from the checkout, where chromium and JupyterLab are installed: `python -m benchmarks.browser`.
-A stall is a time in which the page answers to nothing, measured by a timer of its own.
+A stall is a time in which the page handles no events. A timer in the page measures the stalls.
 """
 
 import argparse
@@ -45,15 +45,15 @@ CELL = "document.querySelectorAll('.jp-CodeCell')[{}].querySelector('.jp-OutputA
 
 
 class Cost(NamedTuple):
-    """What a scene cost the page.
+    """Cost of a scene for the page.
 
     Attributes:
-        seconds: From the cell's start to its end.
-        stall_s: The longest time without an answer.
-        cpu_s: Processor time of the thread that draws the page and answers: what a stall is made of
-            where no other program takes the processor.
-        memory_mb: The most that its process took over what it took at the start.
-        shown_bytes: Text in the cell at the end.
+        seconds: Time from the cell's start to its end.
+        stall_s: Longest stall.
+        cpu_s: CPU seconds of the page's main thread. If no other program uses the processor, the
+            stalls consist of this time.
+        memory_mb: Peak growth of the page's process, in MB.
+        shown_bytes: Length of the cell's output text at the end.
     """
 
     seconds: float
@@ -64,7 +64,12 @@ class Cost(NamedTuple):
 
 
 def measure(page: Page, cell: int) -> Cost:
-    """Run the selected cell and look at the page meanwhile."""
+    """Run the selected cell, and return its cost for the page.
+
+    Args:
+        page: Page of the notebook.
+        cell: Index of the selected cell among the code cells.
+    """
     output = f"({CELL.format(cell)}?.innerText ?? '')"
     page.evaluate(WATCH)
     start = most = _renderer_bytes()
@@ -75,7 +80,7 @@ def measure(page: Page, cell: int) -> Cost:
         most = max(most, _renderer_bytes())
         time.sleep(0.2)
     seconds = time.monotonic() - began
-    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # what is still to be drawn
+    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # lets the page draw the rest
     most = max(most, _renderer_bytes())
     stall_s = page.evaluate("window.longest") / 1000
     shown = page.evaluate(f"{output}.length")
@@ -89,7 +94,7 @@ def _cpu_s(page: Page) -> float:
 
 
 def _renderer_bytes() -> int:
-    """Memory of the browser's process that draws the page: the largest of its kind."""
+    """Return the resident memory of the page's process: the largest renderer of the browser."""
     found = 0
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
@@ -101,7 +106,7 @@ def _renderer_bytes() -> int:
 
 
 def main() -> None:
-    """Print a line for each scene."""
+    """Run all scenes, and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=200_000, help="lines of each rank")
     parser.add_argument("--ranks", type=int, default=2)

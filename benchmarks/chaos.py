@@ -1,4 +1,4 @@
-"""Faults at random: of the data service, of the processes of a pool; or none, and many runs.
+"""Inject random faults into the data service or a kernel's processes, or measure many runs.
 
     python -m benchmarks.chaos [--faults 1000] [--seed 1] [--tls] [--rest 5]
     python -m benchmarks.chaos --processes 500 [--only "kill agent"] [--seed 1]
@@ -6,17 +6,21 @@
     python -m benchmarks.chaos --first-cells 200 [--deed "kill pool"] [--seed 1]
     python -m benchmarks.chaos --runs 300
 
-The first kills, stops and resumes fetchers and their workers and cuts connections while ranks
-train, one on the fetchers' host and one that comes by TCP (`--tls`: under TLS), and, with `--rest`,
-every 40 steps rests so many seconds in the mean; the stream, the weights and the ledger must stay
-the same. The second kills or stops a process of a kernel's tree in the middle of a cell; the cell
-must end and the next one run. The third does the same with the cells of a session, and also
-interrupts the kernel. If the session has ended, the next cell must say in one line how to start it
-again. The fourth starts a kernel each round and, at a random moment from the loading of the
-extension to the end of the second cell, kills its pool's process, ends the pool, or interrupts,
-restarts or kills the kernel.
-The fifth says what runs cost the kernel, the pool and the agent for ever. The same seed plays the
-same faults again.
+- `--faults` (the default) harms the data service while two ranks train: it kills fetchers, kills or
+  stops their workers, and cuts connections. One rank is on the fetchers' host; the other one gets
+  its batches by TCP (`--tls`: under TLS). With `--rest`, the ranks rest after every 40 steps,
+  for so many seconds on average. The stream, the weights and the ledger must not change.
+- `--processes` kills or stops a process of a kernel's tree while a cell runs. The cell must end,
+  and the next cell must run.
+- `--session` does the same with the cells of a session, and also interrupts the kernel. If the
+  session has ended, the next cell must say in one line how to start it again.
+- `--first-cells` starts a kernel in each round. At a random moment between the loading of the
+  extension and the end of the second cell, it kills the pool's process, ends the pool, or
+  interrupts, restarts or kills the kernel. Each cell must succeed or say clearly why it failed.
+- `--runs` runs many cells, and prints how the memory, descriptors and threads of the kernel, the
+  pool, the supervisor, the agent and the forkserver have grown.
+
+The same seed gives the same faults again.
 """
 
 import argparse
@@ -37,7 +41,11 @@ from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
 END_S, GONE_S = 45.0, 20.0
+"""Seconds for a cell to end after the harm, and for harmed processes and their files to be gone."""
+
 CELL_END_S = 20.0
+"""The same limit for a cell of `--first-cells` that fails."""
+
 WARM_RUNS = 20
 HAS_ALL = "%%taas --gpus 1\nimport sys\nprint('all:', 'torch._dynamo' in sys.modules)"
 
@@ -81,7 +89,7 @@ def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, .
     started = time.perf_counter()
     with _scene() as scene:
         chaos = Chaos(scene, seed, program, harms, END_S, GONE_S)
-        with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
+        with contextlib.suppress(KeyboardInterrupt):  # prints the results so far
             chaos.play(rounds, say=_say)
     result = chaos.result
     counts = ", ".join(f"{count} x {harm}" for harm, count in sorted(result.harms.items()))
@@ -94,7 +102,7 @@ def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
         cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_S)
-        with contextlib.suppress(KeyboardInterrupt):  # then what there is so far is told
+        with contextlib.suppress(KeyboardInterrupt):  # prints the results so far
             cells.play(rounds, say=_say)
     print(f"seed {seed}: {cells.result} ({time.perf_counter() - started:.0f} s)")
     for line in cells.result.wrong:
@@ -108,7 +116,7 @@ def run_again_and_again(runs: int) -> None:
         def has_all() -> bool:
             return "all: True" in frontend.text(frontend.run(HAS_ALL))
 
-        eventually(has_all, every_s=2 * REST_IDLE_S)  # a host imports the rest while it is idle
+        eventually(has_all, every_s=2 * REST_IDLE_S)  # an idle host imports the optional modules
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

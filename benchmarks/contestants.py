@@ -1,4 +1,4 @@
-"""Who is measured: how each is given a program in a notebook, and what one round of it is."""
+"""The tools that launch.py compares: each has a function that measures one round in a notebook."""
 
 import os
 import socket
@@ -29,24 +29,24 @@ from programs import (
 )
 
 Figures = dict[str, float]
-"""What one round measured, in seconds (`glued` and `lost` are lines)."""
+"""Results of one round: seconds by column, and numbers of lines for `glued` and `lost`."""
 
 POLL_S = 0.2
 SESSION_CELLS = 5
 HERE = Path(__file__).parent
 COLD = {"cold": ALL_PRINT, "cold, optimizer step": STEP_PRINTS}
 TOKEN = "TAAS_BENCHMARK"
-"""In the environment of every process that a benchmark starts."""
+"""Environment variable of every process that a benchmark starts; its value is our process id."""
 
 
 @contextmanager
 def notebook() -> Iterator[Notebook]:
-    """Yield a fresh kernel in an empty folder, with pools of its own."""
+    """Yield a new kernel in an empty folder, with its own state folder and so its own pools."""
     with TemporaryDirectory(prefix="taas-benchmark-") as folder:
         environ = {
             "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE))),
             "TAAS_STATE_DIR": f"{folder}/state",
-            # as in an activated environment: nbdistributed starts its workers by `python`
+            # nbdistributed starts its workers by `python`, which must be this environment's
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             TOKEN: str(os.getpid()),
         }
@@ -55,7 +55,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def taas() -> Figures:
-    """Fresh kernels to which all is sent at once, and one whose pool is warm before."""
+    """Measure `%%taas`: cold in new kernels, then with a warm pool, then in a session."""
 
     def cell(program: str) -> str:
         return f"%%taas --gpus {RANKS}\n{program}"
@@ -78,7 +78,7 @@ def taas() -> Figures:
 
 
 def torchrun() -> Figures:
-    """Every launch is the same."""
+    """Measure torchrun as a shell command in a cell. Nothing stays warm between its launches."""
 
     def cell(program: str) -> str:
         Path(file).write_text(program)
@@ -94,7 +94,7 @@ def torchrun() -> Figures:
 
 
 def accelerate() -> Figures:
-    """notebook_launcher forks the kernel."""
+    """Measure accelerate's notebook_launcher, which forks the kernel."""
 
     def cell(program: str) -> str:
         function = "def train():" + textwrap.indent(program, "    ")
@@ -109,13 +109,13 @@ def accelerate() -> Figures:
 
 
 def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
-    """Return the cells that start engines, and the function that makes a cell for them.
+    """Return the cells that start engines, and a function that turns a program into their cell.
 
     ipyparallel does not set torch's environment, so a cell sets it by hand. Without `--no-stream`,
-    `%%px` shows its output as a display, which carries no time.
+    `%%px` shows its output as a display, which `kernel_client` does not record.
 
     Args:
-        port: Port at which the ranks meet.
+        port: Value of MASTER_PORT.
     """
 
     def cell(program: str) -> str:
@@ -137,7 +137,7 @@ def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
 
 
 def ipyparallel() -> Figures:
-    """Engines stay; the clock starts with a later cell."""
+    """Measure later cells on ipyparallel's engines, which stay between cells."""
     start, cell = ipyparallel_cells(free_port())
     with notebook() as kernel:
         kernel.run(*start, cell(SESSION_START))
@@ -147,7 +147,7 @@ def ipyparallel() -> Figures:
 
 
 def nbdistributed() -> Figures:
-    """Every cell after `%dist_init` runs on the ranks, in a process group that it makes."""
+    """Measure later cells on nbdistributed's ranks, in the process group of `%dist_init`."""
     with notebook() as kernel:
         kernel.run("%load_ext nbdistributed", f"%dist_init --num-processes {RANKS}", SESSION_START)
         figures = _session_figures(kernel, lambda program: program)
@@ -156,7 +156,7 @@ def nbdistributed() -> Figures:
 
 
 def floor() -> Figures:
-    """Measure a bare fork server."""
+    """Measure the bare fork server of floor.py."""
 
     def cell(program: str) -> str:
         return f"floor.launch({program!r}, {RANKS})"
@@ -179,14 +179,14 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
 
 
 def _session_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
-    """Measure a cell on ranks that an earlier cell has left with a process group."""
+    """Measure cells on ranks that have a process group from an earlier cell."""
     kernel.run(cell(SESSION_PRINTS))
     seconds = [first_line_s(kernel.run(cell(SESSION_PRINTS))) for _ in range(SESSION_CELLS)]
     return {"session": statistics.median(seconds)}
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,17 +1,22 @@
-"""Delivery and preparation of batches: the data service, bare sockets, local loaders, its peers.
+"""Measure delivery and preparation of batches: data service, sockets, DataLoaders, other services.
 
     python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|ranks|first|step|collate|
                                         slow|cpu] [--row "ours, TCP"]…
 
-Every row is measured in rounds that take turns, so that a slow moment of the machine hits all of
-them, and each time in a fresh process; printed are medians and the spread. The consumer touches
-every batch (reads one value of each 4 KiB page). "memory" is the peak of the consumer's resident
-memory, shared memory that it looks at included, over what it had before the first batch. "all
-CPU" is that of the consumer and of every process below it, so it has the fetchers, too (of Ray, the
-consumer's alone). Ratios are taken within a round. Figures move from machine to machine: compare
-rows of one run only, and only where the machine did nothing else: between the rounds the script
-looks how much others compute, and the last line says whether the run was a quiet one. The tf.data
-service and Ray Data have rows where they are installed (`pip install '.[bench]'`).
+Each round measures every row of a table once, so that a slow moment of the machine affects all of
+them. Each measurement runs in a fresh process. The consumer touches every batch: it reads one byte
+of each 4 KiB page.
+
+The tables show medians over the rounds. "spread" is the difference between the fastest and the
+slowest round, relative to the median. "memory" is the growth of the consumer's resident memory from
+before the first batch to its peak; it includes shared memory that the consumer reads. "all CPU" is
+the CPU time of the consumer and of every process below it, so it includes the fetchers. For Ray
+Data, it includes only the consumer. Ratios compare figures of the same round.
+
+Figures differ between machines. Compare only rows of one run, and only if the machine did nothing
+else. The script samples between the measurements how much other processes compute, and its last
+line says whether the machine was quiet. The rows of the tf.data service and of Ray Data need
+`pip install '.[bench]'`.
 """
 
 import argparse
@@ -41,14 +46,19 @@ FIRST_BATCHES = 9
 STEPS, STEP_S = 3, 5.0
 RANKS = 8
 QUIET_LOAD, QUIET_CORES, QUIET_SHARE = 0.5, 0.1, 0.9
+"""Limits of a quiet machine: load average before the run, cores used by others in a quiet sample,
+and share of quiet samples."""
+
 LOOK_S = 0.3
+"""Seconds that one sample of the other processes takes."""
+
 SETTLE_S = 1.0
-"""How long the system may take to free what the last row's processes had."""
+"""Seconds for the system to free the resources of the last row's processes."""
 
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
 BESIDE = {"ours, TCP + TLS": RAW_TLS}
-"""Rows that are compared with another one than the first."""
+"""Rows that are compared with another row than the first one, and that other row."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -56,11 +66,11 @@ Takes = Callable[[], AbstractContextManager[Take]]
 Services = Callable[[], AbstractContextManager[Service]]
 
 used_elsewhere: list[float] = []
-"""Cores that others used, at the moments between the rounds when nothing is measured."""
+"""Samples of the number of cores that other processes use, taken between the measurements."""
 
 
 def look_elsewhere() -> None:
-    """Note how much others compute while this script does nothing, and nothing of it ends."""
+    """Record how many cores other processes use, after this script's own processes have ended."""
     time.sleep(SETTLE_S)
     before = busy_s()
     time.sleep(LOOK_S)
@@ -68,13 +78,17 @@ def look_elsewhere() -> None:
 
 
 def busy_s() -> float:
-    """Return what all processors have done, and what was taken from this machine, in seconds."""
+    """Return the seconds that all processors have been busy, including steal time."""
     times = psutil.cpu_times()
     return sum((times.user, times.nice, times.system, times.irq, times.softirq, times.steal))
 
 
 def verdict(load: float) -> str:
-    """Whether the machine was quiet: before, and in nearly all looks that were taken."""
+    """Return a line that says whether the machine was quiet before the run and in most samples.
+
+    Args:
+        load: Load average before the run.
+    """
     quiet = sum(cores <= QUIET_CORES for cores in used_elsewhere) / len(used_elsewhere)
     others = f"others used {statistics.median(used_elsewhere):.2f} cores in the median"
     is_quiet = load <= QUIET_LOAD and quiet >= QUIET_SHARE
@@ -83,7 +97,16 @@ def verdict(load: float) -> str:
 
 
 class Figures(NamedTuple):
-    """What one measurement of one row gives."""
+    """Result of one measurement of one row.
+
+    Attributes:
+        batches: Number of batches received.
+        size: Bytes of these batches.
+        elapsed_s: Wall time.
+        cpu_s: CPU time of the consumer, or of all ranks.
+        all_cpu_s: CPU time of all processes.
+        memory_mib: Peak growth of the consumer's resident memory.
+    """
 
     batches: int
     size: int
@@ -94,28 +117,29 @@ class Figures(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Batches a second."""
+        """Batches per second."""
         return self.batches / self.elapsed_s
 
     @property
     def cpu_us(self) -> float:
-        """The consumer's, a batch."""
+        """CPU time of the consumer per batch, in microseconds."""
         return self.cpu_s / self.batches * 1e6
 
     @property
     def all_cpu_us(self) -> float:
-        """Of all processes, a batch."""
+        """CPU time of all processes per batch, in microseconds."""
         return self.all_cpu_s / self.batches * 1e6
 
 
 def touch(batch: object) -> torch.Tensor:
+    """Read one byte of each 4 KiB page of a batch, and return the tensor of the batch."""
     tensor = batch if isinstance(batch, torch.Tensor) else batch[0]  # type: ignore[index]
     assert tensor.reshape(-1).view(torch.uint8)[::4096].sum() >= 0
     return tensor
 
 
 def cpu_of_all_s() -> float:
-    """Processor time of this process and of all below it."""
+    """Return the CPU seconds of this process and of all its descendants."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         times = process.cpu_times()
@@ -124,7 +148,13 @@ def cpu_of_all_s() -> float:
 
 
 def measured(take: Take, seconds: float, before: int) -> Figures:
-    """Take batches for a while."""
+    """Receive batches for `seconds` seconds, and return the figures.
+
+    Args:
+        take: Function that returns the next batch.
+        seconds: Seconds to measure.
+        before: Resident memory before the first batch, in bytes.
+    """
     batches = size = 0
     all_cpu = cpu_of_all_s()
     started, cpu = time.perf_counter(), time.process_time()
@@ -138,24 +168,27 @@ def measured(take: Take, seconds: float, before: int) -> Figures:
 
 
 def memory_from_here() -> int:
-    """Resident memory now; the peak counts from here on, and forgets that of imports."""
+    """Return the resident memory in bytes, and reset the peak, so that imports do not count."""
     Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)
 
 
 def consume(make: Takes, seconds: float, results: Connection) -> None:
-    """Run the consumer's process."""
+    """Measure a row in this process, and send the figures."""
     torch.set_num_threads(1)
     with make() as take:
         before = memory_from_here()
         for _ in range(3):
             touch(take())
-        # Not every peer leaves the process in a state to send anything afterwards.
+        # Inside the block, because some services leave the process unable to send anything.
         results.send(measured(take, seconds, before))
 
 
 def consume_by_ranks(ranks: int, make: Services, seconds: float, results: Connection) -> None:
-    """Several ranks, each in a process of its own; their figures together."""
+    """Measure several ranks, each in its own process, and send their figures as one.
+
+    The figures are sums over the ranks, except the elapsed time and the memory: those are maxima.
+    """
     torch.set_num_threads(1)
     with make() as running:
         turns, (ours, theirs) = FORK.Barrier(ranks + 1), FORK.Pipe()
@@ -192,7 +225,7 @@ def one_rank(
 
 
 def first_batches(make: Services, results: Connection) -> None:
-    """Milliseconds from the question to the first batch, each time by a rank that is new."""
+    """Send the milliseconds from `iter(loader)` to the first batch, for each of several ranks."""
     with make() as running:
         running.wait_until_filled()
         times = []
@@ -206,7 +239,7 @@ def first_batches(make: Services, results: Connection) -> None:
 
 
 def after_steps(make: Takes, results: Connection) -> None:
-    """Milliseconds to the next batch, each time after the rank has computed for long."""
+    """Send the milliseconds that the next batch takes after a step of `STEP_S`, for each step."""
     times = []
     with make() as take:
         touch(take())
@@ -219,7 +252,7 @@ def after_steps(make: Takes, results: Connection) -> None:
 
 
 def in_a_process(target: Callable[..., None], *arguments: object) -> Any:
-    """Call a target in a process of its own; return what it sends."""
+    """Call `target` in a new process with a pipe as last argument; return what it sends."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=target, args=(*arguments, theirs))
     process.start()
@@ -236,7 +269,15 @@ def compare(
     seconds: float,
     by: Callable[..., None] = consume,
 ) -> None:
-    """Measure rows in turn; the first is what the others are compared with, but for `BESIDE`."""
+    """Measure rows in turn, and print a table with their ratios to the first row (or `BESIDE`).
+
+    Args:
+        title: Title of the table.
+        rows: For each row, a function that makes its source of batches.
+        rounds: Number of measurements of each row.
+        seconds: Seconds of one measurement.
+        by: Function that measures a row in a process of its own.
+    """
     figures: dict[str, list[Figures]] = {name: [] for name in rows}
     for _ in range(rounds):
         look_elsewhere()
@@ -252,7 +293,7 @@ def compare(
 
 
 def print_row(name: str, results: list[Figures], others: list[Figures]) -> None:
-    """One row, beside another one of the same rounds."""
+    """Print a row, with its ratios to the results `others` of the same rounds."""
     rates = [one.rate for one in results]
     rate = statistics.median(rates)
     spread = (max(rates) - min(rates)) / rate
@@ -292,7 +333,7 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
 
 
 def several(rounds: int, seconds: float) -> None:
-    """Several ranks of one fetcher, and several fetchers of one rank; figures of all together."""
+    """Compare one fetcher with two, for one rank and for several; figures are over all ranks."""
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     for way, direct in (("TCP", False), ("shared memory", True)):
         make = partial(service, loader, direct=direct)
@@ -336,7 +377,7 @@ def step(rounds: int) -> None:
 def print_times(
     name: str, target: Callable[..., None], make: Takes | Services, rounds: int
 ) -> None:
-    """Print the median and the longest of what a target measures, in ms."""
+    """Print the median and the maximum of the times that `target` measures, in ms."""
     look_elsewhere()
     times = [ms for _ in range(rounds) for ms in in_a_process(target, make)]
     print(f"{name:32}{statistics.median(times):8.2f}, at most {max(times):.2f}", flush=True)

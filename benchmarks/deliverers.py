@@ -1,4 +1,4 @@
-"""Who delivers batches in benchmarks/data.py, and what they deliver."""
+"""Sources of batches for benchmarks/data.py, such as sockets and the data service; and datasets."""
 
 import contextlib
 import dataclasses
@@ -27,18 +27,18 @@ from taas_magic.messages import FetcherReport, FetcherStarted, LoaderAddresses, 
 from taas_magic.plan import FetcherPlan
 
 Take = Callable[[], object]
-"""Returns the next batch."""
+"""Function that returns the next batch."""
 
-# Everybody begins as a fork of a process that has torch and nothing else in memory.
+# Senders, fetchers and ranks are forks of a process that has already imported torch.
 FORK = multiprocessing.get_context("fork")
 BUFFER_BYTES = 256 << 20
 
 
 class Ready(Dataset[torch.Tensor]):
-    """Hands out batches that are ready: what is measured is delivery.
+    """Dataset of batches that need no preparation, to measure delivery alone.
 
-    Each is a tensor of its own over the same memory: a local worker would move one and the same
-    tensor into shared memory once, and then deliver nothing but its name.
+    Each batch is a new tensor over the same memory. If it were the same tensor, a local worker
+    would move it into shared memory once, and would then deliver only its name.
     """
 
     def __init__(self, size: int) -> None:
@@ -52,7 +52,12 @@ class Ready(Dataset[torch.Tensor]):
 
 
 class Samples(Dataset[torch.Tensor]):
-    """64 of these make a batch of 196 KiB; each costs so much waiting and computing."""
+    """Dataset of samples of 3 KiB; 64 of them make a batch of 192 KiB.
+
+    Args:
+        wait_s: Seconds to sleep for each sample.
+        compute_s: CPU seconds to use for each sample.
+    """
 
     def __init__(self, wait_s: float = 0.0, compute_s: float = 0.0) -> None:
         self.wait_s, self.compute_s = wait_s, compute_s
@@ -80,13 +85,16 @@ def _send(port: int, size: int, tls: Tls | None) -> None:
 
 @contextlib.contextmanager
 def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
-    """Give batches from a bare TCP or TLS socket into one reused buffer: the ceiling."""
+    """Yield a function that receives batches from a bare TCP or TLS socket into one reused buffer.
+
+    Its rate is the upper limit for delivery by TCP.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = FORK.Process(target=_send, args=(server.getsockname()[1], size, tls))
         sender.start()
         sock, _ = server.accept()
     sock = tls.client().wrap_socket(sock) if tls else sock
-    # A TLS socket takes no flags, and returns one record at a time.
+    # A TLS socket accepts no flags, and returns at most one record per call.
     flags = 0 if tls else socket.MSG_WAITALL
     memory = bytearray(size)
     room, tensor = memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
@@ -108,27 +116,34 @@ def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
 
 @contextlib.contextmanager
 def local(loader: DataLoader[Any]) -> Iterator[Take]:
-    """Give batches from a DataLoader in the consumer."""
+    """Yield a function that returns batches of a DataLoader in the consumer's process."""
     batches = iter(loader)
     yield lambda: next(batches)
 
 
 @dataclasses.dataclass
 class Service:
-    """Fetchers in processes of their own, and what a rank has to know of them."""
+    """Running fetchers, and the settings with which a rank connects to them.
+
+    Attributes:
+        loader: The registered loader.
+        feed: Connection settings, for rank 0 of 1.
+        controls: Pipes from the fetchers, which send their reports.
+    """
 
     loader: DataLoader[Any]
     feed: Feed
     controls: list[Connection]
 
     def remote(self, rank: int = 0, world_size: int = 1) -> RemoteLoader:
+        """Return the remote loader of a rank."""
         loader, feed = self.loader, dataclasses.replace(self.feed, rank=rank, world_size=world_size)
         settings = {"batch_size": loader.batch_size, "drop_last": False, "num_workers": 0}
         shape = LoaderShape("train", len(loader), None, False, settings)
         return RemoteLoader(shape, feed)
 
     def wait_until_filled(self) -> None:
-        """Wait until each fetcher's buffer grows no more."""
+        """Wait until each fetcher's prefetch buffer has stopped growing."""
         for control in self.controls:
             before, ready = -1, 0
             while before != ready or not ready:
@@ -146,7 +161,16 @@ def service(
     tls: Tls | None = None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> Iterator[Service]:
-    """Run the data service for the time of the block."""
+    """Run the data service while the block runs.
+
+    Args:
+        loader: Loader to register.
+        fetchers: Number of fetchers; each is a process.
+        workers: Number of workers of each fetcher.
+        direct: Whether ranks get batches through shared memory; else by TCP.
+        tls: Certificate for TLS; None for none.
+        buffer_bytes: Size of each fetcher's prefetch buffer.
+    """
     folder = Path(tempfile.mkdtemp())
     key, payload = os.urandom(32), cloudpickle.dumps(loader)
     served = services.Service(
@@ -173,7 +197,7 @@ def service(
     near = services.FolderDirectory(services.addresses_folder(folder), range(fetchers))
 
     def far(name: str) -> LoaderAddresses:
-        """Return where fetchers are, as for a rank of another host: batches go by TCP."""
+        """Return the fetchers' addresses without their machine, so that batches go by TCP."""
         place = near(name)
         found = {at: address._replace(machine="") for at, address in place.addresses.items()}
         return structs.replace(place, addresses=found)
@@ -183,7 +207,7 @@ def service(
         yield Service(loader, feed, [control for _, control in running])
     finally:
         for process, control in running:
-            # Closing its pipe says nothing, as forks have copies; "end" is not heard in a full one.
+            # Closing the pipe does not end the fetcher, because other forks have copies of our end.
             process.terminate()
             process.join()
             control.close()
@@ -191,7 +215,7 @@ def service(
 
 @contextlib.contextmanager
 def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
-    """Give batches from the data service, as `service` makes it."""
+    """Yield a function that returns batches of the data service; `arguments` go to `service`."""
     with service(loader, **arguments) as running:  # type: ignore[arg-type]
         remote = running.remote()
         batches = iter(remote)

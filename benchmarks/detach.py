@@ -1,10 +1,11 @@
-"""Rounds of a detached run whose kernel is killed at a random moment, on this machine and on hosts.
+"""Check detached runs whose kernel is killed at a random moment, on this machine and on hosts.
 
     python benchmarks/detach.py --rounds 30        (Linux, root)
 
-Each round starts a kernel, runs a cell with `--detach`, kills the kernel with SIGKILL at a random
-moment, attaches the run from a terminal, and checks: the log is complete and in order, the result
-is that of an undisturbed run, and after the end no process of the run or of its pool is left.
+Each round starts a kernel, runs a cell with `--detach`, and kills the kernel with SIGKILL at a
+random moment. It then attaches to the run from a terminal, and checks three things: the log is
+complete and in order; the result is that of an undisturbed run; and after the end, no process of
+the run or of its pool is left.
 """
 
 import argparse
@@ -62,9 +63,18 @@ def main() -> int:
 
 
 def play(project: Path, token: str, after_s: float) -> None:
-    """Play one round; raise AssertionError where something is wrong."""
+    """Play one round.
+
+    Args:
+        project: Project folder of the kernel.
+        token: Environment variable's value that marks the processes of the round.
+        after_s: Seconds between the cell's reply and the kill.
+
+    Raises:
+        AssertionError: The log or the result is wrong, or a process is left.
+    """
     with kernel(project, TAAS_TEST_TOKEN=token) as frontend:
-        reply = frontend.finish(frontend.send(CELL), WAIT_S)  # hosts come up first
+        reply = frontend.finish(frontend.send(CELL), WAIT_S)  # includes the start of hosts
         assert reply["status"] == "ok", reply
         run = next(runs.newest())
         time.sleep(after_s)
@@ -82,13 +92,13 @@ def play(project: Path, token: str, after_s: float) -> None:
 
 
 def kill(frontend: Frontend) -> None:
-    """Kill a kernel; return when its manager knows."""
+    """Kill a kernel, and wait until its manager notices."""
     frontend.process.kill()
     eventually(lambda: not frontend.manager.is_alive())
 
 
 def check(run: Run, shown: str) -> None:
-    """Check the log and the result of a run."""
+    """Check the log and the result of a run; `shown` is the output of `attach`."""
     for rank in (0, 1):
         steps = re.findall(rf"step (\d+) of rank {rank}\b", shown)
         assert [*map(int, steps)] == [*range(STEPS)], f"{run.run_id}: rank {rank}: {steps}"

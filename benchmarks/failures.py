@@ -1,11 +1,10 @@
-"""Whether every failure arrives with its traceback, on a machine that is kept busy.
+"""Check that every kind of failure shows its traceback in the notebook, on a busy machine.
 
     python benchmarks/failures.py --rounds 10 --busy 8
 
-A round is one failing cell of each kind, run by `%%taas --gpus 2` in a real kernel while other
-processes keep the processors busy. A failure counts as whole when the notebook shows the user's own
-failing line, by the number of its cell and the number of its line there, and no other stack in its
-place. Exit code 1 if one is not.
+A round runs one failing cell of each kind with `%%taas --gpus 2` in a real kernel, while other
+processes keep the processors busy. A failure is shown whole if the notebook shows the text and the
+line number of the user's failing line. The exit code is 1 if any failure is not.
 """
 
 import argparse
@@ -23,10 +22,10 @@ from kernel_client import CellError, Notebook
 
 HEAD = "%%taas --gpus 2 --timeout 100s\n"
 MARK = "# here"
-"""Follows the line of a program that fails; the traceback has to show that line."""
+"""Comment that marks the failing line of a program. The traceback must show this line."""
 
 CRASH = "a crash in native code"
-"""faulthandler writes the numbers of lines and not their text."""
+"""Kind whose traceback has only line numbers: faulthandler writes no source text."""
 
 DEFINITIONS = """
 import torch
@@ -93,7 +92,7 @@ KINDS = {
     ),
     "await": "import asyncio\nawait asyncio.wait_for(asyncio.Event().wait(), 0.01)  # here",
 }
-"""Programs that fail, by what they show."""
+"""Failing programs, by kind of failure."""
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(
@@ -125,7 +124,7 @@ def main() -> int:
 
 
 def is_whole(kernel: Notebook, kind: str) -> bool:
-    """Run one failing cell; print what it showed if that is not its failure."""
+    """Run one failing cell; return whether it shows its failing line, and print it if not."""
     source = HEAD + KINDS[kind]
     shown = _COLORS.sub("", failure_of(kernel, source))
     line_number = source[: source.index(MARK)].count("\n") + 1
@@ -137,7 +136,7 @@ def is_whole(kernel: Notebook, kind: str) -> bool:
 
 
 def failure_of(kernel: Notebook, source: str) -> str:
-    """All that a failing cell showed."""
+    """Run a cell that must fail, and return everything that it shows."""
     try:
         output = kernel.run(source)
     except CellError as error:
@@ -146,7 +145,7 @@ def failure_of(kernel: Notebook, source: str) -> str:
 
 
 def numbers_of(shown: str) -> set[str]:
-    """Return the line numbers at which a text says that cells failed."""
+    """Return the cell and line numbers of the cells' frames in a traceback."""
     return {number for found in _FRAME.findall(shown) for number in found if number}
 
 

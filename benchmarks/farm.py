@@ -1,10 +1,11 @@
-"""1,000 jobs that do nothing on 2 nodes: `taas.farm` beside plain Dask, Ray and ipyparallel.
+"""Time 1,000 jobs that do nothing on 2 nodes: `taas.farm`, plain Dask, Ray and ipyparallel.
 
     python benchmarks/farm.py [--jobs 1000] [--rounds 5] [--only dask,taas]
 
-Each contestant has two processes that take jobs, is warmed by one round, and is timed from the
-first submit to the last result, round by round in turn. What is not installed is left out. "CPU" is
-what all processes below this one have used in a round: it says more where others use the machine.
+Each contestant has two worker processes and one round to warm up. Contestants take turns; a round
+is timed from the first submit to the last result. Contestants that are not installed are left out.
+"CPU" is the CPU time of this process and all its descendants in a round. On a machine that others
+use, it says more than the time.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def taas() -> Iterator[Round]:
 
 
 def cpu_s() -> float:
-    """Return what this process and all below it have used."""
+    """Return the CPU seconds of this process and of all its descendants."""
     own = psutil.Process()
     found = 0.0
     for process in (own, *own.children(recursive=True)):
@@ -131,7 +132,7 @@ def main() -> None:
             for name, run in rounds.items():
                 began, used_before = time.perf_counter(), cpu_s()
                 run(asked.jobs)
-                if number:  # the first one warms it up
+                if number:  # round 0 only warms up
                     took[name].append(time.perf_counter() - began)
                     used[name].append(cpu_s() - used_before)
     print(

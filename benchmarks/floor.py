@@ -1,7 +1,7 @@
-"""The floor: nothing but a fork server that has torch in memory. Runs in the kernel.
+"""A minimal launcher, as a lower bound for launch.py: a fork server that has imported torch.
 
-No environment, no capture, no logs apart, no failure seen: what a launch costs at least. The ranks
-write into one pipe, which the kernel reads and prints.
+The module runs in the kernel. It transfers no notebook objects and no environment, keeps no log for
+each rank and detects no failures. The ranks write to one pipe, which the kernel reads and prints.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ _context: Any = multiprocessing.get_context("forkserver")
 
 
 def warm() -> None:
-    """Start the fork server; return when it has imported torch."""
+    """Start the fork server, and wait until it has imported torch."""
     _context.set_forkserver_preload(["torch.distributed", "floor"])
     nothing = _context.Process(target=os.getpid)
     nothing.start()
@@ -24,7 +24,7 @@ def warm() -> None:
 
 
 def launch(program: str, ranks: int) -> None:
-    """Run a program's text as so many ranks; print what they do, until they have ended."""
+    """Run the text `program` on `ranks` ranks, and print their output until all have ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -38,7 +38,7 @@ def launch(program: str, ranks: int) -> None:
 
 
 def rank_main(program: str, rank: int, ranks: int, port: int, output: Connection) -> None:
-    """One rank; finds the store that is there by torchrun's variables."""
+    """Run `program` as one rank. With torchrun's variables, it connects to the existing store."""
     sys.stdout = open(output.fileno(), "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(
         RANK=str(rank),

@@ -1,9 +1,9 @@
-"""What it costs a rank to be held to the project store's rule, before any of the user's code.
+"""Measure how long a rank takes to apply the protection of the project store.
 
     python benchmarks/hold.py
 
-Each figure is the median over fresh ranks: processes forked with torch in memory, as the agent's
-are. `launch.py` prints the same table.
+Each figure is the median over fresh ranks. As with an agent, they are forks of a process that has
+imported torch. `launch.py` prints the same table.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ _context.set_forkserver_preload(["torch", "numpy", "hold"])
 
 
 def table() -> list[str]:
-    """Markdown: the means that work here, and what each costs a rank."""
+    """Return a Markdown table with the set-up time of each protection mechanism per rank."""
     head = ["| what holds a rank | set-up per rank |", "|---|---|"]
     possible = guard.candidates(os.geteuid())
     rows = [_row(f"{means.value}, and Python", means, rank=1) for means in possible[:-1]]
@@ -44,7 +44,7 @@ def _row(label: str, means: StoreProtection, rank: int) -> str:
 
 
 def _measure(means: StoreProtection, rank: int) -> tuple[str, float]:
-    """Return the means that was used in the end, and the milliseconds that it took."""
+    """Return the mechanism that was used in the end, and its set-up time in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
         process = _context.Process(target=_be_held, args=(writing, folder, means.value, rank))

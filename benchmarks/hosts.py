@@ -1,11 +1,12 @@
-"""What it costs that a cell runs elsewhere: this machine, two SSH hosts, two nodes of a Slurm.
+"""Measure the same cells on this machine, on SSH hosts and on nodes of a Slurm cluster.
 
     python benchmarks/hosts.py --rounds 5        (Linux, root)
 
-The hosts are the tests' rig: on this machine, each with a network, files, processes and an sshd of
-its own, sharing nothing with the notebook but Slurm's folders. So the figures show what our part
-costs, not what a real network does. The same cells run in every pool: two ranks that meet and
-print; one rank that touches 2,000 batches of 196 KiB, which a fetcher on another host has ready.
+The hosts are those of the tests. They run on this machine, but each has its own network, files,
+processes and sshd. They share nothing with the notebook except Slurm's folders. The figures
+therefore show the cost of our code, not of a real network. Every pool runs the same cells: two
+ranks that meet and print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in
+another pool.
 """
 
 import argparse
@@ -92,12 +93,12 @@ def main() -> int:
 
 
 def _print(line: str) -> None:
-    """To the real standard output: what the notebook shows goes to a file."""
+    """Print to the real standard output; the output of the notebook goes to a file."""
     print(line, file=sys.__stdout__, flush=True)
 
 
 def measure(notebook: Notebook, rounds: int) -> list[str]:
-    """One row: medians, with the lowest and the highest."""
+    """Measure one pool, and return its row: for each column the median, minimum and maximum."""
     config = load_config(notebook.project)
     up, meet, delay, rate = [], [], [], []
     for number in range(rounds):
@@ -127,7 +128,10 @@ def _ok(outcome: Any) -> None:
 
 
 def _delays() -> list[float]:
-    """From each rank's print to the journal, in seconds; all clocks are this machine's."""
+    """Return the seconds from each rank's print to its record in the journal, for the last run.
+
+    The times are comparable, because all hosts use this machine's clock.
+    """
     assert launch.last_run is not None
     found = []
     for seen in journal.RunFolder(launch.last_run.path).read_events():
@@ -159,7 +163,7 @@ def _notebook(folder: Path) -> Iterator[Notebook]:
     shell.run_line_magic("load_ext", "taas_magic")
     with (folder / "shown").open("w") as shown, contextlib.redirect_stdout(shown):
         yield Notebook(shell, Path.cwd(), journal.state_dir())
-    os.chdir(before)  # IPython looks where it is when it leaves
+    os.chdir(before)  # IPython needs an existing folder when it exits
 
 
 def _table(name: str, **values: Any) -> str:
@@ -202,6 +206,7 @@ WAYS: dict[str, Callable[[ExitStack, Path], str]] = {
     "SSH hosts": _ssh,
     "Slurm": _slurm,
 }
+"""For each row, the function that starts the hosts and returns the text of taas.toml."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Interrupts at random moments, on a busy machine: whether and when the kernel is usable again.
+"""Interrupt cells at random moments on a busy machine, and check that the kernel is soon usable.
 
     python -m benchmarks.interrupts [--rounds 500] [--busy 4] [--seed 1]
 
-A round runs a cell of one kind in a real kernel, interrupts it once (every fourth time twice) at a
-random moment, from before its ranks start to its last step, and then asks the kernel for `6 * 7`.
-Printed are the seconds from the interrupt to that answer, and what was not as it should be: a cell
-that did not end as interrupted, and a next `%%taas` cell that did not run. Exit code 1 if there is
-any, or if the kernel was not usable within USABLE_S.
+A round runs a cell of one kind in a real kernel. It interrupts the cell once (every fourth round:
+twice) at a random moment of its first 4 s, and then runs `6 * 7`. The script prints the seconds
+from the interrupt to the reply of `6 * 7`. It also lists what went wrong: cells that did not end
+with KeyboardInterrupt, and next `%%taas` cells that failed. The exit code is 1 if anything went
+wrong, or if the kernel once took longer than USABLE_S.
 """
 
 import argparse
@@ -65,12 +65,12 @@ KINDS = {
 
 @dataclass
 class Result:
-    """What came of all rounds.
+    """Results of all rounds.
 
     Attributes:
-        kinds: How often each kind of cell was interrupted.
-        took_s: From each interrupt to the kernel's next answer.
-        wrong: What was not as it should be.
+        kinds: Number of rounds with each kind of cell.
+        took_s: Seconds from each interrupt to the reply of the cell after it.
+        wrong: Descriptions of what went wrong.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -87,9 +87,17 @@ class Result:
 
 
 def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result: Result) -> None:
-    """Play one round."""
+    """Play one round, and add its outcome to `result`.
+
+    Args:
+        frontend: The kernel.
+        kind: Kind of cell, a key of KINDS.
+        after_s: Seconds from the cell's start to the interrupt.
+        times: Number of interrupts.
+        result: Results of all rounds.
+    """
     request = frontend.send(KINDS[kind])
-    with suppress(AssertionError):  # the moment has come
+    with suppress(AssertionError):  # raised if the cell still runs after `after_s`
         frontend.wait(lambda: request in frontend.replies, after_s)
     began = time.perf_counter()
     for _ in range(times):

@@ -1,7 +1,7 @@
-"""A notebook without a browser: a real kernel, and what reaches its client, and when.
+"""A real Jupyter kernel and a client that records its output with the times of arrival.
 
-The client is as fast as one can be: messages are read as frames and only looked into for what is
-measured, so that 40,000 of them cost the contestant who sends them and not the one who reads.
+The client is fast: it reads the frames of messages itself, and parses only the parts that it needs.
+So 40,000 messages take time in the tool that sends them, not in the client.
 """
 
 import json
@@ -22,11 +22,11 @@ _DELIMITER = b"<IDS|MSG>"
 
 
 class CellError(RuntimeError):
-    """A cell failed, or did not end in time."""
+    """Raised if a cell fails, or does not end in time."""
 
 
 class Piece(NamedTuple):
-    """A piece of a cell's text output, and when it arrived (unix seconds)."""
+    """Piece of a cell's text output, and its time of arrival (Unix seconds)."""
 
     arrived: float
     text: str
@@ -34,11 +34,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class Output:
-    """What cells that were sent together printed.
+    """Text output of cells that were sent together.
 
     Attributes:
-        sent: When the first of them was sent (unix seconds).
-        pieces: Their text, in the order of its arrival.
+        sent: Time when the first cell was sent (Unix seconds).
+        pieces: The text, in order of arrival.
     """
 
     sent: float
@@ -49,10 +49,10 @@ class Output:
         return "".join(piece.text for piece in self.pieces)
 
     def seconds_to(self, mark: str) -> float:
-        """Seconds from the sending to the arrival of a text.
+        """Return the seconds from the sending of the cells to the arrival of the text `mark`.
 
         Raises:
-            CellError: It never came.
+            CellError: The text did not arrive.
         """
         for piece in self.pieces:
             if mark in piece.text:
@@ -61,11 +61,11 @@ class Output:
 
 
 class Notebook:
-    """A kernel of its own and its client; a context manager.
+    """A new kernel and its client; a context manager.
 
     Args:
-        environ: The kernel's environment variables, besides this process's.
-        folder: The kernel's working directory.
+        environ: Environment variables of the kernel, in addition to those of this process.
+        folder: Working directory of the kernel.
     """
 
     def __init__(self, environ: Mapping[str, str], folder: str) -> None:
@@ -92,17 +92,17 @@ class Notebook:
         self._manager.cleanup_resources()
 
     def interrupt(self) -> None:
-        """Interrupt the cell that runs."""
+        """Interrupt the running cell."""
         self._manager.interrupt_kernel()
 
     def run(self, *cells: str) -> Output:
-        """Send cells, all at once, and read what they print until the last one has ended.
+        """Send all cells at once, and return their output when the last one has ended.
 
         Raises:
-            CellError: One of them failed, or they took longer than CELL_TIMEOUT_S.
+            CellError: A cell failed, or the cells took longer than CELL_TIMEOUT_S.
         """
         output = Output(time.time())
-        # a kernel drops what comes soon after a failure, unless it is told not to
+        # by default, a kernel aborts requests that arrive soon after a failed cell
         ids = [self._client.execute(cell, stop_on_error=False) for cell in cells]
         socket = self._client.iopub_channel.socket
         deadline = output.sent + CELL_TIMEOUT_S
@@ -122,6 +122,6 @@ class Notebook:
 
 def _parts(frames: list[bytes]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a message's header, its parent's header, and its content (Jupyter's wire protocol)."""
-    start = frames.index(_DELIMITER) + 2  # the signature comes between
+    start = frames.index(_DELIMITER) + 2  # skips the delimiter and the signature
     header, parent, _, content = (json.loads(frame) for frame in frames[start : start + 4])
     return header, parent, content
