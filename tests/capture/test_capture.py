@@ -98,7 +98,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Notebook:
-    if "torch" in sys.modules:  # a manual seed would travel, and import torch
+    if "torch" in sys.modules:  # an earlier test's seed would travel, and then import torch
         sys.modules["torch"].seed()
     return Notebook(tmp_path)
 

@@ -22,7 +22,7 @@ WORLD_SIZE = 2
 REST_EVERY = 40
 ROWS = 200
 PAUSE_S = 0.05
-"""Mean time between two faults."""
+"""Mean seconds between two faults."""
 
 
 class Chaos:

@@ -1,4 +1,4 @@
-"""The pool's process is killed or ended while the extension warms it and the first cells run."""
+"""Kill or end the pool's process while the extension starts it and the first cells run."""
 
 import os
 from collections.abc import Iterator

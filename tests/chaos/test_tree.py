@@ -1,4 +1,4 @@
-"""A process of the tree is killed or stopped at a random moment; the next cell runs."""
+"""Kill or stop a random process of the tree at a random moment. The next cell must run."""
 
 import os
 from collections.abc import Iterator

@@ -309,7 +309,7 @@ def writes_a_shard() -> None:
 
 
 def parent_death_signal() -> int:
-    """Return the parent-death signal, which the guard must restore.
+    """Return the parent-death signal, which the guard must preserve.
 
     The kernel clears the signal when the rights of a process change.
     """

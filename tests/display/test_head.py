@@ -41,7 +41,7 @@ def at(seen: Event, time: float) -> Event:
 
 
 class Words(HTMLParser):
-    """The text of HTML, and the tags and attributes that it uses."""
+    """Parser of HTML that collects its words, tags and attributes."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_settings_override_what_is_found(pool: PoolConfig) -> None:
 def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Path) -> None:
     async def live() -> None:
         engine = find_engine(pool)
-        engine.prepare()  # prepares the first host in advance, but not the second
+        engine.prepare()  # the first host starts early, the second does not
         async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
             scheduler.add_plugin(watching)
@@ -119,7 +119,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):
                     await members.acquire(1)
-            gc.collect()  # an error's frames keep the failed host alive, and Dask warns about it
+            gc.collect()  # an error's frames keep the failed host alive, and Dask complains
 
     monkeypatch.setattr(ssh, "connect", fail)
     monkeypatch.setenv("PATH", "/nowhere")

@@ -84,7 +84,7 @@ def test_a_cell_runs_on_two_hosts(notebook: Notebook, pbs: Pbs, hosts: Hosts) ->
 def test_a_full_queue_is_named_and_nothing_is_kept(
     notebook: Notebook, pbs: Pbs, hosts: Hosts
 ) -> None:
-    """FAULT 57."""
+    """Fault 57 of docs/faults.md."""
     settings = TOML.format(head=hosts.caller, start_timeout_s=20)
     Path(notebook.project / "taas.toml").write_text(settings)
     outcome = notebook.run(MEET, "--pool hpc", gpus=6)

@@ -1,7 +1,7 @@
-"""Cells on a private Slurm, through dask-jobqueue (FAULT 57), and what users see of it.
+"""Cells on a private Slurm, through dask-jobqueue, and what users see of it.
 
 Its nodes are two hosts of the rig. They share the folders of the notebook and of the runs with this
-machine.
+machine. Several tests cause fault 57 of docs/faults.md.
 """
 
 import os
@@ -157,7 +157,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULT 57: a host never starts. A smaller cell then runs, in the environment of its jobs."""
+    """A host never starts. A smaller cell then runs, in the environment of its jobs."""
     prologue = '["export CUDA_VISIBLE_DEVICES=4,5"]'
     hpc.configure(start_timeout_s=30, job_script_prologue=prologue)
     outcome = hpc.run(MEET, gpus=6)
@@ -181,7 +181,7 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
 def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
     hpc: Hpc,
 ) -> None:
-    """FAULT 57: hosts are killed or requeued. No part of a run continues elsewhere."""
+    """Hosts are killed or requeued. No part of a run continues elsewhere."""
     hpc.configure(job_extra_directives='["--requeue"]')
     with hpc.once(hpc.has_begun, lambda: hpc.slurm.run("scancel", max(hpc.slurm.jobs()))):
         outcome = hpc.run(ENDLESS)
@@ -194,7 +194,7 @@ def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no
 
 
 def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
-    """FAULT 57: a host is requeued. Nothing runs twice."""
+    """Requeue a host. Nothing may run twice."""
     hpc.forget_runs()
     with hpc.once(
         hpc.has_begun, lambda: hpc.slurm.run("scontrol", "requeue", max(hpc.slurm.jobs()))

@@ -134,7 +134,7 @@ def programs(name: str) -> set[psutil.Process]:
 
 
 def node_besides(known: set[psutil.Process]) -> psutil.Process:
-    """Return the new node. It is older than a child that it has just forked for another program."""
+    """Return the new node. Children that it forked show its command line until they run exec."""
     return min(programs("node") - known, key=lambda it: it.create_time())
 
 
@@ -452,7 +452,7 @@ def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
 def test_children_of_a_job_find_the_notebooks_names(
     farm: Farm, names: dict[str, Any], method: str
 ) -> None:
-    """Otherwise a Pool would restart its workers endlessly."""
+    """If they did not, a Pool would restart its workers endlessly."""
     assert farm.submit(names["in_a_pool"], method).result(WAIT_S) == 6
 
 

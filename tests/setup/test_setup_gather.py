@@ -57,7 +57,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
 
 
 def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
-    """FAULT 35: an interrupt stops the connections without waiting for them."""
+    """An interrupt stops the connections without waiting for them (docs/faults.md 35)."""
     stopped: list[threading.Event] = []
 
     def ways(pool: PoolConfig, stop: threading.Event) -> Ways:

@@ -68,7 +68,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
 def test_each_finding_says_what_and_what_to_do(
     change: dict[str, Any], level: str, what: str, todo: str
 ) -> None:
-    """docs/faults.md 29, 30 and 54 among them."""
+    """Among the findings are faults 29, 30 and 54 of docs/faults.md."""
     packages = {"dask": Wanted("dask", "2.0", SpecifierSet("==2.0"))}
     (found,) = judge(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)

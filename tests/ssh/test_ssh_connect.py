@@ -541,7 +541,7 @@ def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[Target]:
     Args:
         hosts: The hosts of the rig.
         tmp_path: Folder for the SSH configuration.
-        change: Commands for sed, which changes the configuration of sshd.
+        change: A sed script, applied to the configuration of sshd.
     """
     script = f"sed 's/^Port .*/Port 2222/; {change}' /run/rig/sshd_config > /run/rig/other"
     hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/other")

@@ -193,7 +193,7 @@ def shell_bytes(said: bytes) -> str:
 
 
 def speaks_without_key(address: str, port: int) -> bool:
-    """FAULT 47: return whether a port answers a peer with another certificate."""
+    """Return whether a port answers a peer with another certificate (docs/faults.md 47)."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
