@@ -1,4 +1,4 @@
-"""Faults of runs on the local engine (docs/faults.md): errors name causes, no process is left."""
+"""Faults of runs on the local engine (docs/faults.md): clear errors, and no process left."""
 
 import contextlib
 import os

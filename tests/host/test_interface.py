@@ -35,5 +35,5 @@ def test_then_where_the_host_was_reached() -> None:
 
 @pytest.mark.parametrize("said", ["", "nonsense", "10.0.0.1 1 192.0.2.1 22"])
 def test_then_the_route_to_the_scheduler(said: str) -> None:
-    """A batch job inherits SSH_CONNECTION from the host where it was submitted."""
+    """A batch job inherits SSH_CONNECTION from another host, the one where it was submitted."""
     assert choose_address("", {"SSH_CONNECTION": said}, LOOPBACK) == facing(LOOPBACK) == LOOPBACK

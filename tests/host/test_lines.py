@@ -1,4 +1,4 @@
-"""Splitting a rank's output into lines, for any bytes in any chunks, and limiting their number."""
+"""How a rank's output becomes lines, for any bytes in any chunks, and how a flood is limited."""
 
 import time
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Output of ranks, live and in log files, with faults 37 and 44 to 46 of docs/faults.md."""
+"""Output of ranks, live and in log files. Covers faults 37 and 44 to 46 of docs/faults.md."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Cells on ranks: IPython, torchrun's environment, the notebook's objects, and what returns."""
+"""Cells on ranks: IPython, torchrun's environment, the notebook's objects, and results."""
 
 import os
 

@@ -334,7 +334,7 @@ share()
     ["", "raise ValueError", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"],
 )
 def test_shared_memory_that_a_rank_leaves_goes_with_its_run(notebook: Notebook, ends: str) -> None:
-    """As under torchrun, the rank's own resource tracker removes it before the run ends."""
+    """As under torchrun, the rank's own resource tracker removes the memory before the run ends."""
     outcome = notebook.run(f"{SHARES}\nsys = __import__('sys'); sys.stdout.flush()\n{ends}")
     assert (outcome.error is None) is not bool(ends)
     names = [line for lines in outcome.lines.values() for line in lines if line.startswith("psm_")]

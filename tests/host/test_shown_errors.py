@@ -105,7 +105,7 @@ def _write_scripts(notebook: Notebook) -> None:
 
 
 def test_what_a_rank_raised_is_the_cause_of_the_notebooks_error(notebook: Notebook) -> None:
-    """The cause has a class that the notebook has; the kernel runs no code of the class."""
+    """The cause's class is one that the notebook has; the kernel does not run the class's code."""
     notebook.define(
         "class TrainError(Exception):\n"
         "    def __init__(self, step, loss):\n        super().__init__(f'{step}: {loss}')\n"

@@ -25,7 +25,7 @@ from taas_magic.messages import Failure, Note, RankUp
 
 
 def ranks(**of_rank_1: Any) -> list[RankState]:
-    """Return the states of two ranks; the fields given are those of rank 1."""
+    """Return the states of two ranks; `of_rank_1` has fields of rank 1."""
     return [RankState(0, 10), RankState(1, 11, **of_rank_1)]
 
 

@@ -1,4 +1,4 @@
-"""The advice on data loading: what limited it, which flag would help, and how much."""
+"""The advice on data loading: what limited it, and which flag would help by how much."""
 
 from dataclasses import replace
 

@@ -36,7 +36,7 @@ done = rank + 10
 
 
 def started_and_killed(project: Path, go: Path) -> tuple[list[list[int]], list[psutil.Process]]:
-    """Start a session, and kill its kernel during a cell, with an epoch half read.
+    """Start a session, and kill its kernel during a cell, in the middle of an epoch.
 
     Returns:
         The first batch of each rank, and the processes of the fetcher and the ranks.

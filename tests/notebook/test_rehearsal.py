@@ -50,7 +50,7 @@ print("steps", seen, len(train), os.environ["TAAS_REHEARSE"], dist.get_world_siz
 
 @pytest.fixture
 def kernel(frontend_of_module: Frontend) -> Iterator[Frontend]:
-    """Yield a kernel with a loader, a model and a checkpoint; afterwards check its files."""
+    """Yield a kernel with a loader, a model and a checkpoint; check the folder afterwards."""
     frontend_of_module.run(DEFINE)
     yield frontend_of_module
     assert files(frontend_of_module) == {"last.pt": "an old checkpoint"}
