@@ -44,7 +44,7 @@ END_S, GONE_S = 45.0, 20.0
 """Seconds for a cell to end after the harm, and for harmed processes and their files to be gone."""
 
 CELL_END_S = 20.0
-"""The same limit for a cell of `--first-cells` that fails."""
+"""Seconds for a cell of `--first-cells` to end if it fails."""
 
 WARM_RUNS = 20
 HAS_ALL = "%%taas --gpus 1\nimport sys\nprint('all:', 'torch._dynamo' in sys.modules)"

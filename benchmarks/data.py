@@ -58,7 +58,7 @@ SETTLE_S = 1.0
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
 BESIDE = {"ours, TCP + TLS": RAW_TLS}
-"""Rows that are compared with another row than the first one, and that other row."""
+"""For each row that is not compared with the first one: the row with which it is compared."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 

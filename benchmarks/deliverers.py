@@ -1,4 +1,4 @@
-"""Sources of batches for benchmarks/data.py, such as sockets and the data service; and datasets."""
+"""Sources of batches for benchmarks/data.py (socket, DataLoader, data service), and datasets."""
 
 import contextlib
 import dataclasses

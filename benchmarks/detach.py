@@ -67,7 +67,7 @@ def play(project: Path, token: str, after_s: float) -> None:
 
     Args:
         project: Project folder of the kernel.
-        token: Environment variable's value that marks the processes of the round.
+        token: Value of TAAS_TEST_TOKEN, which marks the processes of the round.
         after_s: Seconds between the cell's reply and the kill.
 
     Raises:

@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def is_whole(kernel: Notebook, kind: str) -> bool:
-    """Run one failing cell; return whether it shows its failing line, and print it if not."""
+    """Run one failing cell; return whether its failing line is shown. If not, print the output."""
     source = HEAD + KINDS[kind]
     shown = _COLORS.sub("", failure_of(kernel, source))
     line_number = source[: source.index(MARK)].count("\n") + 1

@@ -1,11 +1,11 @@
-"""How fast a cell becomes ranks and its lines come back, beside torchrun and accelerate.
+"""Time the launch of ranks from a cell, and the arrival of their lines, with several launchers.
 
     python benchmarks/launch.py --rounds 7
 
-Every figure is taken where the user is: in the client of a real Jupyter kernel, from sending a cell
-to the arrival of its text. A round measures every contestant once, each round in another order, so
-that a machine whose load drifts is the same machine for all. Takes about a minute a round, nearly
-half of it accelerate's flood.
+All times are measured where the user is: in the client of a real Jupyter kernel, from sending a
+cell to the arrival of its text. A round measures every contestant once. Each round starts with
+another contestant, so that a change of the machine's load affects all alike. A round takes about a
+minute; nearly half of it is the flood of accelerate.
 """
 
 import argparse
@@ -51,10 +51,10 @@ AIMS = {
     "delay": 0.01,
     "flood": 0.3,
 }
-"""What `%%taas` is to reach, in seconds; cold, it is to be no slower than torchrun."""
+"""Targets for `%%taas`, in seconds. For a cold start, the target is torchrun's time."""
 
 Rounds = dict[str, list[Figures]]
-"""Each contestant's rounds."""
+"""Figures of each contestant, one entry per round."""
 
 
 def main() -> int:
@@ -71,9 +71,9 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], n_rounds: int) -> Rounds:
-    """Measure the contestants in turns; each round begins with another one.
+    """Measure the contestants in turn; each round starts with another one.
 
-    A contestant that fails is left out of the round, and its error is printed.
+    If a contestant fails, its error is printed, and the round has no figures of it.
     """
     rounds: Rounds = defaultdict(list)
     for number in range(n_rounds):
@@ -96,7 +96,7 @@ def median(rounds: Rounds, name: str, column: str) -> float | None:
 
 
 def table(rounds: Rounds) -> list[str]:
-    """Return a Markdown table: medians, and the fastest and slowest round."""
+    """Return a Markdown table with medians, and with the fastest and the slowest round."""
     lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name in NAMES:
         if name in rounds:
@@ -114,21 +114,21 @@ def cell(figures: Sequence[Figures], column: str) -> str:
 
 
 def completeness(figures: Sequence[Figures]) -> str:
-    """Return what became of the lines, in the worst round."""
+    """Return how many lines of the flood were glued or lost, in the worst round."""
     counts = {what: int(max(seen[what] for seen in figures)) for what in ("glued", "lost")}
     bad = [f"{count:,} {what}" for what, count in counts.items() if count]
     return ", ".join(bad) or "all whole"
 
 
 def seconds(value: float) -> str:
-    """`3.1 s`, `85 ms`, `1.4 ms`."""
+    """Format a duration, such as `3.1 s`, `85 ms` or `1.4 ms`."""
     if value >= 1:
         return f"{value:.1f} s"
     return f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"
 
 
 def ratios(rounds: Rounds) -> list[str]:
-    """How many times as long as `%%taas` the others take, of medians of the same rounds."""
+    """Return, for each column, the median of each other contestant divided by that of `%%taas`."""
     lines = []
     for column in COLUMNS:
         ours = median(rounds, "taas-magic", column)
@@ -140,7 +140,7 @@ def ratios(rounds: Rounds) -> list[str]:
 
 
 def aims(rounds: Rounds) -> list[str]:
-    """Return what `%%taas` was to reach, and whether it did."""
+    """Return a line for each target: the median of `%%taas`, and whether it reaches the target."""
     lines = []
     cold = {column: median(rounds, "torchrun", column) for column in COLD}
     for column, aim in {**AIMS, **cold}.items():
@@ -152,7 +152,7 @@ def aims(rounds: Rounds) -> list[str]:
 
 
 def machine() -> str:
-    """Return what the figures were taken on, and how busy it was."""
+    """Return a line with the machine's cores and load, and the versions of the software."""
     packages = ("torch", "distributed", "ipykernel", "accelerate")
     return ", ".join(
         [
@@ -165,7 +165,7 @@ def machine() -> str:
 
 
 def end_leftovers() -> int:
-    """End what a contestant left running, and name it; return the exit code."""
+    """Kill and report processes that contestants left running; return 1 if there are any."""
     left = []
     deadline = time.monotonic() + 5
     while (left := [p for p in psutil.process_iter() if _is_ours(p)]) and (

@@ -1,9 +1,9 @@
-"""Compares random loaders with local DataLoaders, bit for bit.
+"""Compare remote loaders of random configurations with local DataLoaders, bit for bit.
 
     python -m benchmarks.loader_fuzz [--draws 500] [--first 0] [--seed N]
 
-Each draw is a loader, its ranks, fetchers, and what happens to them (tests/data/draws.py), made
-from one seed. The seed of each difference is printed; `--seed` plays it again.
+Each draw is a loader with its ranks, its fetchers and its faults (tests/data/draws.py). A seed
+determines it. The script prints the seed of each difference; `--seed` repeats that draw.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     if asked.seed is not None:
         seeds = range(asked.seed, asked.seed + 1)
         print(draw(asked.seed))
-    warnings.simplefilter("ignore")  # of more workers than there are cores
+    warnings.simplefilter("ignore")  # such as torch's warning of more workers than cores
     began, differ = time.perf_counter(), 0
     for seed in seeds:
         if seed > seeds.start and (seed - seeds.start) % _TELL_EVERY == 0:

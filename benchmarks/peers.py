@@ -1,7 +1,7 @@
 """Other services that deliver batches to a process, as rows of benchmarks/data.py.
 
-Each is used as its documentation says, with one process that prepares. Where one is not installed
-(`pip install '.[bench]'`) its row is left out.
+Each service is used as its documentation says, with one process that prepares batches. If its
+package is not installed (`pip install '.[bench]'`), its row is left out.
 """
 
 import contextlib
@@ -17,7 +17,11 @@ from deliverers import FORK, Take
 
 
 def _serve(address: Connection) -> None:
-    """Run the process of the tf.data service: one dispatcher and one worker."""
+    """Run the tf.data service in this process: one dispatcher and one worker.
+
+    Args:
+        address: Pipe to which the dispatcher's address is sent.
+    """
     import tensorflow
 
     service = tensorflow.data.experimental.service
@@ -30,7 +34,10 @@ def _serve(address: Connection) -> None:
 
 @contextlib.contextmanager
 def tf_data(size: int) -> Iterator[Take]:
-    """Give batches from the tf.data service: a worker prepares tensors, gRPC sends them."""
+    """Yield a function that returns batches of the tf.data service.
+
+    A worker prepares the tensors, and gRPC transfers them.
+    """
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     ours, theirs = FORK.Pipe()
     server = FORK.Process(target=_serve, args=(theirs,), daemon=True)
@@ -55,9 +62,12 @@ def tf_data(size: int) -> Iterator[Take]:
 
 @contextlib.contextmanager
 def ray_data(size: int) -> Iterator[Take]:
-    """Ray Data: a task makes rows, which come through the object store of this host."""
+    """Yield a function that returns batches of Ray Data.
+
+    A task makes the rows, and the object store of this host transfers them.
+    """
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        # Ray's processes would look for each other through it.
+        # Ray's processes would try to reach each other through the proxy.
         del os.environ[name]
     import numpy
     import ray
@@ -88,11 +98,11 @@ PEERS: dict[str, tuple[str, Make]] = {
     "Ray Data": ("ray", ray_data),
     "tf.data service": ("tensorflow", tf_data),
 }
-"""By the name of the row: the package that it needs, and who makes it."""
+"""For each row: the package that it needs, and the function that yields its batches."""
 
 
 def installed() -> dict[str, Make]:
-    """Return the rows that can be measured here; say which are left out."""
+    """Return the rows whose package is installed, and print the names of the others."""
     rows = {}
     for name, (package, make) in PEERS.items():
         if importlib.util.find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""What the ranks run, the same text for every contestant, and what is read from its output."""
+"""Programs that the ranks of every contestant run, and functions that evaluate their output."""
 
 import re
 import statistics
@@ -33,7 +33,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} summed {total.item():.0f}", flush=True)
 """
-"""The first cell of a session, and a later one, which uses what the ranks have kept."""
+"""Later cell of a session. It needs the imports and the process group of `SESSION_START`."""
 
 ONE_PRINTS = ALL_PRINT.replace("print(", "if dist.get_rank() == 0:\n    print(")
 STEP_PRINTS = """
@@ -74,7 +74,13 @@ _PREFIX = re.compile(r"^\[\S+\] ", re.MULTILINE)
 
 
 class Flood(NamedTuple):
-    """How a flood of lines arrived: how long it took, and how many lines came not as printed."""
+    """Arrival of the lines of `FLOOD`.
+
+    Attributes:
+        seconds: Time between the first and the last piece of text.
+        glued: Number of lines that arrived, but not exactly once as a line of their own.
+        lost: Number of lines that did not arrive.
+    """
 
     seconds: float
     glued: int
@@ -82,12 +88,12 @@ class Flood(NamedTuple):
 
 
 def first_line_s(output: Output) -> float:
-    """Seconds from "run" to the first line after the all_reduce."""
+    """Return the seconds from the sending of the cell to the first line after the all_reduce."""
     return output.seconds_to(FIRST_LINE_MARK)
 
 
 def delay_s(output: Output) -> float:
-    """Return the median time from a rank's print to the line's arrival."""
+    """Return the median time from a rank's print to the line's arrival, in seconds."""
     return statistics.median(
         piece.arrived - float(printed)
         for piece in output.pieces
@@ -96,7 +102,7 @@ def delay_s(output: Output) -> float:
 
 
 def flood(output: Output) -> Flood:
-    """Look for every line that was printed: whole, inside of another, or not at all."""
+    """Search the output for every printed line, and return the counts and the time."""
     arrivals = [piece.arrived for piece in output.pieces if " line " in piece.text]
     text = _PREFIX.sub("", output.text)
     whole = Counter(line.rstrip("\r") for line in text.split("\n"))

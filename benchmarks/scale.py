@@ -1,11 +1,12 @@
-"""What a run costs beside its ranks, against the number of ranks.
+"""Measure the cost of a run, without its ranks' own work, for several numbers of ranks.
 
     python benchmarks/scale.py --ranks 1 8 64 512 8192
 
-Two parts, each against made-up hosts of eight ranks: the pool's process with its connections
-(scale_hosts.py) and the notebook's view (scale_view.py). Costs are processor time; two columns are
-what a user feels: how late a line is, and how long the notebook is busy at a stretch. 8,192 ranks
-take some minutes, nearly all of it TLS handshakes and the agents' side, which are in this process.
+The hosts are simulated; each has eight ranks. One part measures the pool's process with its
+connections (scale_hosts.py), the other part the notebook's view (scale_view.py). Most columns are
+CPU time. Two columns show what a user notices: the delay of a line, and the longest time in which
+the notebook is busy without a pause. 8,192 ranks take some minutes, mostly for TLS handshakes and
+for the agents' side of the connections, which run in the same process.
 """
 
 import argparse

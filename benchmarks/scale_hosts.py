@@ -1,9 +1,9 @@
-"""What the pool's process does for a run of many hosts, made up at the agent's contract.
+"""Measure the work of the pool's process for a run on many hosts, with simulated agents.
 
-The scheduler, the controller, its journal, TLS and the kernel's Dask client are the real ones. A
-made-up agent is a connection that joins as an agent does, beats, answers the controller's calls and
-sends the events of eight ranks; no process is behind it. All is in one process, so a figure is the
-sum of what the pool's process, the kernel and all agents' ends of the connections would spend.
+The scheduler, the controller, its journal, TLS and the kernel's Dask client are real. A simulated
+agent is a connection: it joins as an agent does, sends beats, responds to the controller's requests
+and sends the events of eight ranks, but starts no process. Everything runs in one process. A figure
+is therefore the sum over the pool's process, the kernel, and the agents' ends of the connections.
 """
 
 import asyncio
@@ -50,16 +50,17 @@ from taas_magic.pool.gate import HeadScheduler
 from taas_magic.pool.process import DASK_SETTINGS
 
 LEASE_S = 8.0
-"""The lease that the agents' beats are made for."""
+"""Lease in seconds that determines how often the agents send beats."""
 
 PATIENT_S = 600.0
-"""The lease that holds: this one process, which does the work of 1,025, may be late."""
+"""Lease in seconds that the pool enforces. It is long, because this process does the work of 1,025
+processes and may be late."""
 
 JOINING = 32
-"""Hosts that join at a time."""
+"""Number of hosts that join at the same time."""
 
 QUIET_S = 4.0
-"""How long the beats are watched."""
+"""Seconds for which the beats are measured."""
 
 _METRICS = {"bandwidth": {"total": 1, "workers": {}, "types": {}}, "cpu": 0, "memory": 0}
 _METRICS |= {"time": 0, "host_net_io": {}, "event_loop_interval": 0, "task_counts": {}}
@@ -68,16 +69,16 @@ _METRICS |= {"digests_total_since_heartbeat": {}}
 
 
 class Figures(NamedTuple):
-    """What a run of so many ranks cost, in processor time but for `late_ms`.
+    """Costs of a run. Times are CPU times, except `late_ms`.
 
     Attributes:
-        join_ms: A host's joining, with its TLS handshake, in milliseconds.
-        launch_us: From the launch to the last rank's start, a rank, in microseconds.
-        line_us: A line of a rank, from its host to the kernel's callback and the journal.
-        late_ms: How long after the last line was sent the kernel had it.
-        end_us: From the last rank's end to the run's, a rank.
-        beat_percent: Share of a core that the beats of a quiet run take.
-        rank_kib: Memory a rank, in KiB.
+        join_ms: Milliseconds per host for joining, including the TLS handshake.
+        launch_us: Microseconds per rank, from the launch to the start of the last rank.
+        line_us: Microseconds per line, from its host to the kernel's callback and the journal.
+        late_ms: Milliseconds from the sending of the last line to its arrival in the kernel.
+        end_us: Microseconds per rank, from the end of the ranks to the end of the run.
+        beat_percent: CPU usage by the beats of a quiet run, in percent of a core.
+        rank_kib: Memory per rank, in KiB.
     """
 
     join_ms: float
@@ -90,7 +91,10 @@ class Figures(NamedTuple):
 
 
 class Agent:
-    """A made-up agent; which ranks it has it is told, as hosts join in any order."""
+    """A simulated agent.
+
+    The request to start its ranks says which ranks it has, because hosts join in any order.
+    """
 
     def __init__(self, number: int, name: str, keys: Keys) -> None:
         self.name, self._number = name, number
@@ -101,7 +105,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self, address: str) -> None:
-        """Join the pool as Dask's worker does."""
+        """Join the pool as a Dask worker does."""
         self._comm = await connect(address, **self._security.get_connection_args("worker"))
         high, low = divmod(self._number, 250)
         await self._comm.write(
@@ -138,16 +142,16 @@ class Agent:
             self._stream.send(message)
 
     def lines(self, i: int) -> None:
-        """Each rank prints a line of its own."""
+        """Send one line for each rank; no two lines are the same."""
         text = f"of step {i}: loss 0.12345"
         self.say([Lines(host=self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
 
     def settle(self) -> None:
-        """All ranks are done."""
+        """Report that all ranks have succeeded."""
         self.say([Settled(host=self.name, state="SUCCEEDED")])
 
     async def leave(self) -> None:
-        """Hangs up."""
+        """Close the connection."""
         for task in self._tasks:
             task.cancel()
         self._stream.abort()
@@ -189,7 +193,7 @@ class Agent:
 
 
 class Kernel:
-    """A kernel's Dask client, which counts what comes."""
+    """Counter of the events that a kernel's Dask client receives, by type."""
 
     def __init__(self) -> None:
         self.counts: dict[type[Event], int] = {}
@@ -207,7 +211,7 @@ class Kernel:
 
 
 def measure(world_size: int) -> Figures:
-    """Measure a run of so many ranks, from the hosts' joining to its end."""
+    """Measure a run with `world_size` ranks, from the joining of its hosts to its end."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TAAS_STATE_DIR"] = folder
         return asyncio.run(_measure(world_size, Path(folder)))
@@ -243,7 +247,7 @@ async def _measure(world_size: int, folder: Path) -> Figures:
 
 
 async def _cpu(work: Awaitable[None]) -> float:
-    """Processor seconds of this process until some work is done."""
+    """Await `work`, and return the CPU seconds that this process used meanwhile."""
     began = time.process_time()
     await work
     return time.process_time() - began
@@ -289,19 +293,19 @@ async def _client(address: str, keys: Keys) -> AsyncIterator[Client]:
 
 
 class _Nowhere(Engine):
-    """Where no hosts come from: the agents join by themselves."""
+    """Engine that requests no hosts, because the agents join by themselves."""
 
     def capacity(self) -> HostCapacity:
         return HostCapacity(0, 1)
 
     def open(self, scheduler: type, keys: Keys, folder: str) -> Any:
-        """There is no cluster."""
+        """Return None, because there is no cluster."""
 
     async def request_hosts(self, count: int) -> list[str]:
         return []
 
     async def give_back(self, keep: Collection[str]) -> None:
-        """Hosts stay."""
+        """Do nothing; the hosts stay."""
 
 
 @contextlib.asynccontextmanager

@@ -1,8 +1,8 @@
-"""What the notebook's kernel does for a run of many ranks: its events go into a real View.
+"""Measure the work of the notebook's view for a run of many ranks.
 
-The events are made up, as the pool's process sends them; the view writes to a capturing publisher
-as it would to Jupyter. One figure a scene: how long the view took for each rank's event, and the
-longest that it was busy at a stretch, which is how long the notebook cannot react.
+A real View receives simulated events of the pool's process, and writes to a publisher that discards
+everything. Each scene has two figures: the time per event, and the longest time in which the view
+works without a pause, so that the notebook cannot react.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from taas_magic.plan import HostPlan, Plan
 RANKS_PER_HOST = 8
 LINES = 20
 FRAME_EVENTS = 1000
-"""Events that the kernel finds waiting at a time, at most: Dask brings them in such bundles."""
+"""Maximum number of events that Dask delivers to the kernel at a time."""
 
 
 class Scene(NamedTuple):
-    """What a scene cost.
+    """Cost of a scene.
 
     Attributes:
-        name: What happened.
-        per_rank_us: Microseconds of the view for one rank's event.
-        longest_ms: Its longest stretch of work, in milliseconds.
+        name: Name of the scene.
+        per_rank_us: Microseconds of the view per event.
+        longest_ms: Longest time in which the view works without a pause, in milliseconds.
     """
 
     name: str
@@ -54,7 +54,7 @@ def plan_of(world_size: int) -> Plan:
 
 
 def scenes(world_size: int) -> dict[str, list[Event]]:
-    """Return the events of a run, by what happens."""
+    """Return the events of each scene of a run."""
     ranks = range(world_size)
     firsts = range(0, world_size, RANKS_PER_HOST)
     pids = {first: {r: r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}
@@ -95,7 +95,10 @@ def _ended(world_size: int) -> Event:
 
 
 def measure(world_size: int) -> tuple[list[Scene], float]:
-    """Measure the scenes' costs, and the view's memory at the end in MiB."""
+    """Return the costs of the scenes, and the view's memory at the end in MiB.
+
+    The costs come from a second view, because tracing the memory takes time.
+    """
     with _captured() as shell:
         made = scenes(world_size)
         tracemalloc.start()
@@ -125,7 +128,7 @@ def _frame(view: View, events: list[Event]) -> float:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[InteractiveShell]:
-    """Yield a shell with a front end that keeps nothing."""
+    """Yield a shell whose display publisher discards everything."""
     shell = InteractiveShell.instance()
     shell.display_pub = _Forgetful()
     shell.kernel = None
@@ -136,4 +139,4 @@ def _captured() -> Iterator[InteractiveShell]:
 
 class _Forgetful(CapturingDisplayPublisher):
     def publish(self, *args: Any, **kwargs: Any) -> None:
-        """Show nothing."""
+        """Discard the output."""

@@ -1,10 +1,11 @@
-"""Whether a session stays as small as it was: memory and descriptors over many cells.
+"""Check that the memory and the descriptors of a session do not grow over many cells.
 
     python benchmarks/session.py --cells 200
 
-A real kernel runs cells in one session, one in ten of which raises. After the first cells and after
-the last ones, the memory and the open descriptors of the kernel, the pool's processes and the ranks
-are counted. The exit code is 1 if one of them has grown by more than it may.
+A real kernel runs cells in one session; one cell in ten raises. The script measures the memory and
+the open descriptors of the kernel, the pool's processes and the ranks, after the first cells and
+after the last cell. The exit code is 1 if a process has grown beyond the limits, or was started or
+ended in between.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from contestants import notebook
 from kernel_client import CellError, Notebook
 
 SETTLED_AFTER = 10
-"""Cells until everything that happens once has happened."""
+"""Number of cells before the first measurement; they allocate what is allocated only once."""
 
 MOST_BYTES_A_CELL = 200_000
 MOST_DESCRIPTORS = 3
@@ -38,7 +39,7 @@ print(step, count)
 FAILS = "%%taas --session bench\nraise ValueError(step)"
 
 Sizes = dict[int, tuple[str, int, int]]
-"""By process: what it is, its memory in bytes and its open descriptors."""
+"""By process id: the kind of process, its memory in bytes, and its number of open descriptors."""
 
 
 def main() -> int:
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def run_cells(kernel: Notebook, first: int, end: int) -> list[float]:
-    """Run cells, each with another value of the notebook; return how long each took."""
+    """Run cells, each with another value of `step` in the notebook; return the seconds of each."""
     taken = []
     for step in range(first, end):
         kernel.run(f"step = {step}")
@@ -76,7 +77,7 @@ def run_cells(kernel: Notebook, first: int, end: int) -> list[float]:
 
 
 def sizes() -> Sizes:
-    """Return the sizes of all processes below this one."""
+    """Return the sizes of all descendants of this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         words = " ".join(process.cmdline())
@@ -86,7 +87,7 @@ def sizes() -> Sizes:
 
 
 def report(before: Sizes, after: Sizes, cells: int) -> bool:
-    """Print how each process has grown; return whether one has grown too much."""
+    """Print how each process has grown; return whether one grew too much, started or ended."""
     too_much = False
     for pid in sorted(before.keys() | after.keys()):
         if pid not in before or pid not in after:

@@ -1,12 +1,12 @@
-"""The same steps with ranks that stay: a session, nbdistributed and ipyparallel side by side.
+"""Time the same steps on ranks that stay: a session, nbdistributed and ipyparallel.
 
     python benchmarks/session_steps.py
 
-Each tool gets a kernel of its own and the same program on two ranks: build a model, train two
-epochs in two cells, look at a gradient, change the learning rate, fail on rank 1 in the middle of a
-collective, go on, be interrupted while one rank waits, go on again. The table says how long each
-cell took and whether it failed. After a cell that does not end within 180 s, the tool's other steps
-are left out. A tool that is not installed (`pip install '.[bench]'`) is left out.
+Each tool runs the same program on two ranks, in a kernel of its own. The steps build a model, train
+two epochs in two cells, print a gradient and change the learning rate. Then rank 1 fails before a
+collective that rank 0 has entered. Later, a cell in which one rank waits is interrupted. The table
+shows how long each cell took and whether it failed. If a cell does not end within 180 s, the tool's
+other steps are left out. Tools that are not installed (`pip install '.[bench]'`) are left out.
 """
 
 import sys
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def steps_of(tool: Callable[[], AbstractContextManager[tuple[Notebook, Cell]]]) -> dict[str, str]:
-    """Run the steps with one tool; return how long each took and how it ended."""
+    """Run the steps with one tool; return the duration and the outcome of each, as text."""
     found: dict[str, str] = {}
     try:
         with tool() as (kernel, cell):
@@ -118,7 +118,7 @@ def steps_of(tool: Callable[[], AbstractContextManager[tuple[Notebook, Cell]]]) 
 
 
 def timed(kernel: Notebook, cell: str, is_interrupted: bool) -> str:
-    """Run a cell; return the seconds that it took, and whether it failed."""
+    """Run a cell; return its duration and how it ended, as text."""
     began, timer = time.monotonic(), threading.Timer(INTERRUPT_AFTER_S, kernel.interrupt)
     if is_interrupted:
         timer.start()

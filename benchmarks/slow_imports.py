@@ -1,12 +1,12 @@
-"""Everything that needs an import, with imports that take minutes.
+"""Check everything that needs an import, with imports that take minutes.
 
     python -m benchmarks.slow_imports [--torch 60] [--dynamo 90] [--wait 1200]
 
-In a real kernel with the default settings: ten cells in a row, a registered loader with a fetcher,
-a farm of five jobs, and a federation of two hosts. Each process that imports torch, or
-torch._dynamo, sleeps before it for so many seconds (`sitecustomize`), as on a network disk that
-answers late. Printed are what each step took and what it said that it waited for. Exit code 1 if a
-step fails, or does not name an import that it waits for.
+A real kernel with the default settings runs ten cells, a registered loader with a fetcher, a farm
+of five jobs, and a federation of two hosts. As on a slow network disk, each process sleeps before
+it imports torch or torch._dynamo (`sitecustomize`). The script prints how long each step took, and
+which messages about imports it showed. The exit code is 1 if a step fails, or if the first cell
+shows no such message.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _IMPORTS = re.compile(r"[^\n]*imports torch[^\n]*")
 
 
 def main() -> int:
-    """Play all steps; returns the exit code."""
+    """Run all steps, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", type=float, default=60.0, help="seconds before `import torch`")
     parser.add_argument("--dynamo", type=float, default=90.0, help="before torch._dynamo")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def slow_folder(folder: Path, delays: Mapping[str, float]) -> Path:
-    """Make a folder for PYTHONPATH that delays imports; returns it."""
+    """Create a folder for PYTHONPATH that delays imports; `delays` has the seconds by module."""
     made = folder / "slow"
     made.mkdir()
     (made / "sitecustomize.py").write_text(SLOW.format(delays=dict(delays)))
@@ -75,7 +75,13 @@ def slow_folder(folder: Path, delays: Mapping[str, float]) -> Path:
 
 
 def play(frontend: Frontend, wait_s: float, must_name: bool) -> int:
-    """Run the steps one after the other; returns 1 if one is not as it should be."""
+    """Run the steps in order, and return the exit code.
+
+    Args:
+        frontend: The kernel.
+        wait_s: Maximum seconds of a step.
+        must_name: Whether the first cell must show that it waits for an import.
+    """
     is_good, named = True, set[str]()
     for what, cell, mark in STEPS:
         began = time.monotonic()

@@ -1,10 +1,11 @@
-"""A million small batches: memory, threads and descriptors stay what they were.
+"""Check that memory, threads and descriptors do not grow over a million small batches.
 
     python benchmarks/soak.py [--batches 1000000] [--tcp | --tls] [--rest 5]
 
-Counts the rank, its fetcher, the fetcher's worker and that one's parent, at twenty moments, and
-prints the slope of each figure over the last three quarters of the way, per million batches; the
-rank rests at each, if it is told to. Ends with exit code 1 when one of them grows.
+The script measures the rank, its fetcher, the fetcher's worker and the worker's parent together, at
+twenty moments. It prints the slope of each figure over the last three quarters of the batches, per
+million batches. With `--rest`, the rank sleeps for so many seconds at each moment. The exit code is
+1 if a figure grows.
 """
 
 import argparse
@@ -25,14 +26,17 @@ from taas_magic.data.service import new_certificate
 
 MOMENTS = 20
 EPOCH = 50_000
-# How far a worker is ahead changes all the time: it must not look like growth.
+# Small, because the number of batches in the buffer varies, which must not look like growth.
 BUFFER_BYTES = 4 << 20
 MOST_MIB = 10.0
+"""Maximum slope of the memory, in MiB per million batches."""
+
 MOST_HANDLES = 0.5
+"""Maximum slope of the threads, and of the descriptors, per million batches."""
 
 
 class Small(Dataset[torch.Tensor]):
-    """Batches of 64 bytes, each of its own."""
+    """Dataset of batches of 64 bytes; each batch contains its index."""
 
     def __len__(self) -> int:
         return EPOCH
@@ -42,14 +46,14 @@ class Small(Dataset[torch.Tensor]):
 
 
 def memory_kib(pid: int) -> int:
-    """Return a process's memory that no file backs; a shared page counts by its part."""
+    """Return a process's memory without file-backed pages; shared pages count proportionally."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     sizes = {name: int(rest[0]) for name, *rest in map(str.split, lines[1:])}
     return sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]
 
 
 def counts() -> dict[str, float]:
-    """Return what this process and all below it hold together."""
+    """Return the total memory, threads and descriptors of this process and its descendants."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return {
         "MiB": sum(memory_kib(process.pid) for process in processes) / 2**10,
@@ -59,7 +63,13 @@ def counts() -> dict[str, float]:
 
 
 def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict[str, float]]]:
-    """Take so many batches; yield the counts on the way."""
+    """Receive `batches` batches; at each moment, yield their number so far and the counts.
+
+    Args:
+        batches: Number of batches.
+        rest_s: Seconds to sleep after each yield.
+        way: Arguments of `service`.
+    """
     every = batches // MOMENTS
     loader = DataLoader(Small(), batch_size=None)
     with service(loader, buffer_bytes=BUFFER_BYTES, **way) as running:  # type: ignore[arg-type]
@@ -80,8 +90,8 @@ def main() -> None:
     ways.add_argument("--tls", action="store_true", help="by TCP under TLS")
     parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS")
     asked = parser.parse_args()
-    # As the process that ranks and fetchers are forked from does: else the first full collection,
-    # some 600,000 batches on, copies what all of them have imported.
+    # The forkserver of ranks and fetchers does this too. Without it, the first full collection,
+    # after some 600,000 batches, copies the memory of all imported modules in each fork.
     gc.collect()
     gc.freeze()
     started, moments = time.perf_counter(), []

@@ -1,4 +1,4 @@
-"""Runs quickstart.ipynb without a browser, in the TaaS kernel: `make demo`."""
+"""Run quickstart.ipynb in the TaaS kernel, without a browser (`make demo`)."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ ACCURACY = re.compile(r"accuracy\D*\d[\d.]*%?", re.IGNORECASE)
 
 
 class Demo(NotebookClient):
-    """Executes a notebook and prints what its cells print, as it comes."""
+    """Notebook client that prints the output of the cells as it arrives."""
 
     def process_message(self, msg, cell, cell_index):
         if msg["msg_type"] == "stream":
@@ -31,7 +31,7 @@ class Demo(NotebookClient):
 
 
 def texts(notebook):
-    """All that the cells show as text."""
+    """Yield the text of each output of the cells."""
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             yield output.get("text") or output.get("data", {}).get("text/plain") or ""
