@@ -1,4 +1,4 @@
-"""Handwritten digits, in cells as the guide of DataSphere's TaaS has them."""
+"""Training on handwritten digits, in the same cells as the guide of DataSphere's TaaS."""
 
 # %%
 # %pip install taas

@@ -1,4 +1,4 @@
-"""A Python with torch and what torch requires, and nothing else: no pip, nothing of ours."""
+"""A Python environment with only torch and its dependencies: without pip and this project."""
 
 import importlib.metadata
 import subprocess
@@ -12,26 +12,26 @@ from packaging.utils import canonicalize_name
 
 
 def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bool = False) -> Path:
-    """Make an environment whose packages are links to those of the tests' own.
+    """Create an environment whose packages are links to the tests' own packages.
 
     Args:
-        folder: Where it is made.
-        packages: What it has; all that these require comes along.
-        pip: Whether it has a pip.
+        folder: Folder for the environment.
+        packages: Packages to include, with all their dependencies.
+        pip: Whether to include pip.
 
     Returns:
-        Its interpreter.
+        The path of the environment's interpreter.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     names = [*_with_required(packages), *(["pip"] if pip else [])]
-    for entry in set().union(*map(_entries, names)):  # some packages lie in one folder
+    for entry in set().union(*map(_entries, names)):  # some packages share a folder
         (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"
 
 
 def _with_required(packages: Iterable[str]) -> set[str]:
-    """Return packages and all that they require in turn."""
+    """Return packages and all their direct and indirect dependencies."""
     found, waiting = set[str](), [*packages]
     while waiting:
         if (name := canonicalize_name(waiting.pop())) not in found:
@@ -43,7 +43,7 @@ def _with_required(packages: Iterable[str]) -> set[str]:
 
 
 def _entries(name: str) -> set[Path]:
-    """Return the files and folders of a package that lie directly in site-packages."""
+    """Return a package's top-level files and folders in site-packages."""
     known = importlib.metadata.distribution(name)
     tops = {
         path.parts[0] for path in known.files or () if path.parts[0] not in ("..", "__pycache__")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that some tests need, where it may: as root, by apt-get. In one line
-# it names those that are still missing; the tests that need them are skipped and say why.
+# Installs the Debian packages that some tests need, if it runs as root and apt-get exists. Prints one
+# line with the packages that are still missing. Tests that need a missing package are skipped.
 set -euo pipefail
 
-# One command of each package tells whether it is installed.
+# A package is installed if this command of the package exists.
 declare -A package=([chromium]=chromium [sshd]=openssh-server [ssh]=openssh-client [ip]=iproute2
     [iptables]=iptables [slurmctld]=slurm-wlm [munged]=munge)
 
@@ -24,7 +24,7 @@ elif [ "$(id -u)" = 0 ]; then
     log=$(mktemp)
     trap 'rm -f "$log"' EXIT
     apt-get update >"$log" 2>&1 || true
-    for name in $lacking; do # each alone, so that one that cannot be had does not keep the others out
+    for name in $lacking; do # one by one, so that a package that fails does not stop the others
         DEBIAN_FRONTEND=noninteractive \
             apt-get install -y --no-install-recommends "$name" >>"$log" 2>&1 || true
     done

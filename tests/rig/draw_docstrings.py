@@ -1,4 +1,4 @@
-"""Print docstrings drawn at random, for a reader who checks that each is understood at once."""
+"""Print random docstrings of the package, for a reader who checks that they are clear."""
 
 import argparse
 import ast

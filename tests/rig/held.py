@@ -1,4 +1,7 @@
-"""A process that is held as a rank is: forked with torch in memory, then told what to do."""
+"""A process with a rank's write protection of the project store, which runs functions for tests.
+
+Like a rank, it is a fork of a process that has imported torch.
+"""
 
 import ctypes
 import hashlib
@@ -21,7 +24,7 @@ from tests.rig.main_module import CONTEXT, plain_main
 
 
 def start(target: Any, *args: Any) -> Any:
-    """Start a process that begins as a rank does; it does not import what runs the tests."""
+    """Start a process from the forkserver, as a rank is started, without pytest's main module."""
     process = CONTEXT.Process(target=target, args=args)
     with plain_main():
         process.start()
@@ -30,12 +33,14 @@ def start(target: Any, *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a rank is held.
+    """Settings of a held process.
 
     Attributes:
-        writes: `none` leaves Python's calls as they are.
-        home: The rank's home folder; by default there is none.
-        user: The (uid, gid) that it becomes; None is who runs the tests.
+        means: Protection of the store by the operating system.
+        writes: `discard` or `refuse`, as for a rank; with `none`, Python's functions stay
+            unchanged, and only the operating system protects the store.
+        home: Home folder; it does not exist by default.
+        user: (uid, gid) to switch to; None for the user who runs the tests.
     """
 
     store: str
@@ -49,7 +54,7 @@ class Setting:
 
 
 class Held:
-    """Runs functions in a held process; what they raise is raised here, as `Raised`."""
+    """Proxy of a held process: `call` runs a function there and raises its errors as `Raised`."""
 
     def __init__(self, setting: Setting) -> None:
         self._connection, theirs = CONTEXT.Pipe()
@@ -73,7 +78,7 @@ class Held:
 
 
 class Raised(Exception):
-    """What a function raised in the held process: its type, its text, its traceback."""
+    """Error of a function in the held process, with its type's name, text and traceback."""
 
     def __init__(self, etype: str, text: str, trace: str) -> None:
         super().__init__(f"{etype}: {text}\n{trace}")
@@ -81,10 +86,10 @@ class Raised(Exception):
 
 
 KEPT_OUT: list[str] = []
-"""In the held process: what its view noted."""
+"""In the held process: paths that `apply_rule` reported to `note`."""
 
 INHERITED: dict[str, int] = {}
-"""In the held process: descriptors that were open before the guard."""
+"""In the held process: file descriptors that were opened before the protection."""
 
 
 def kept_out() -> list[str]:
@@ -131,7 +136,10 @@ def _enter(setting: Setting) -> StoreProtection:
 
 
 def become(user: int, group: int) -> None:
-    """Give up root; the process stays its own to look at, as one that was started so would be."""
+    """Switch from root to another user.
+
+    Stay dumpable, so that the process can read its own /proc files like any process of this user.
+    """
     os.setgroups([])
     os.setgid(group)
     os.setuid(user)
@@ -149,7 +157,7 @@ def held(setting: Setting) -> Iterator[Held]:
 
 @contextmanager
 def new_store(user: tuple[int, int] | None) -> Iterator[Path]:
-    """Make a folder with `store`, `outside`, which belong to `user`."""
+    """Create a folder with the folders `store` and `outside`, owned by `user`."""
     base = Path(tempfile.mkdtemp(prefix="taas-test-"))
     base.chmod(0o755)
     store = base / "store"
@@ -170,7 +178,7 @@ def new_store(user: tuple[int, int] | None) -> Iterator[Path]:
 
 
 def hash_of(store: Path) -> str:
-    """Over every name, kind, mode, time of change, number of links, and content."""
+    """Return a hash of all paths, modes, modification times, link counts and contents."""
     digest = hashlib.sha256()
     for path in sorted([store, *store.rglob("*")]):
         status = path.lstat()

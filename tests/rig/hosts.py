@@ -1,4 +1,7 @@
-"""Several hosts on one machine: each with its own network, files, processes and sshd (hosts.sh)."""
+"""Simulated hosts on one machine, each with its own network, files, processes and sshd.
+
+hosts.sh makes them.
+"""
 
 import os
 import shutil
@@ -20,7 +23,7 @@ NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "/us
 
 
 def missing() -> str:
-    """Why no hosts can be made here; "" when they can."""
+    """Return why this machine cannot simulate hosts; "" if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "making hosts needs Linux and root"
     lacking = [name for name in NEEDS if shutil.which(name) is None]
@@ -32,14 +35,14 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are up, numbered from 1.
+    """Running hosts, numbered from 1.
 
     Attributes:
-        prefix: Their names begin with it.
-        subnet: Their addresses begin with it; the caller's own is `.254`.
-        state: Folder with their keys: `ssh_config`, `known_hosts`, `id_ed25519`.
-        count: How many.
-        environ: What the script is told.
+        prefix: Start of the hosts' names.
+        subnet: First three parts of the hosts' addresses; this machine has the address `.254`.
+        state: Folder with `ssh_config`, `known_hosts` and `id_ed25519`.
+        count: Number of hosts.
+        environ: Environment variables for hosts.sh.
     """
 
     prefix: str
@@ -54,12 +57,12 @@ class Hosts:
 
     @property
     def ssh_config(self) -> Path:
-        """For `ssh -F`, and for what a pool is told to read instead of ~/.ssh/config."""
+        """The file for `ssh -F`, and for a pool's option `ssh_config`."""
         return self.state / "ssh_config"
 
     @property
     def caller(self) -> str:
-        """The address of this machine, as the hosts see it."""
+        """The address of this machine in the hosts' network."""
         return f"{self.subnet}.254"
 
     def name(self, number: int) -> str:
@@ -69,33 +72,33 @@ class Hosts:
         return f"{self.subnet}.{number}"
 
     def exec(self, number: int, *command: str) -> str:
-        """Run a command in a host; return its output.
+        """Run a command in a host, without ssh; return its output.
 
         Raises:
-            RuntimeError: It failed; with what it printed.
+            RuntimeError: The command failed. The message has the command's output.
         """
         return self._script("exec", number, *command)
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """All processes of a host but sshd's listener and the one that keeps the host."""
+        """Return the processes of a host, without its pid 1 and sshd's listener."""
         pid = int((self.state / str(number) / "pid").read_text())
         controller = psutil.Process(pid)
         kept = {pid} | {child.pid for child in controller.children() if _is_listener(child)}
         return [p for p in controller.children(recursive=True) if p.pid not in kept and _is_real(p)]
 
     def kill_processes(self, number: int, name: str = "") -> None:
-        """Kill all processes of a host whose name begins so; some go with others of them."""
+        """Kill all processes of a host whose names start with `name`."""
         for process in self.processes(number):
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith(name):
                     process.kill()
 
     def left(self, number: int, besides: str = "-") -> list[psutil.Process]:
-        """Return what is still there after a while, of what is there now.
+        """Wait until a host's current processes have ended; return those that have not in time.
 
         Args:
-            number: The host.
-            besides: What is not waited for: processes whose names begin so.
+            number: Number of the host.
+            besides: Start of the names of processes to ignore.
         """
         found = [p for p in self.processes(number) if not name_of(p).startswith(besides)]
         _, alive = psutil.wait_procs(found, timeout=GONE_WITHIN_S)
@@ -114,22 +117,22 @@ class Hosts:
         self._script("unhole", number)
 
     def limit(self, number: int, rate: str) -> None:
-        """Bandwidth both ways, such as "1mbit"; "none" lifts it."""
+        """Limit a host's bandwidth in both directions, such as "1mbit"; "none" ends the limit."""
         self._script("limit", number, rate)
 
     def lose(self, number: int, percent: str) -> None:
-        """How much of what arrives is lost; "none" heals it."""
+        """Drop this percentage of the packets to a host; "none" ends the loss."""
         self._script("lose", number, percent)
 
     def deafen(self, number: int) -> None:
-        """Nothing arrives at the host any more; what it sends does."""
+        """Drop all packets to a host; packets from the host still arrive."""
         self._script("deaf", number)
 
     def undeafen(self, number: int) -> None:
         self._script("deaf", number, "none")
 
     def kill(self, number: int) -> None:
-        """Power off."""
+        """End all processes of a host at once, as a power failure would."""
         self._script("kill", number)
 
     def _script(self, command: str, *words: object) -> str:
@@ -154,13 +157,14 @@ def hosts_up(
     share: Sequence[Path] = (),
     debian: bool = False,
 ) -> Iterator[Hosts]:
-    """Hosts for the time of the block; skips the test where they cannot be made.
+    """Run hosts until the block ends; skip the test if this machine cannot simulate hosts.
 
     Args:
-        count: How many.
-        keep: Folders that they see read-only, besides this Python, its packages and the project.
-        share: Folders that they share with this machine, writable.
-        debian: Whether a host's own name is 127.0.1.1 to it, as Debian has it.
+        count: Number of hosts.
+        keep: Further folders of this machine that hosts see read-only. They always see this
+            Python, its packages and the project.
+        share: Folders of this machine that hosts can write.
+        debian: Whether a host resolves its own name to 127.0.1.1, as on Debian.
     """
     if why := missing():
         pytest.skip(why)
@@ -189,9 +193,9 @@ def _state_folder(number: int) -> Path:
 
 
 def _reserve_number() -> int:
-    """Return a number whose subnet, names and state folder nothing on this machine uses.
+    """Return a number whose subnet, names and state folder are unused on this machine.
 
-    Making the folder reserves it: of two test processes only one can.
+    The creation of the state folder reserves the number: only one of two test processes succeeds.
     """
     used = {
         address.address.rsplit(".", 1)[0]
@@ -209,7 +213,7 @@ def _reserve_number() -> int:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Return a process's name; "" when it is gone."""
+    """Return a process's name; "" if the process has ended."""
     with suppress(psutil.Error):
         return str(process.name())
     return ""

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Throwaway hosts with a real sshd each, on one Linux machine; needs root. Used by hosts.py.
+# Simulates hosts, each with a real sshd, on one Linux machine; needs root. hosts.py uses it.
 #
-#   hosts.sh up N            makes hosts 1..N
-#   hosts.sh down            ends them and removes every trace
+#   hosts.sh up N            starts hosts 1..N
+#   hosts.sh down            ends all hosts and removes their files and network
 #   hosts.sh exec I CMD...   runs a command in host I, without ssh
-#   hosts.sh cut I | heal I          the cable is pulled, and put back
-#   hosts.sh hole I | unhole I       the link stays up, packets vanish
-#   hosts.sh limit I RATE | none     bandwidth both ways, such as 1mbit
-#   hosts.sh lose I PERCENT | none   packet loss on what arrives
-#   hosts.sh deaf I | none           nothing arrives any more, what it sends does
-#   hosts.sh kill I          power off
+#   hosts.sh cut I | heal I          pulls the network cable, and plugs it in again
+#   hosts.sh hole I | unhole I       drops all packets while the link stays up
+#   hosts.sh limit I RATE | none     limits the bandwidth in both directions, such as 1mbit
+#   hosts.sh lose I PERCENT | none   drops a part of the packets to the host
+#   hosts.sh deaf I | none           drops all packets to the host, none from the host
+#   hosts.sh kill I          powers the host off
 #
-# Each host has a network, file system view, process list, host name and ipc of its own. Its address is
-# $SUBNET.I on eth0, that of the caller $SUBNET.254. Over the folders of HIDE it has empty ones, into
-# which those of KEEP are bound read-only and those of SHARE writable.
+# Each host has its own network, mounts, process list, host name and IPC. Its address is $SUBNET.I on
+# eth0; the caller's address is $SUBNET.254. A host sees empty folders in place of the folders of HIDE.
+# In these, it sees the folders of KEEP read-only and the folders of SHARE writable.
 set -euo pipefail
 
 PREFIX=${TAAS_HOSTS_PREFIX:?}
@@ -39,7 +39,7 @@ bind() { # from, to, options
     [[ -z $3 ]] || mount -o "remount,bind,$3" "$2"
 }
 
-# Pid 1 of a host: a file system view of its own, then sshd for ever.
+# Pid 1 of a host: sets up the host's mounts, starts sshd, and stays until it is killed.
 host_init() {
     local i=$1 stage p q last=
     hostname "$PREFIX$i"
@@ -55,7 +55,7 @@ host_init() {
     chmod 600 "$stage/run/rig/host_key"
     [[ -d $stage/root ]] && chmod go+x "$stage/root"
     mount --bind "$stage/run/rig/hosts" /etc/hosts
-    for p in $HIDE; do # the folder that holds STATE, and so the stage, last
+    for p in $HIDE; do # last the folder with STATE, because the stage is in it
         [[ -d $stage$p ]] || continue
         if [[ $STATE/ == "$p"/* ]]; then last=$p; else mount --rbind "$stage$p" "$p"; fi
     done
@@ -90,7 +90,7 @@ MaxSessions 100
 Subsystem sftp internal-sftp
 CFG
     cp "$STATE/hosts" "$dir/hosts"
-    # Debian's habit, which makes gloo listen where no other host can reach it
+    # As on Debian. gloo then listens on an address that other hosts cannot reach.
     [[ ${TAAS_HOSTS_DEBIAN:-0} == 1 ]] && sed -i "s/^$SUBNET\.$i $name\$/127.0.1.1 $name/" "$dir/hosts"
     setsid ip netns exec "$name" \
         unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc --propagation private \
@@ -109,7 +109,7 @@ CFG
 
 down_one() {
     local i=$1 name=$PREFIX$1 p
-    kill -9 "$(pid1 "$i")" 2>/dev/null || true # there may be none
+    kill -9 "$(pid1 "$i")" 2>/dev/null || true # it may have ended
     for p in $(ip netns pids "$name" 2>/dev/null || true); do kill -9 "$p" 2>/dev/null || true; done
     for p in $(seq 100); do [[ -z $(ip netns pids "$name" 2>/dev/null) ]] && break; sleep 0.05; done
     ip link del "${PREFIX}v$i" 2>/dev/null || true
@@ -117,7 +117,7 @@ down_one() {
     rm -rf "${STATE:?}/$i"
 }
 
-# STATE exists: to make it is what reserves PREFIX and SUBNET.
+# The caller has created STATE, which reserves PREFIX and SUBNET.
 up() {
     local count=$1 i key
     mkdir -p /run/sshd
@@ -154,7 +154,7 @@ limit() {
     ip netns exec "$PREFIX$i" tc qdisc replace dev eth0 root tbf rate "$rate" burst 256kb latency 50ms
 }
 
-drop() { # host, rule that matches what is dropped; none removes it
+drop() { # host, iptables match for the packets to drop; none ends it
     local i=$1; shift
     ip netns exec "$PREFIX$i" iptables -w -F INPUT
     [[ $1 == none ]] || ip netns exec "$PREFIX$i" iptables -w -A INPUT "$@" -j DROP
@@ -168,10 +168,10 @@ case $cmd in
     exec) inside "$@" ;;
     cut) ip link set "${PREFIX}v$1" down ;;
     heal) ip link set "${PREFIX}v$1" up ;;
-    # Without a fixed neighbour the kernel says after three seconds that there is no route.
+    # Without a fixed neighbour entry, the kernel reports "no route to host" after three seconds.
     hole) ip link set "${PREFIX}v$1" nomaster
         ip neigh replace "$SUBNET.$1" lladdr 02:00:00:00:00:01 dev "$BRIDGE" nud permanent ;;
-    unhole) ip neigh del "$SUBNET.$1" dev "$BRIDGE" || true # the system may have dropped it
+    unhole) ip neigh del "$SUBNET.$1" dev "$BRIDGE" || true # the kernel may have removed it
         ip link set "${PREFIX}v$1" master "$BRIDGE" ;;
     limit) limit "$@" ;;
     lose) if [[ $2 == none ]]; then drop "$1" none; else

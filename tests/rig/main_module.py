@@ -1,4 +1,4 @@
-"""Processes that are to begin as if nobody ran tests: their main module, and who forks them."""
+"""A forkserver for the tests' processes, which start without pytest's main module."""
 
 import multiprocessing
 import sys
@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
-# One list for all, since a process has one forkserver: of two lists the later would hold alone.
+# One list for all tests: a process has one forkserver, and a second call would replace the list.
 CONTEXT.set_forkserver_preload(
     [
         *("torch", "numpy", "sqlite3", "taas_magic.store.guard"),
@@ -20,9 +20,10 @@ CONTEXT.set_forkserver_preload(
 
 @contextmanager
 def plain_main() -> Iterator[None]:
-    """Have an empty main module for the time of the block: what spawns a process looks at it.
+    """Replace `__main__` by an empty module until the block ends.
 
-    Nothing else in sys.modules is touched, since other threads import meanwhile.
+    multiprocessing imports the parent's main module in a new process; here that would be pytest.
+    The rest of sys.modules stays, because other threads may import modules meanwhile.
     """
     own, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
@@ -32,5 +33,5 @@ def plain_main() -> Iterator[None]:
 
 
 def end_forkserver() -> None:
-    """End this process's forkserver; whatever is started next starts it again."""
+    """Stop this process's forkserver; the next start of a process starts it again."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the stub has no private names

@@ -1,11 +1,11 @@
 """Stand-ins for `qsub`, `qstat` and `qdel`: Debian has no package of a PBS.
 
-They queue and run the real job script that dask-jobqueue writes, in the way of OpenPBS: job ids
-such as `3.rig`, output in `<id>.OU` and `<id>.ER`, `qstat -f` with `comment` and `Exit_status`,
-finished jobs shown by `-x` alone, SIGTERM and then SIGKILL from `qdel`, and its exit codes. What
-they cannot show is how a site's own PBS is set up.
+They queue and run the real job script that dask-jobqueue writes, and behave like OpenPBS: job ids
+such as `3.rig`; output in `<id>.OU` and `<id>.ER`; `qstat -f` with `comment` and `Exit_status`;
+finished jobs only with `-x`; `qdel` sends SIGTERM and later SIGKILL; OpenPBS's exit codes. They
+cannot show effects of a site's own configuration.
 
-Run as a program, this file is one of the three commands, or the process that watches over a job.
+As a program, this file is one of the three commands, or the process that runs a job (`watch`).
 """
 
 import contextlib
@@ -37,21 +37,21 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pbs:
-    """A queue that is up: its `bin` goes to the front of PATH.
+    """A running queue.
 
     Attributes:
-        folder: Its state and its commands.
+        folder: Folder with the queue's state, and with the commands in `bin`.
     """
 
     folder: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """What its commands need."""
+        """Environment variables for the commands; PATH has the queue's `bin` first."""
         return {FOLDER: str(self.folder), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def jobs(self) -> dict[str, str]:
-        """Letter of state by id."""
+        """Return the state letter of each job, by job id."""
         with _state(self.folder) as state:
             return {job_id: job["state"] for job_id, job in state["jobs"].items()}
 
@@ -70,13 +70,13 @@ class Pbs:
 def pbs_up(
     slots: int, commands: list[list[str]] | None = None, parent: Path | None = None
 ) -> Iterator[Pbs]:
-    """Run a queue for the time of the block.
+    """Run a queue until the block ends; then delete its jobs.
 
     Args:
-        slots: Jobs that may run at a time.
-        commands: What the script of the job in each slot is run with, such as one that enters a
-            host of the rig; None runs all on this machine.
-        parent: Where its folder is made, which hosts must see.
+        slots: Number of jobs that can run at the same time.
+        commands: Command prefix for the job script in each slot, such as one that enters a host
+            of hosts.py; None runs all jobs on this machine.
+        parent: Folder in which to create the queue's folder; hosts must see it.
     """
     folder = Path(tempfile.mkdtemp(prefix="taas-pbs-", dir=parent))
     (folder / "bin").mkdir()
@@ -99,7 +99,7 @@ def pbs_up(
 
 @contextlib.contextmanager
 def _state(folder: Path) -> Iterator[State]:
-    """Yield the queue's state, for one process at a time; what is changed is kept."""
+    """Lock the queue's state and yield it; save it after the block."""
     path = folder / "state.json"
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -116,7 +116,7 @@ def _submit(folder: Path, script: Path) -> int:
     with _state(folder) as state:
         job_id = f"{state['next']}.{SERVER}"
         state["next"] += 1
-        (folder / f"{job_id}.SC").write_text(text)  # qsub keeps a copy: the caller removes its own
+        (folder / f"{job_id}.SC").write_text(text)  # a copy: the caller removes the script
         state["jobs"][job_id] = {
             "name": directives.get("N", script.name),
             "output": directives.get("o", os.getcwd()),
@@ -131,7 +131,7 @@ def _submit(folder: Path, script: Path) -> int:
 
 
 def _schedule(folder: Path) -> None:
-    """Start what there is room for, in order of submission."""
+    """Start waiting jobs in free slots, in order of submission."""
     with _state(folder) as state:
         jobs = state["jobs"]
         used = {job["slot"] for job in jobs.values() if job["state"] == "R"}
@@ -144,7 +144,7 @@ def _schedule(folder: Path) -> None:
                 continue
             job.update(state="R", slot=free.pop(0), comment="Job run")
             words = [sys.executable, __file__, "watch", job_id]
-            subprocess.Popen(  # nothing of qsub's: its caller waits for the end of its output
+            subprocess.Popen(  # not with qsub's stdout: its caller reads that to the end
                 words,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
@@ -189,7 +189,7 @@ def _delete(folder: Path, job_id: str) -> int:
             return _complain(f"qdel: Unknown Job Id {job_id}", 153)
         if job["state"] == "F":
             return _complain(f"qdel: Job has finished {job_id}", 35)
-        if "pid" not in job:  # it waits, or its watcher has not begun
+        if "pid" not in job:  # it waits, or `watch` has not started
             job.update(state="F", exit=ENDED_BY_SIGNAL + signal.SIGTERM, comment="Job deleted")
     if "pid" not in job:
         _schedule(folder)  # its slot is free
@@ -199,7 +199,7 @@ def _delete(folder: Path, job_id: str) -> int:
 
 
 def _end(pid: int) -> None:
-    """SIGTERM to all of a job's session, and SIGKILL after a while."""
+    """Send SIGTERM to a job's process group, and SIGKILL after `KILL_DELAY_S`."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
         deadline = time.monotonic() + KILL_DELAY_S

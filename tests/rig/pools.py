@@ -1,4 +1,4 @@
-"""Pools for tests: their settings, a notebook that has them, and giving them back."""
+"""Helpers for tests with pools: write their settings, use them in a notebook, and end them."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ from tests.rig.hosts import Hosts
 
 
 def settings_in(folder: Path, toml: str) -> Path:
-    """Make a folder one of configuration, with a taas.toml; return it."""
+    """Write taas.toml into a configuration folder; return the folder."""
     (folder / "taas").mkdir()
     (folder / "taas" / "taas.toml").write_text(toml)
     return folder
@@ -39,15 +39,15 @@ def ssh_pool(
     gpus: int = 1,
     more: str = "",
 ) -> str:
-    """Return a pool of hosts in taas.toml, with as many cores as ranks.
+    """Return a table of taas.toml for a pool of these hosts, with one core for each rank.
 
     Args:
-        name: Its name.
-        hosts: The hosts that are up.
-        numbers: Which of them; all, if there are none.
-        python: What the hosts run.
-        gpus: Ranks on each host; 0 for one that runs fetchers.
-        more: Further lines.
+        name: Name of the pool.
+        hosts: The running hosts.
+        numbers: Numbers of the hosts in the pool; empty for all hosts.
+        python: Python interpreter on the hosts.
+        gpus: Ranks on each host; 0 for a pool of fetchers.
+        more: Further lines of the table.
     """
     return f"""
 [pools.{name}]
@@ -62,14 +62,19 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 def enter(notebook: Notebook, settings: Path, patch: pytest.MonkeyPatch) -> None:
-    """Have this process be the notebook's kernel, with these settings."""
+    """Let this process use the notebook's state folder and project, and these settings."""
     patch.setenv("TAAS_STATE_DIR", str(notebook.state_dir))
     patch.setenv("XDG_CONFIG_HOME", str(settings))
     patch.chdir(notebook.project)
 
 
 def give_back(notebook: Notebook, settings: Path, *names: str) -> None:
-    """End pools that a notebook has by its settings."""
+    """End pools of a notebook.
+
+    Args:
+        settings: Configuration folder with the pools' taas.toml.
+        names: Names of the pools.
+    """
     with pytest.MonkeyPatch.context() as patch:
         enter(notebook, settings, patch)
         for name in names:
@@ -78,9 +83,10 @@ def give_back(notebook: Notebook, settings: Path, *names: str) -> None:
 
 @contextmanager
 def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None]:
-    """Pools go on for the time of the block; then they are given back, and leave no process.
+    """End pools after the block, and check that they leave no process.
 
-    Other pools of this process go on; their hosts may have been replaced meanwhile.
+    Other pools of this process continue. Their processes do not count, even if they are new
+    because a host was replaced during the block.
     """
     before = set(below(psutil.Process().pid))
     yield
@@ -92,7 +98,7 @@ def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None
 
 
 def _of_other_pools(names: Sequence[str]) -> set[psutil.Process]:
-    """Return the processes of the pools of this process that have none of these names."""
+    """Return the processes of this process's pools, except the pools with these names."""
     found = set()
     for name, pool in pools._pools.items():
         if name not in names and (connection := pool.connection) is not None:
@@ -103,7 +109,7 @@ def _of_other_pools(names: Sequence[str]) -> set[psutil.Process]:
 
 @dataclass(frozen=True)
 class PoolHere:
-    """A pool's scheduler and controller in this process, and its host."""
+    """A pool whose scheduler and controller run in this process, with one host."""
 
     scheduler: HeadScheduler
     controller: Controller
@@ -115,9 +121,11 @@ class PoolHere:
 def pool_here(
     folder: Path,
 ) -> Iterator[tuple[PoolHere, Callable[[Coroutine[Any, Any, None]], None]]]:
-    """Run a pool for the time of the block; yield it, and what carries out a coroutine on its loop.
+    """Run a pool in this process until the block ends; check that it leaves no process.
 
-    Between two coroutines the loop stands still. No process is left.
+    Yields:
+        The pool, and a function that runs a coroutine on the pool's event loop. The loop runs only
+        during such calls.
     """
     before = set(below(os.getpid()))
     loop, opening = asyncio.new_event_loop(), _opened(folder)

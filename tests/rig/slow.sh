@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run a command as on a slow machine: it and all its children get PERCENT of one core (100: one core).
+# Run a command as on a slow machine: it and its children share PERCENT % of one core (default 100).
 #
 #     tests/rig/slow.sh [PERCENT] COMMAND...
 #
-# Uses the first of these that works here: the CPU controller of cgroup v2 or v1 (root), systemd-run
-# (a user's own session), taskset (one whole core, whatever PERCENT says).
+# Uses the first of these that works: the CPU controller of cgroup v2 or v1 (root), systemd-run (in a
+# user's session), taskset (always one whole core, whatever PERCENT is).
 set -u
 percent=100
 case "${1:-}" in
@@ -14,7 +14,7 @@ esac
 [ $# -gt 0 ] || { echo "usage: $0 [PERCENT] COMMAND..." >&2; exit 2; }
 
 in_group() {
-  # $1: a new cgroup, which limits what is in it; the rest: the command
+  # $1: the folder of a cgroup with a CPU limit; the rest: the command
   local group=$1 code=0; shift
   bash -c 'echo $$ > "$0/cgroup.procs" && exec "$@"' "$group" "$@" || code=$?
   for _ in $(seq 50); do rmdir "$group" 2>/dev/null && break; sleep 0.1; done

@@ -1,4 +1,4 @@
-"""Cells that need everything which imports something, for hosts that import slowly."""
+"""Cells for tests of slow imports: they use ranks, fetchers, a farm and a federation."""
 
 POOLS = """
 [pools.sites]

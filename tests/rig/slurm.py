@@ -1,6 +1,6 @@
-"""A Slurm of our own, from Debian's packages: controller and nodes, without systemd or cgroups.
+"""A private Slurm from Debian's packages: controller and nodes, without systemd and cgroups.
 
-Its one node is this machine, or its nodes are hosts of the rig (hosts.py).
+Its only node is this machine, or its nodes are simulated hosts (hosts.py).
 """
 
 import os
@@ -64,11 +64,11 @@ PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm that is up.
+    """A running Slurm.
 
     Attributes:
-        folder: Its configuration and logs; nodes see it.
-        hosts: The hosts that are its nodes; None when this machine is the only one.
+        folder: Folder with its configuration and logs, which the nodes share.
+        hosts: The simulated hosts that are its nodes; None if this machine is the only node.
     """
 
     folder: Path
@@ -87,12 +87,12 @@ class Slurm:
         return done.stdout.strip()
 
     def jobs(self) -> dict[str, str]:
-        """State by id of the jobs that wait or run."""
+        """Return the states of waiting and running jobs, by job id."""
         lines = self.run("squeue", "--noheader", "--format=%i %T").splitlines()
         return dict(line.split() for line in lines)
 
     def cancel_all(self) -> None:
-        """End every job and wait until none is left."""
+        """Cancel all jobs, and wait until none is left."""
         if jobs := self.jobs():
             self.run("scancel", *jobs)
         self.wait_until_empty()
@@ -103,7 +103,7 @@ class Slurm:
 
 
 def missing() -> str:
-    """Why there can be no Slurm here; "" when there can."""
+    """Return why this machine cannot run Slurm; "" if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm of our own needs Linux and root"
     lacking = [name for name in NEEDS if shutil.which(name, path=PATH) is None]
@@ -112,11 +112,11 @@ def missing() -> str:
 
 @contextmanager
 def slurm_up(hosts: int = 0, share: tuple[Path, ...] = ()) -> Iterator[Slurm]:
-    """Slurm for the time of the block; skips the test where there can be none.
+    """Run Slurm until the block ends; skip the test if this machine cannot run Slurm.
 
     Args:
-        hosts: Hosts of the rig that are its nodes; 0 makes this machine its only node.
-        share: Folders that these hosts and this machine share, besides Slurm's own.
+        hosts: Number of simulated hosts to use as nodes; 0 uses only this machine.
+        share: Further folders that the hosts share with this machine, in addition to Slurm's own.
     """
     if why := missing():
         pytest.skip(why)
@@ -193,7 +193,7 @@ def _has_idle_node(slurm: Slurm) -> bool:
 
 
 def _spool_of(slurm: Slurm) -> Path:
-    """Return the nodes' folder for jobs; a Slurm beside this one has another."""
+    """Return the nodes' spool folder; its name is unique to this Slurm."""
     return Path("/var/tmp") / slurm.folder.name
 
 
@@ -209,7 +209,7 @@ def _end(pid: int, name: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free, and that the system gives to nobody who asks for any."""
+    """Return free ports outside the range from which the system assigns ports."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     for port in random.sample(range(lowest // 2, lowest), 100):

@@ -1,4 +1,4 @@
-"""A host's shell without a host: this machine's `sh`, with a home folder and environment apart."""
+"""A fake remote shell: this machine's `sh` with its own home folder and environment."""
 
 import os
 import subprocess
@@ -11,15 +11,15 @@ from taas_magic.setup.facts import Done
 
 @dataclass
 class SubShell:
-    """Runs commands as sshd would: in a shell, in the home folder, with little else set.
+    """Shell that runs commands like sshd: in the home folder, with a minimal environment.
 
     Attributes:
         home: The home folder.
-        host: The host's name.
-        environ: Variables that are set besides.
-        profile: What a login script prints before each command.
-        puts: Paths that files were put to.
-        sent_bytes: How much of each file arrives; None is all.
+        host: Name of the host, for messages.
+        environ: Environment variables in addition to PATH and HOME.
+        profile: Output of a login script before each command.
+        puts: Paths of the files that `put` has written.
+        sent_bytes: Number of bytes of each file that arrive; None for all.
     """
 
     home: Path

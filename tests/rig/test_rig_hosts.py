@@ -1,4 +1,4 @@
-"""The rig itself: hosts are apart, can be broken, and leave nothing."""
+"""Tests of the simulated hosts: they are isolated, can lose their network, and leave nothing."""
 
 import socket
 import subprocess

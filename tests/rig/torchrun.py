@@ -1,10 +1,10 @@
-"""What the programs of tests/programs give under torchrun, without this package.
+"""Results of the programs in tests/programs under torchrun, without this package.
 
-It is recorded in torchrun.json, with the versions of what the programs import; who finds something
-else, or no record of this text of a program, asks torchrun itself. So a release of a library that
-changes what a program gives is noticed, and one that changes nothing costs no run of torchrun.
+torchrun.json has the recorded results, and the versions of the libraries that the programs import.
+If a test's results differ from the record, or the record lacks this text of the program, the test
+runs torchrun. So a new release of a library costs a run of torchrun only if it changes results.
 
-    python -m tests.rig.torchrun    runs every program, and writes the record anew
+    python -m tests.rig.torchrun    runs all programs and writes torchrun.json again
 """
 
 import hashlib
@@ -38,13 +38,13 @@ _IMPORTED = (
 
 
 def results(text: str) -> list[str]:
-    """Return a text's RESULT lines, each once: ranks print in any order, and many print alike."""
+    """Return the different RESULT lines of a text, sorted, as ranks print in any order."""
     return sorted(set(re.findall(r"RESULT .*", _ANSI.sub("", text))))
 
 
 @cache
 def torchrun(script: Path, *arguments: str) -> list[str]:
-    """Return the RESULT lines of a script on two ranks, started by torchrun."""
+    """Run a script on two ranks by torchrun; return its RESULT lines."""
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder) / "logs"
         options = ("--standalone", "--nproc_per_node", "2", "--redirects", "1", "--log-dir", logs)
@@ -59,7 +59,7 @@ def torchrun(script: Path, *arguments: str) -> list[str]:
 
 
 def recorded(script: Path, *arguments: str) -> list[str] | None:
-    """Return the same by the record; None where it has none of this text of the script."""
+    """Return the recorded RESULT lines of a script; None if the record lacks this text of it."""
     found: list[str] | None = _record()["results"].get(_key(script, arguments))
     return found
 
@@ -83,7 +83,7 @@ def _record() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the record anew."""
+    """Run all programs by torchrun, and write the record again."""
     asked = [*((PROGRAMS / f"{name}.py", ()) for name in NAMES), (SCRIPT, ARGUMENTS)]
     given = {_key(script, words): torchrun(script, *words) for script, words in asked}
     versions = {"python": platform.python_version(), **{it: _version(it) for it in _IMPORTED}}

@@ -1,7 +1,7 @@
-"""A page of a headless chromium, driven over its DevTools protocol.
+"""A page in a headless chromium, driven by chromium's DevTools protocol.
 
-Needs no browser driver: chromium speaks the protocol on a websocket, and Jupyter's server already
-brings a client for websockets.
+No browser driver is needed: chromium serves the protocol on a websocket, and Jupyter's server
+already depends on a websocket client.
 """
 
 import base64
@@ -37,15 +37,15 @@ OPTIONS = (
 
 
 def find() -> str | None:
-    """Return the browser's path; None where there is none."""
+    """Return the browser's path; None if no browser is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One page.
+    """A page of the browser.
 
     Args:
-        url: Where its DevTools listen.
+        url: Websocket URL of the page's DevTools.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,7 +80,7 @@ class Page:
         return value
 
     def text(self) -> str:
-        """All that the page shows as text."""
+        """Return the text that the page shows."""
         found: str = self.evaluate("document.body ? document.body.innerText : ''")
         return found
 
@@ -88,7 +88,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def type(self, text: str) -> None:
-        """Type text where the cursor is."""
+        """Type text at the cursor."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
@@ -98,7 +98,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)
 
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
-        """Set the size of the window in CSS pixels, and how many pixels each has."""
+        """Set the size of the window in CSS pixels, and the number of device pixels for each."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -115,11 +115,11 @@ class Page:
 
 @contextmanager
 def open_page(executable: str, profile: Path) -> Iterator[Page]:
-    """Yield a page of a browser of its own, for as long as the context.
+    """Start a browser and yield its page; end the browser after the block.
 
     Args:
-        executable: The browser.
-        profile: A folder for its profile, new for each browser.
+        executable: Path of the browser.
+        profile: Folder to create for the browser's profile.
     """
     profile.mkdir(parents=True)
     command = [executable, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]

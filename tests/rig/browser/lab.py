@@ -1,4 +1,4 @@
-"""A JupyterLab, and a notebook in a page of it."""
+"""A JupyterLab server, and functions that open and run notebooks in a browser's page."""
 
 import json
 import os
@@ -27,23 +27,23 @@ SETTINGS = {
         "providerTimeout": 60_000
     },
 }
-"""Files of JupyterLab's configuration."""
+"""Contents of JupyterLab's configuration files, by path."""
 
 PANEL = "[...window.jupyterapp.shell.widgets('main')].find(it => it.isVisible)"
-"""JavaScript for the notebook that a page shows."""
+"""JavaScript expression for the notebook that a page shows."""
 
 CONNECTION = f"{PANEL}?.sessionContext?.session?.kernel?.connectionStatus"
-"""JavaScript for the state of the connection between the page and its notebook's kernel."""
+"""JavaScript expression for the state of the page's connection to its notebook's kernel."""
 
 
 @dataclass
 class Lab:
-    """A running server.
+    """A running JupyterLab server.
 
     Attributes:
-        url: Where it listens.
-        token: Opens it.
-        process: Its process.
+        url: URL of the server.
+        token: Token for requests to the server.
+        process: Process of the server.
     """
 
     url: str
@@ -51,7 +51,7 @@ class Lab:
     process: "subprocess.Popen[bytes]"
 
     def get(self, path: str) -> Any:
-        """Return what its API answers."""
+        """Return the JSON answer of the server's API for a path."""
         request = urllib.request.Request(
             f"{self.url}{path}", headers={"Authorization": f"token {self.token}"}
         )
@@ -65,14 +65,14 @@ class Lab:
             return False
 
     def is_ready(self, notebook: str) -> bool:
-        """Whether a notebook has an idle kernel that a page is connected to."""
+        """Return whether a notebook's kernel is idle and a page is connected to the kernel."""
         kernels = [s["kernel"] for s in self.get("/api/sessions") if s["path"] == notebook]
         return any(k["execution_state"] == "idle" and k["connections"] for k in kernels)
 
 
 @contextmanager
 def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
-    """Yield a JupyterLab with the checkout's kernel, for as long as the context.
+    """Start a JupyterLab with the checkout's kernel and yield it; end it after the block.
 
     Args:
         folder: Folder for all files of JupyterLab except notebooks.
@@ -108,29 +108,29 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
             try:
                 process.wait(timeout=WAIT_S / 3)
             except subprocess.TimeoutExpired:
-                # After its kernels have ended, the server may wait without end for an idle worker
-                # thread of anyio.
+                # After its kernels have ended, the server sometimes waits forever for an idle
+                # worker thread of anyio.
                 process.kill()
                 process.wait(timeout=WAIT_S)
 
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
-    """Show a notebook."""
+    """Show a notebook in a page; do not wait for its kernel."""
     page.go(f"{lab.url}/lab/tree/{name}?token={lab.token}")
     page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
 
 
 def open_notebook(page: Page, lab: Lab, name: str) -> None:
-    """Show a notebook, and wait until its kernel is there."""
+    """Show a notebook in a page, and wait until the page is connected to an idle kernel."""
     show_notebook(page, lab, name)
-    # The page itself says "idle" before it is connected.
+    # Ask the server: the page says "idle" before it is connected.
     eventually(lambda: lab.is_ready(name), "the notebook gets no kernel")
-    # After a reload the server may still count the connection of the page before.
+    # After a reload, the server may still count the previous page's connection.
     page.wait_for(f"{CONNECTION} === 'connected'")
 
 
 def command(page: Page, name: str, **values: str) -> None:
-    """Carry out a command of JupyterLab, as its menus do; do not wait for its end."""
+    """Execute a command of JupyterLab, as its menus do; do not wait for its end."""
     page.evaluate(
         f"void window.jupyterapp.commands.execute({json.dumps(name)}, {json.dumps(values)})"
     )
@@ -145,7 +145,10 @@ def run_cell(page: Page, number: int) -> None:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that the system gives to nobody meanwhile, but to who asks for this one."""
+    """Yield a port that the system does not assign to others during the block.
+
+    A program that asks for this very port can bind it.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

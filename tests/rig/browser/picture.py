@@ -1,8 +1,8 @@
-"""Takes the pictures of docs/: notebooks in JupyterLab, in a real browser.
+"""Script that takes the pictures in docs/: notebooks in JupyterLab in a real browser.
 
-Run from the checkout: `python -m tests.rig.browser.picture FOLDER [NAME ...]`. Each function below
-takes one picture, named after it. Without names, all are taken. The heads in the pictures show the
-run folders of the user who runs the script.
+Run it from the checkout: `python -m tests.rig.browser.picture FOLDER [NAME ...]`. Without names, it
+takes all pictures. A picture has the name of the function that takes it. The heads in the pictures
+show run folders of the user who runs the script.
 """
 
 import io
@@ -118,7 +118,7 @@ class Session:
         self.show()
 
     def show(self) -> None:
-        """Load the page of the notebook, also if it is loaded already."""
+        """Load the page of the notebook, or load it again."""
         open_notebook(self.page, self.lab, NAME)
         self.page.evaluate("window.jupyterapp.shell.collapseLeft()")
 
@@ -138,7 +138,7 @@ class Session:
         self.page.wait_for(f"/{pattern}/.test({output})")
 
     def picture(self, first: int, last: int) -> bytes:
-        """Return a PNG from the top of a cell to the bottom of another one."""
+        """Return a PNG from the top of cell `first` to the bottom of cell `last`."""
         self.page.evaluate(
             f"document.head.insertAdjacentHTML('beforeend', {json.dumps(STYLE)}),"
             f"document.activeElement.blur(), {CELLS}.at({first}).scrollIntoView()"
@@ -245,7 +245,7 @@ jobs = farm.map(train, range(12))
 
 
 def attach(session: Session) -> bytes:
-    """Show a detached run that is attached after the page was loaded again."""
+    """Show a detached run, attached again after a reload of the page."""
     cell = f"%%taas --gpus 2 --name digits --detach{TRAINING}"
     session.open(DIGITS, WARM_UP, cell, "%taas attach digits")
     session.run(0, 1, 2)
@@ -269,7 +269,7 @@ PICTURES: tuple[Callable[[Session], bytes], ...] = (
 """The pictures of docs/."""
 
 CHECKS: tuple[Callable[[Session], bytes], ...] = (narrow, dark)
-"""Pictures to look at, not in docs/."""
+"""Pictures for manual checks, which docs/ does not have."""
 
 
 def main(target: Path, names: list[str]) -> None:
