@@ -1,4 +1,4 @@
-"""What a rank sees of the store while its own writes are discarded; what rank 0's are noted as."""
+"""Tests of redirected writes: what ranks other than 0 read and write, and what is reported."""
 
 import os
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: Held) -> None:
 
 
 def test_what_every_rank_does_fails_on_none(base: Path, rank: Held) -> None:
-    """Rank 0 was faster: the folder is there, the files are gone."""
+    """If rank 0 was faster, the folder already exists and the files are already gone."""
     rank.call(os.mkdir, "folder")
     rank.call(os.remove, "gone.pt")
     rank.call(os.rename, "gone.pt", "renamed.pt")
@@ -57,7 +57,7 @@ def test_writing_elsewhere_is_not_led_anywhere(base: Path, rank: Held) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_libraries_that_open_files_themselves_are_led(base: Path, rank: Held) -> None:
-    """Python alone holds this rank: what were not led would be in the store."""
+    """This rank has only Python's protection, so a write that is not redirected would succeed."""
     pytest.importorskip("transformers")
     before = tree_of(base / "store")
     rank.call(sights.saves_with_libraries)

@@ -1,4 +1,4 @@
-"""The project store does not change, whatever a rank that is not 0 tries."""
+"""Tests that ranks other than 0 cannot change the project store, by whatever call."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ User = tuple[int, int] | None
 
 @pytest.fixture(scope="module")
 def ordinary_user() -> Iterator[tuple[int, int]]:
-    """Make a user for the tests, and remove it."""
+    """Create a system user and yield its uid and gid; remove it after the tests."""
     name = f"taas-test-{os.getpid()}"
     subprocess.run(["useradd", "--no-create-home", name], check=True)
     try:
@@ -68,7 +68,7 @@ def hold(base: Path, user: User, means: StoreProtection, **more: Any) -> Iterato
 
 
 def refused_of(rank: Held, tried: list[Callable[[], None]], store: Path) -> list[str]:
-    """Return the names of the attempts that failed; none may have changed the store."""
+    """Run attempts to write, check that none changes the store, and return the refused ones."""
     before, refused = hash_of(store), []
     for attempt in tried:
         try:
@@ -102,7 +102,7 @@ def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
 @pytest.mark.fault(42)
 @pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> None:
-    """What Python does not catch, the system does: the two do not lean on each other."""
+    """The system's protection is complete without the redirection of Python's functions."""
     exempt = [attempts.chmod, attempts.utime] if which == "landlock" else []
     tried = [it for it in [*attempts.PYTHON, *attempts.SYSTEM] if it not in exempt]
     with hold(base, user, means_of(user, which), writes="none") as rank:
@@ -178,7 +178,7 @@ def test_the_guard_leaves_no_mount_and_keeps_the_tie_to_the_parent(base: Path, u
 
 
 def mounts_in(folder: Path) -> list[str]:
-    """Return the mounts that this process sees in a folder."""
+    """Return the lines of this process's mount table for mounts in a folder."""
     return [
         line
         for line in Path("/proc/self/mountinfo").read_text().splitlines()

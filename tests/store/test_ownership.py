@@ -1,4 +1,7 @@
-"""What a host may write into the user's project: files of runs, and nothing that others believe."""
+"""Tests of what a host may write to the project store.
+
+A host may write files of runs, but neither replace the user's files nor add files that tools trust.
+"""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +28,7 @@ from tests.store.travel_rig import Travel, tree_of, wired
 
 @pytest.fixture
 def travel(tmp_path: Path) -> Iterator[Travel]:
-    """Yield a store of whose files hosts may replace none of the user's."""
+    """Yield a store in which hosts may replace no file of the user."""
     travel = Travel(tmp_path, overwrite=())
     yield travel
     travel.store_server.close()
@@ -33,14 +36,14 @@ def travel(tmp_path: Path) -> Iterator[Travel]:
 
 @pytest.fixture
 def store_server(travel: Travel) -> StoreServer:
-    """Return what a hostile host asks itself."""
+    """Return the store server, for tests that send requests as a hostile host."""
     return travel.store_server
 
 
 def put(
     store_server: StoreServer, path: str, content: bytes = b"from the host", host_rank: int = 0
 ) -> str:
-    """Publish a file in two pieces; return why it was refused, or ""."""
+    """Publish a file in two pieces; return the reason for a refusal, or ""."""
     ask = wired(store_server, host_rank)
     said = [ask(PublishFiles([piece])).get(path, "") for piece in in_two(path, content)]
     return next(filter(None, said), "")
@@ -68,7 +71,7 @@ def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> No
     }  # fmt: skip
     assert not os.access(travel.store / "run.sh.from-host", os.X_OK)
     assert travel.outbound.refused == dict.fromkeys(kept, WHY_BESIDE)
-    [note] = travel.notes  # the others are in the receipt
+    [note] = travel.notes  # the receipt has the other files
     assert "the existing file is not from a run" in note and "[store] overwrite" in note
 
 
@@ -104,18 +107,18 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
     (travel.store / "edited").write_text("my own words!")
     content = (travel.store / "copied").read_bytes()
     (travel.store / "copied").unlink()
-    (travel.store / "copied").write_bytes(content)  # as by git, or a copy of the project
+    (travel.store / "copied").write_bytes(content)  # as git or a copy of the project does
     assert [put(store_server, name, b"again") for name in names[:3]] == ["", WHY_BESIDE, ""]
     (travel.store / "own").write_text("mine")
     removed = wired(store_server)(PublishFiles(removed=["edited", "gone", "m.pt", "own"]))
-    assert removed == {"own": WHY_NOT_REMOVED}  # of the other one, what is beside it
+    assert removed == {"own": WHY_NOT_REMOVED}  # edited.from-host is removed
     assert set(os.listdir(travel.store)) == {"edited", "copied", "own"}
     assert (travel.store / "edited").read_text() == "my own words!"
     assert put(next_run(travel, overwrite=("edit*",)), "edited") == ""
 
 
 def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
-    """A run's files are recorded before they are in their places, and not when it ends."""
+    """A file is recorded as a run's before it is put in its place, not at the end of the run."""
     put(travel.store_server, "m.pt")
     record = travel.folder / "state" / "made-by-runs"
     record.write_bytes(record.read_bytes() + b'["torn')
@@ -168,7 +171,7 @@ def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_fold
 
 
 def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel) -> None:
-    """As Hydra, wandb, zarr and torch's checkpoints do, and programs that copy their source."""
+    """Hydra, wandb, zarr, torch's checkpoints, and programs that copy their source do so."""
     (travel.store / "data.zarr").mkdir()
     (travel.store / "checkpoints").mkdir()
     good = (
@@ -182,7 +185,7 @@ def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel
         put(store_server, "exp/src/more.py") == ""
         and put(store_server, "exp/src/conftest.py") == WHY_NOT_NEW
     )
-    assert put(store_server, "exp/__init__.py") == WHY_NOT_NEW  # it would be a module `exp`
+    assert put(store_server, "exp/__init__.py") == WHY_NOT_NEW  # else `exp` would be a package
     assert wired(store_server)(PublishFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
         ".idea2", "venv/bin/activate.d",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A file appears whole or not at all: killed at any point, on a full disk, by any rank."""
+"""Tests of `taas.save`: a kill or a full disk leaves the old file or the complete new one."""
 
 import os
 import random

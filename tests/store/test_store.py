@@ -1,4 +1,4 @@
-"""Which folder may be the store, and which run has it."""
+"""Tests of which folders can be the project store, and that only one run uses a store at a time."""
 
 import os
 import subprocess

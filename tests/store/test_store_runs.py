@@ -1,4 +1,4 @@
-"""The project store in whole runs: one writes, all read, and the receipt says what happened."""
+"""Tests of the project store in runs: only rank 0 writes, all ranks read, and the receipt."""
 
 import os
 import re
@@ -75,9 +75,9 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
-    """It saves, lists, walks, loads, moves and removes; an error names the path it asked for.
+    """A rank saves, lists, loads, moves and removes files. Errors name the path that it used.
 
-    Making the store's own folder, as of a file that is not in another, is nothing to be kept out.
+    `os.makedirs(".", exist_ok=True)` writes nothing, so the receipt does not list `.`.
     """
     Path("folder").mkdir()
     Path("folder/inner.txt").write_text("rank 0's")
@@ -129,7 +129,7 @@ for path in ("data.lock", "shared/data.lock"):
 
 
 def test_a_lock_that_keeps_no_rank_out_says_so(notebook: Notebook) -> None:
-    """Of rank 0 it holds the store's file; in a shared folder it is the same file for all."""
+    """Rank 0's lock and locks in shared folders get no warning: they lock the store's file."""
     outcome = notebook.run(LOCKS, gpus=2, flags="--shared-writes shared")
     assert outcome.error is None
     warned = {
@@ -238,7 +238,7 @@ def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFix
 def test_a_link_that_leads_out_of_the_store_is_said(
     notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/faults.md 42: every rank writes through it, and the head says so."""
+    """docs/faults.md 42: all ranks write through the link, and the head warns of it."""
     (tmp_path / "scratch").mkdir()
     Path("out").symlink_to(tmp_path / "scratch")
     source = "import os\nopen(f\"out/{os.environ['RANK']}\", 'w').close()"
@@ -367,7 +367,7 @@ def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
 
 
 def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook) -> None:
-    """A later run on a host that does not share the project may replace it."""
+    """A later run on a host without the project folder may replace the file."""
     (notebook.project / "mine.txt").write_text("mine")
     outcome = notebook.run("open('m.txt', 'w').write('x')")
     assert outcome.error is None

@@ -1,4 +1,4 @@
-"""A store travels to a host: only what changed, whole, and nothing from outside of it."""
+"""Tests of the copy of the project store to hosts: only changed files, and none from outside."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_o
 
 
 class Counted:
-    """Asks a store server, and records which files were read."""
+    """Function that sends requests to a store server and records the paths that are read."""
 
     def __init__(self, travel: Travel) -> None:
         self._ask = wired(travel.store_server)
@@ -74,7 +74,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
 
 
 def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
-    """docs/faults.md 40: a file cut or flipped in the mirror is found by its hash."""
+    """docs/faults.md 40: a file that was damaged in the mirror is detected by its hash."""
     fill(travel.store)
     mirror, _ = travel.mirrored()
     mirror.close()
@@ -99,7 +99,7 @@ def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
 
 @pytest.mark.fault(40)
 def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
-    """docs/faults.md 40: found by its hash, and named where it stays so."""
+    """docs/faults.md 40: the hash shows damage; if it persists, an error names the file."""
     fill(travel.store)
     ask, flips = wired(travel.store_server), 1
 
@@ -127,7 +127,7 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
 
 @pytest.mark.fault(53)
 def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53, on the notebook's side."""
+    """docs/faults.md 53: hostile names in the user's store."""
     store = travel.store
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "outside").mkdir()
@@ -157,7 +157,7 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
 
 
 def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53, on the host's side."""
+    """docs/faults.md 53: hostile names in the list that a host receives."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [Entry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
@@ -279,7 +279,11 @@ def test_any_tree_becomes_any_other(
 
 
 def make(store: Path, files: dict[str, bytes]) -> None:
-    """Make a tree anew; leave out a file of a name under which another lies."""
+    """Replace the content of a store by these files.
+
+    Args:
+        files: Contents by path. A path that is also the folder of another path is skipped.
+    """
     for path in sorted(store.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     for name, content in files.items():
@@ -306,7 +310,7 @@ SECRETS = (
 
 @pytest.mark.fault(75)
 def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
-    """docs/faults.md 75, with a home folder as the store."""
+    """docs/faults.md 75: files with secrets do not travel if the store is a home folder."""
     make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
     mirror, manifest = travel.mirrored()
     assert files_of(manifest) == {"train.py", "environment.yml"}

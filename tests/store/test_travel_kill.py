@@ -1,4 +1,4 @@
-"""If a process is killed while it publishes files, each file is the old or the new one."""
+"""Tests that a kill of a process that publishes files leaves each file old or new, but complete."""
 
 import fcntl
 import random
@@ -36,9 +36,9 @@ def kill(child: "subprocess.Popen[str]") -> None:
 
 
 def check(store: Path) -> None:
-    """Every file is one of those that were written, whole; nothing else is there."""
+    """Check that a store has only files that `travel_side.write_all` wrote, each complete."""
     for name, content in tree_of(store).items():
-        if content is not None:  # a .new may have been seen before it was renamed
+        if content is not None:  # a .new file may arrive before it is renamed
             assert content == content[:1] * travel_side.SIZES[name.removesuffix(".new")], name
 
 
@@ -66,7 +66,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
         travel_side.write_all(Path(mirror.path), number)
         number += 1
     kill(child)
-    travel_side.write_all(Path(mirror.path), number)  # all that came before may have been sent
+    travel_side.write_all(Path(mirror.path), number)  # all earlier files may have been sent
     outbound.finish()
     store_server.close()
     assert "the store server is gone" in travel.notes[-1]
@@ -77,7 +77,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     for path in left:
         path.touch()
     with (travel.store / ".taas-arriving-now").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as another store server holds what it writes
+        fcntl.flock(file, fcntl.LOCK_EX)  # as another store server locks a file while it writes
         Travel(tmp_path).look_again()
         assert unfinished(travel.store) == [Path(file.name)]
 

@@ -1,4 +1,4 @@
-"""What rank 0 closes in a mirror gets into the store: at once, whole, and no more than that."""
+"""Tests of `Outbound`, which sends files that rank 0 closes in a mirror to the project store."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ def published(request: FileRequest[Any]) -> list[str]:
 
 
 def is_going_on(request: FileRequest[Any]) -> bool:
-    """Return whether it has a piece of a file that does not begin it."""
+    """Return whether a request has a piece from the middle or the end of a file."""
     return isinstance(request, PublishFiles) and any(piece.offset for piece in request.pieces)
 
 
@@ -90,7 +90,7 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
 
 
 def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> None:
-    """The beats of the host go the same way: after 9 s without one it is taken for lost."""
+    """Messages stay small: the host's heartbeats use the same link and must not be late."""
     sent: list[int] = []
     ask, aside = wired(travel.store_server), tmp_path / "aside"
     aside.mkdir()
@@ -227,7 +227,7 @@ def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
 
 
 def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53, from a rank."""
+    """docs/faults.md 53: hostile names that a rank creates in its mirror."""
     (tmp_path / "outside").mkdir()
     with travel.running() as mirror:
         (mirror / "link").symlink_to("/etc/passwd")
@@ -249,7 +249,7 @@ def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> Non
 
 @pytest.mark.fault(53)
 def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53, from a host."""
+    """docs/faults.md 53: hostile names in a host's requests."""
     (tmp_path / "outside").mkdir()
     (travel.store / "way-out").symlink_to(tmp_path / "outside")
     (travel.store / "link.txt").symlink_to(tmp_path / "victim")
@@ -276,18 +276,18 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
 
 
 def empty(path: str) -> Piece:
-    """Return all of an empty file."""
+    """Return an empty file as one piece."""
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     return Piece(Entry(path, 0, hash_of_nothing, True), 0, b"")
 
 
 def folders(paths: Iterable[str]) -> list[Piece]:
-    """Return what tells of folders that were made."""
+    """Return the pieces that announce new folders."""
     return [Piece(folder(path), 0, b"") for path in paths]
 
 
 def in_two(path: str, content: bytes) -> list[Piece]:
-    """Return a file in two pieces."""
+    """Return a file as two pieces."""
     whole = Entry(path, len(content), hashlib.sha256(content).hexdigest())
     at = len(content) // 2
     begun = structs.replace(whole, sha256="")
@@ -296,7 +296,7 @@ def in_two(path: str, content: bytes) -> list[Piece]:
 
 @pytest.mark.fault(40)
 def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
-    """docs/faults.md 40, on the way back."""
+    """docs/faults.md 40: a file is damaged on its way from the host to the store."""
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.store_server)
     refused = ask(PublishFiles([Piece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
@@ -341,7 +341,7 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
 
 
 def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: Travel) -> None:
-    """Its paths are looked at together, the outer ones first, before something takes its place."""
+    """The updater handles a folder's paths before a new file with the folder's name arrives."""
     for name in ("gone/sub/x", "to-file/sub/x"):
         (travel.store / name).parent.mkdir(parents=True)
         (travel.store / name).touch()
@@ -359,7 +359,13 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
 
 
 def followed(travel: Travel, news: StoreUpdater, mirror: Path, other: Path) -> Callable[[], bool]:
-    """Return what tells whether the store, and another host's copy of it, are as rank 0's."""
+    """Return a function that tells whether the store and `other` are equal to rank 0's mirror.
+
+    Args:
+        news: Updater of `other`.
+        mirror: Mirror of rank 0's host.
+        other: Mirror of another host.
+    """
 
     def holds() -> bool:
         news.catch_up()
@@ -410,7 +416,8 @@ def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Trave
             shutil.rmtree(mirror / "out")
             removed.set()
         look_at = travel.outbound._due.get("out", 0.0)
-        eventually(lambda: time.monotonic() > look_at)  # before the next piece of the file
+        # so that the folder is checked before the next piece of the file
+        eventually(lambda: time.monotonic() > look_at)
         return ask(request)
 
     with travel.running() as mirror:
@@ -518,7 +525,7 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
 
 @pytest.mark.fault(36)
 def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
-    """docs/faults.md 36, for a store that travels."""
+    """docs/faults.md 36: rank 0 runs on a host that does not share the store."""
     if os.geteuid() != 0:
         pytest.skip("a small disk takes root")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", travel.store], check=True)
@@ -564,7 +571,7 @@ BELIEVED = (
 
 @pytest.mark.fault(75)
 def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
-    """A hostile host asks the store server; no file is created, changed or removed."""
+    """A hostile host sends such files; the store server creates, changes and removes none."""
     (travel.store / ".taasignore").write_text("cache.bin\n")
     (travel.store / ".bashrc").write_text("mine")
     (travel.store / "taas.toml").write_text("mine")
@@ -585,7 +592,7 @@ PATH_FILES = ("evil.pth", "deep/Evil.PTH", "e\u200cvil.p\u200cth", "evil.pth. ")
 
 @pytest.mark.parametrize("name", PATH_FILES)
 def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel, name: str) -> None:
-    """docs/faults.md 75: Python runs the lines of one that lies where it looks for packages."""
+    """docs/faults.md 75: Python runs code in .pth files of folders where it looks for packages."""
     ask = wired(travel.store_server)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
         entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
@@ -596,7 +603,7 @@ def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel,
 
 
 def checkpoint() -> bytes:
-    """Return what torch.save writes."""
+    """Return the bytes of a file that torch.save writes."""
     file = io.BytesIO()
     torch.save({"weights": torch.ones(2)}, file)
     return file.getvalue()

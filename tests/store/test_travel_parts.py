@@ -1,4 +1,4 @@
-"""The parts of a travelling store: names, packing, hashes, and whether it must travel."""
+"""Tests of parts of the store's copies on hosts: safe names, messages, hashes, shared folders."""
 
 import hashlib
 import os
@@ -82,7 +82,7 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     file = tmp_path / "tree" / "a"
     file.write_bytes(b"one")
-    just_now = time.time() + 1000  # however long this test is held up
+    just_now = time.time() + 1000  # also if this test is slow
     os.utime(file, (just_now, just_now))
     with closing(Tree(tmp_path / "tree")) as tree:
         hashes = Hashes(tmp_path / "hashes.json")

@@ -1,4 +1,4 @@
-"""Whatever rank 0 does to files and folders, at whatever pace, the store and other hosts follow."""
+"""Test that the store and other hosts follow random changes of files and folders by rank 0."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from tests.store.travel_rig import Travel, tree_of, wired
 
 SIZES_BYTES = (0, 5, 1000, 300_000, 600_000)
 PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.06, 0.12, 0.3)
-"""Around the times that a change is left alone, and that a file that was just sent is."""
+"""Pauses between two changes, around `SETTLE_S` and `QUIET_S` of store/outbound.py."""
 
 
 def any_path(choose: random.Random) -> str:
@@ -23,7 +23,7 @@ def any_path(choose: random.Random) -> str:
 
 
 def change(choose: random.Random, root: Path) -> None:
-    """Write, make, remove or move something; what cannot be done is not."""
+    """Apply a random change to files or folders in `root`; skip it if it is impossible."""
     path, other = root / any_path(choose), root / any_path(choose)
     what = choose.choice(("write", "write", "make", "remove", "move", "replace"))
     with suppress(OSError):

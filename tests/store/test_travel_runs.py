@@ -1,4 +1,4 @@
-"""Runs on hosts that lack the project store: it travels there, and rank 0's files come back."""
+"""Tests of runs on hosts that do not share the project store: copies to hosts, and files back."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ model = torch.full((4,), float(rank))
 
 @pytest.fixture(scope="module")
 def hosts(warm_notebook: Notebook) -> Iterator[Hosts]:
-    """Three hosts that share the state folder with this machine, and not the project."""
+    """Run three hosts that share the state folder with this machine, but not the project."""
     with hosts_up(3, share=[warm_notebook.state_dir]) as hosts:
         yield hosts
 
@@ -42,7 +42,7 @@ def hosts(warm_notebook: Notebook) -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Make a configuration folder with pools of them; in the end the pools are given back."""
+    """Create a configuration folder with pools of these hosts; end the pools after the tests."""
     tables = [ssh_pool(name, hosts, numbers, gpus=2) for name, numbers in POOLS.items()]
     toml = '[store]\nlimit = "4MiB"\n' + "".join(tables)
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
@@ -52,7 +52,7 @@ def settings(
 
 @pytest.fixture
 def far(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    """Return a notebook with an empty project, whose pools do not have it."""
+    """Return a notebook with an empty project folder, which the pools' hosts do not share."""
     enter(warm_notebook, settings, monkeypatch)
     for path in warm_notebook.project.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -106,7 +106,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.fault(75)
 def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
-    """docs/faults.md 75: in neither direction, and the head names the first one kept back."""
+    """docs/faults.md 75: they travel in neither direction, and notes name the first of them."""
     for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("secret")
@@ -135,7 +135,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.fault(75)
 def test_files_of_the_user_stay_and_those_of_runs_are_replaced(far: Notebook) -> None:
-    """Files that tools load by themselves do not come either; ranks notice nothing."""
+    """Files that tools load by themselves do not come back either. Ranks see rank 0's versions."""
     Path("results.json").write_text("mine")
     Path("train.py").write_text("mine")
     source = """
@@ -185,7 +185,7 @@ dist.barrier()
 
 
 def test_other_hosts_follow_checkpoints_that_rank_0_rotates(far: Notebook) -> None:
-    """As trainers do it: written beside, moved there, the old one removed, "latest" made anew."""
+    """Rank 0 writes and renames a checkpoint, removes the old one, and replaces "latest"."""
     source = """
 import os, shutil, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -264,7 +264,7 @@ def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
 
 @pytest.mark.fault(14)
 def test_a_host_that_comes_back_changes_nothing(far: Notebook, hosts: Hosts) -> None:
-    """The run has ended by then, and what the host still sends is refused."""
+    """The run has already ended, and the pool refuses the files that the host still sends."""
     source = """
 if rank == 0:
     for number in range(100_000):
@@ -296,7 +296,7 @@ time.sleep(600)
 
 
 def test_power_off_after_a_save_loses_nothing(far: Notebook, hosts: Hosts) -> None:
-    """What is closed gets home while the run goes on, and what is not has no part of it there."""
+    """Closed files reach the store during the run; no part of an unclosed file does."""
     source = """
 from pathlib import Path
 if rank == 0:

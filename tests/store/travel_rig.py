@@ -1,4 +1,4 @@
-"""A store and its hosts' mirrors on one machine; requests go as bytes, as by Dask."""
+"""A store and its hosts' mirrors on one machine; requests are encoded as for the network."""
 
 import gc
 import threading
@@ -17,15 +17,15 @@ from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
 STARTED_WITHIN_S = 240.0
-"""How long a pool and a run on it may take to be under way on a machine that has much to do."""
+"""Seconds for the start of a pool and a run on a busy machine."""
 
 
 _one_at_a_time = threading.Lock()
-"""Held during a request: one thread at a time asks a store server, as in `FileServer`."""
+"""Held during a request, because a store server serves one thread at a time (`FileServer`)."""
 
 
 def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
-    """Return the function with which a host asks a store server."""
+    """Return a function that sends requests to a store server as a host."""
 
     def ask(request: FileRequest[Any]) -> Any:
         asked = from_bytes(to_bytes(request), type(request))
@@ -37,10 +37,13 @@ def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
 
 
 class Travel:
-    """One run: a store, its server, and the mirrors of its hosts.
+    """The store of one run, its server, and the mirrors of its hosts.
 
     Args:
-        overwrite: What of the user's files hosts may write; all, as most tests are about how.
+        folder: Folder for the store, the server's state and the mirrors.
+        limit_bytes: Maximum size of the files that travel.
+        shared: Folders that all ranks may write.
+        overwrite: Patterns of the user's files that hosts may overwrite; all by default.
     """
 
     def __init__(
@@ -61,14 +64,14 @@ class Travel:
         self.notes: list[str] = []
 
     def look_again(self) -> None:
-        """Make the store server read the store as it is now."""
+        """Make the store server list the store again."""
         listed = self.store_server.answer(0, ListStore(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
             listed = self.store_server.answer(0, ListStore())
 
     def host(self, number: int = 0) -> Mirror:
-        """Make a mirror on a host of its own."""
+        """Reserve a mirror on the host with this number."""
         return reserve(self.rule.path, "me", self.folder / f"host-{number}")
 
     def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
@@ -77,7 +80,7 @@ class Travel:
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
-        """Run the mirror of a host while its ranks run; all is sent when the block ends."""
+        """Yield a host's mirror, as during a run; send all remaining changes after the block."""
         mirror, _ = self.mirrored(number)
         self.outbound = Outbound(
             mirror, wired(self.store_server, number), self.notes.append, shared
@@ -91,17 +94,17 @@ class Travel:
 
 
 def files_of(manifest: Manifest) -> set[str]:
-    """Return the paths of the files that travel."""
+    """Return the paths of a manifest's files, without folders."""
     return {entry.path for entry in manifest.entries if not entry.is_folder}
 
 
 def folder(path: str) -> Entry:
-    """Return the entry of a folder."""
+    """Return a manifest's entry for a folder."""
     return Entry(path, 0, FOLDER)
 
 
 def tree_of(folder: Path) -> dict[str, bytes | None]:
-    """All that lies in a folder: contents by path, None for folders and what is odd."""
+    """Return the contents of a folder's files by path; None for folders, links and other files."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         if path.is_file() and not path.is_symlink()
@@ -111,6 +114,6 @@ def tree_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def descriptors() -> int:
-    """How many are open here, without those that only a collection of garbage would close."""
+    """Return the number of this process's open file descriptors, after a garbage collection."""
     gc.collect()
     return psutil.Process().num_fds()
