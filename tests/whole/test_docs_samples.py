@@ -1,6 +1,6 @@
-"""The Python samples of README and docs run as cells, in the order of their page.
+"""Tests that the Python samples of README.md and docs/ run as cells, in the order of their page.
 
-A sample that cannot run here has a comment in the page above it: `<!-- not run: why -->`.
+A sample that cannot run here has the comment `<!-- not run: why -->` above it in the page.
 """
 
 import re
@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def samples(page: Path) -> Iterator[str]:
-    """Yield the samples of a page that run here."""
+    """Yield the samples of a page that can run here."""
     for found in SAMPLE.finditer(page.read_text()):
         if not found["why"]:
             yield found["code"]

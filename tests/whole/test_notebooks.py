@@ -1,4 +1,4 @@
-"""The example notebooks: as they are stored, and executed with the TaaS kernel."""
+"""Tests of the example notebooks: their stored outputs, and their outputs when executed again."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.fixture(scope="module")
 def beside(frontend_of_module: Frontend) -> Frontend:
-    """Return a kernel among copies of the notebooks, which have its pools, as a user's have."""
+    """Copy the notebooks to a kernel's folder, so that they use its pools; return the kernel."""
     shutil.copytree(NOTEBOOKS, frontend_of_module.process.cwd(), dirs_exist_ok=True)
     return frontend_of_module
 
@@ -33,13 +33,13 @@ def outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
 
 
 def texts(notebook: NotebookNode) -> str:
-    """All that the cells show as text."""
+    """Return all text in the outputs of a notebook."""
     shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
     return "\n".join(shown)
 
 
 def executed(beside: Frontend, name: str) -> NotebookNode:
-    """Return a notebook of the copies with what its cells show now."""
+    """Execute the copy of a notebook; return the notebook with its new outputs."""
     folder = beside.process.cwd()
     notebook = nbformat.read(f"{folder}/{name}.ipynb", as_version=4)
     NotebookClient(
@@ -54,7 +54,7 @@ def executed(beside: Frontend, name: str) -> NotebookNode:
 
 
 def stored(name: str) -> NotebookNode:
-    """Return a notebook of the project: valid, and without a path of the machine it ran on."""
+    """Return a stored notebook; check that it is valid and contains no path of this checkout."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert str(ROOT) not in texts(notebook)
@@ -62,7 +62,7 @@ def stored(name: str) -> NotebookNode:
 
 
 def check(notebook: NotebookNode, name: str) -> None:
-    """Whether the outputs show a training that worked."""
+    """Check that the outputs show a successful training."""
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
     assert "SUCCEEDED" in text
@@ -101,7 +101,7 @@ def test_the_stores_notebook_is_stored_with_its_outputs() -> None:
 
 
 def check_store(notebook: NotebookNode) -> None:
-    """Whether the outputs show one writer, the others kept out, and a run that went on."""
+    """Check that the outputs show one writer, discarded writes, and a run that was resumed."""
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
     assert (
@@ -129,9 +129,9 @@ def test_the_data_services_notebook_is_stored_with_its_outputs() -> None:
 
 
 def check_data_service(notebook: NotebookNode) -> None:
-    """Check that the outputs show equal weights, and pictures of the waiting and of the data.
+    """Check that the outputs show equal weights and two pictures.
 
-    How long ranks wait, and so whether there is advice, depends on how busy this machine is.
+    The ranks' waiting times, and so the advice, depend on the load of this machine.
     """
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
@@ -156,7 +156,7 @@ def test_the_notebook_of_model_parallelism_is_stored_with_its_outputs() -> None:
 
 
 def check_model_parallel(notebook: NotebookNode) -> None:
-    """Whether the outputs show shards, the last rank's losses, and equal weights."""
+    """Check that the outputs show shards, the last rank's losses, and equal weights."""
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
     assert text.count("(128, 64) of (256, 64) are here") >= 2
@@ -194,7 +194,7 @@ def test_a_farms_notebook_is_stored_with_its_outputs(name: str) -> None:
 
 
 def check_farm(notebook: NotebookNode, name: str) -> None:
-    """Whether the outputs show all solutions, and what went wrong on the way."""
+    """Check that the outputs show all solutions, and the failures before them."""
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     text = texts(notebook)
     assert all(said in text for said in SAID_BY_FARMS[name])
@@ -222,7 +222,7 @@ def test_the_tutorial_is_stored_with_its_outputs() -> None:
 
 
 def check_tutorial(notebook: NotebookNode) -> None:
-    """Check what the reader is told to see after each step."""
+    """Check that the outputs show what the tutorial's text promises after each step."""
     text = texts(notebook)
     found = [float(share) for share in re.findall(r"accuracy[a-z0-9 ]*:? (0\.\d+)", text)]
     assert len(found) == 3 and min(found) > 0.8
@@ -246,7 +246,7 @@ def test_the_notebook_of_sessions_is_stored_with_its_outputs() -> None:
 
 
 def check_session(notebook: NotebookNode) -> None:
-    """Whether losses fall from cell to cell, also after an error, and nothing is left."""
+    """Check that losses fall from cell to cell, even after an error, and no session is left."""
     errors = [output for output in outputs(notebook) if output.output_type == "error"]
     assert [error.ename for error in errors] == ["RankFailed"]
     text = texts(notebook)

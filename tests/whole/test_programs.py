@@ -1,9 +1,9 @@
-"""Whole user programs of tests/programs: each gives in cells what it gives under torchrun.
+"""Tests that the programs in tests/programs have the same results in cells and under torchrun.
 
 A program is a plain Python file that `# %%` lines divide into cells. A cell that begins with
-`# %% taas` runs on two ranks, with the flags that stand there; the others run in the notebook. Some
-programs also run with each such cell as the body of a function that `taas.run` calls. What torchrun
-gives is recorded with the versions of all libraries (`rig/torchrun.py`).
+`# %% taas` runs on two ranks, with the flags in that line; other cells run in the notebook. Some
+programs also run with each `taas` cell as the body of a function that `taas.run` calls.
+rig/torchrun.py has the recorded results of torchrun.
 """
 
 import json
@@ -38,10 +38,10 @@ SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
 CALLED = ("ddp_checkpoint", "imagenet", "loader_workers", "process_pools", "rpc")
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
-"""Programs that use what older versions of torch do not have."""
+"""Minimum version of torch for programs that use new features of torch."""
 
 IS_LIVE = "TAAS_TEST_TORCHRUN" in os.environ
-"""Whether every program is run by torchrun, too, though its results are recorded."""
+"""Whether to run every program by torchrun too, even if its recorded results match."""
 
 HEAD = f"%%taas --gpus 2 --timeout {HANGS_AFTER_S:.0f}s --env OMP_NUM_THREADS=1"
 GUARD = 'if __name__ == "__main__":\n'
@@ -70,7 +70,7 @@ class Cell:
     """A cell of a program.
 
     Attributes:
-        marker: What stands behind `# %%`: "" or "taas", with flags.
+        marker: Text after `# %%`: "", or "taas" and flags.
         source: The cell's text.
     """
 
@@ -79,18 +79,18 @@ class Cell:
 
     @property
     def code(self) -> str:
-        """The cell as a notebook holds it."""
+        """The cell's text in a notebook."""
         if not self.marker:
             return self.source
         return f"{HEAD} {self.marker.removeprefix('taas').strip()}\n{self.source}"
 
     def unguarded(self) -> "Cell":
-        """Return the cell without `if __name__ == "__main__":`, as people write it in notebooks."""
+        """Return the cell without `if __name__ == "__main__":`, as users write it in notebooks."""
         before, guard, after = self.source.partition(GUARD)
         return Cell(self.marker, before + textwrap.dedent(after)) if guard else self
 
     def called(self) -> "Cell":
-        """Return a cell that calls this cell's text as a function, if the text runs on ranks."""
+        """Return a cell that runs this cell as a function by `taas.run`, if it runs on ranks."""
         if not self.marker:
             return self
         options = f"gpus=2, timeout={HANGS_AFTER_S}, env={{'OMP_NUM_THREADS': '1'}}"
@@ -106,7 +106,7 @@ def cells_of(name: str) -> list[Cell]:
 
 
 def check(found: list[str], script: Path, *arguments: str) -> None:
-    """Assert that cells gave what torchrun gives: by its record, else by torchrun itself."""
+    """Check that cells gave torchrun's results; run torchrun if the record differs from them."""
     assert found
     if IS_LIVE or found != recorded(script, *arguments):
         assert found == torchrun(script, *arguments)
@@ -114,8 +114,8 @@ def check(found: list[str], script: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """Return the module's kernel, with no names of the program before and the scripts beside it."""
-    # What programs imported stays: to look through all of it for garbage each time takes 0.5 s.
+    """Return the module's kernel with an empty namespace and the scripts in its folder."""
+    # `gc.freeze` leaves imported modules out of garbage collections, which would take 0.5 s each.
     frontend_of_module.run("%reset -f\nimport gc; gc.freeze(); del gc")
     frontend_of_module.run(
         f"import shutil; shutil.copytree({str(BESIDE)!r}, '.', dirs_exist_ok=True)"
@@ -124,7 +124,7 @@ def frontend(frontend_of_module: Frontend) -> Frontend:
 
 
 def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
-    """Run cells one after another; give the RESULT lines of them all."""
+    """Run cells one after another; return the RESULT lines of all cells."""
     texts = []
     for cell in cells:
         request = frontend.send(cell.code)
@@ -173,7 +173,7 @@ def test_a_script_gives_in_a_cell_what_torchrun_gives(way: str, frontend: Fronte
 
 
 def check_guide(found: list[str]) -> None:
-    """Assert that the guide's example has learned the digits, and that its model came back."""
+    """Check that the guide's example learned the digits, and that the notebook got its model."""
     *_, last = [line for line in found if "epoch 9 rank 0" in line]
     accuracy = last.split()[-1]
     assert float(accuracy) > 0.8
@@ -193,7 +193,7 @@ def test_the_guides_example(frontend: Frontend) -> None:
 def test_the_guides_example_after_its_pip_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> None:
-    """In an environment of its own: PyPI's `taas` overwrites the module of that name."""
+    """Use a separate environment, because PyPI's `taas` replaces our module `taas` there."""
     python = copied_environment(tmp_path / "venv")
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -207,10 +207,10 @@ def test_the_guides_example_after_its_pip_install(
 
 
 def copied_environment(folder: Path) -> Path:
-    """Return an environment with this checkout installed, and all else from the one of these tests.
+    """Create an environment with this checkout, and with the other packages of the tests.
 
     Returns:
-        Its interpreter.
+        The path of the environment's interpreter.
     """
     venv.create(folder, with_pip=True)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -222,7 +222,7 @@ def copied_environment(folder: Path) -> Path:
 
 
 def use_python(kernelspec: Path, python: Path) -> None:
-    """Let a kernel be started by another interpreter."""
+    """Change the interpreter in a kernelspec."""
     content = json.loads(kernelspec.read_text())
     content["argv"][0] = str(python)
     kernelspec.write_text(json.dumps(content))
