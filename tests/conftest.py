@@ -54,7 +54,7 @@ def forkserver() -> Iterator[None]:
         patch.chdir(ROOT)  # Python 3.11 finds the package `tests` only from this folder
         ensure_running()
     yield
-    gc.collect()  # a loader's server process keeps the forkserver's pipe open until this
+    gc.collect()  # an uncollected loader's server process would keep the forkserver's pipe open
     end_forkserver()
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 100.0
 
 HOLD = "from tests.frontend import HeldPorts\nHeldPorts.instance()\n"
-"""Text of the `jupyter_config.py` that makes programs which start kernels use `HeldPorts`."""
+"""Text of a `jupyter_config.py` for programs that start kernels; with it, they use `HeldPorts`."""
 
 Message = dict[str, Any]
 

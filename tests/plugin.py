@@ -91,7 +91,7 @@ def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """Yield a notebook whose pool `local` stays warm for the session."""
+    """Yield a notebook whose pool `local` stays warm for the whole test session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         patch.chdir(tmp_path_factory.mktemp("project"))

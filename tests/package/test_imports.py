@@ -47,7 +47,7 @@ IMPORTED_BY_TEXT_FROM_ABOVE = {
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
 LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]
-"""Modules that a kernel loads before and with its first cell; an import of torch takes 2 s."""
+"""Modules that a kernel loads for its first cell. They must not import torch, which takes 2 s."""
 
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
 

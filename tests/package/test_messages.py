@@ -1,4 +1,4 @@
-"""Tests that `messages.txt` lists all texts of the package for users, so that people can review it.
+"""Tests that `messages.txt` lists all texts of the package for users, so that people review them.
 
 `python tests/package/test_messages.py` writes the file again. A text is a string of at least two
 words in the code, except docstrings and regular expressions. If the code joins several strings, the

@@ -1,4 +1,4 @@
-"""Tests for code that fails in Python 3.10; they work in every version of Python."""
+"""Tests that find code which fails in Python 3.10, also if they run in a newer Python."""
 
 import ast
 from collections.abc import Iterator

@@ -291,7 +291,7 @@ def test_no_host_connects_to_another(with_pool: Callable[[Play], None]) -> None:
 
 @pytest.mark.fault(47)
 def test_the_key_of_another_pool_opens_nothing(with_pool: Callable[[Play], None]) -> None:
-    """docs/faults.md 47: within 2 s."""
+    """docs/faults.md 47: the pool refuses the connection at the TLS handshake."""
 
     async def play(pool: Pool) -> None:
         [listening] = pool.scheduler.listeners

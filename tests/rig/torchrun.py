@@ -38,7 +38,7 @@ _IMPORTED = (
 
 
 def results(text: str) -> list[str]:
-    """Return the different RESULT lines of a text, sorted, as ranks print in any order."""
+    """Return the different RESULT lines of a text, sorted because ranks print in any order."""
     return sorted(set(re.findall(r"RESULT .*", _ANSI.sub("", text))))
 
 

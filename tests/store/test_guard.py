@@ -1,4 +1,4 @@
-"""Tests that ranks other than 0 cannot change the project store, by whatever call."""
+"""Tests that ranks other than 0 cannot change the project store, whichever function they use."""
 
 import os
 import signal

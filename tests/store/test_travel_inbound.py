@@ -1,4 +1,4 @@
-"""Tests of the copy of the project store to hosts: only changed files, and none from outside."""
+"""Tests of `update_mirror`, which copies changed files of the project store to a host."""
 
 import os
 import socket

@@ -66,7 +66,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
         travel_side.write_all(Path(mirror.path), number)
         number += 1
     kill(child)
-    travel_side.write_all(Path(mirror.path), number)  # all earlier files may have been sent
+    travel_side.write_all(Path(mirror.path), number)  # earlier files may all be sent
     outbound.finish()
     store_server.close()
     assert "the store server is gone" in travel.notes[-1]
