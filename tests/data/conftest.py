@@ -1,4 +1,4 @@
-"""What the tests of the data service share: nothing stays registered, and room for connections."""
+"""Fixtures for the tests of the data service."""
 
 import resource
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from taas_magic.capture import pickling
 
 @pytest.fixture(autouse=True)
 def nothing_registered() -> Iterator[None]:
-    """Forget registered loaders, whatever module was tested before, too."""
+    """Remove all registered loaders before and after each test."""
     _forget_loaders()
     yield
     _forget_loaders()
@@ -24,7 +24,7 @@ def _forget_loaders() -> None:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Let this process open thousands of files."""
+    """Raise this process's limit of open files to 6000, or to the hard limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(6000, limit[1]), limit[1]))
     yield

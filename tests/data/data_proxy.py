@@ -1,4 +1,4 @@
-"""A TCP proxy between a rank and its fetchers that does what a bad network does."""
+"""A TCP proxy between a rank and its fetchers that simulates faults of a network."""
 
 import contextlib
 import itertools
@@ -15,12 +15,12 @@ from taas_magic.messages import Address, LoaderAddresses
 
 
 class Proxy:
-    """Forwards connections to fetchers and harms what comes back.
+    """Directory whose addresses lead through a proxy, which can change what the fetchers send.
 
     Attributes:
-        harm: Called with the number of the connection and the bytes from the fetcher; returns what
-            goes on to the rank, or None to reset the connection.
-        said: What ranks have said, in pieces.
+        harm: Called with the number of the connection and bytes from the fetcher. Returns the
+            bytes to send to the rank, or None to reset the connection.
+        said: Pieces of data that ranks sent.
     """
 
     def __init__(self, directory: Directory, harm: Callable[[int, bytes], bytes | None]) -> None:
@@ -59,7 +59,7 @@ class Proxy:
                 threading.Thread(target=self._forth, args=(rank, fetcher), daemon=True).start()
 
     def _forth(self, rank: socket.socket, fetcher: socket.socket) -> None:
-        # Never blocked in a read: the kernel resets a connection only when nobody is.
+        # Wait in select, not in recv: a blocked recv would delay the reset that `_back` causes.
         with contextlib.suppress(OSError, ValueError), rank, fetcher:
             while True:
                 if not select.select([rank], [], [], 0.05)[0]:
@@ -90,7 +90,7 @@ class Proxy:
 
 
 def _received(sock: socket.socket) -> Iterator[bytes]:
-    """Yield what comes, until the end; that of a fetcher that was killed may be a reset."""
+    """Yield received data until the connection ends. A killed fetcher may reset it."""
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(1 << 16):
             yield data

@@ -50,11 +50,11 @@ from tests.rig.main_module import CONTEXT, plain_main
 
 SEED = 7
 WAIT_S = 100.0
-"""For what comes at once on an idle machine."""
+"""Seconds to wait for operations that take no time on an idle machine."""
 
 
 class Rows(Dataset[object]):
-    """Row n is [n, n, …] and n; deterministic."""
+    """Row n is a tensor filled with n, and n itself."""
 
     def __init__(self, size: int, width: int = 8) -> None:
         self.size, self.width = size, width
@@ -68,14 +68,14 @@ class Rows(Dataset[object]):
 
 
 class Noise(Rows):
-    """Random augmentation, by torch."""
+    """Rows of random numbers from torch's generator."""
 
     def __getitem__(self, index: int) -> object:
         return torch.rand(self.width), index
 
 
 class Lines(IterableDataset[torch.Tensor]):
-    """Numbers, split over workers."""
+    """Numbers from 0 on, split among the workers."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -88,7 +88,7 @@ class Lines(IterableDataset[torch.Tensor]):
 
 
 class Remembering(IterableDataset[torch.Tensor]):
-    """Numbers, and how many of them this very object has counted; it has a state of its own."""
+    """Stateful stream of pairs: a number, and how many numbers this object has yielded."""
 
     def __init__(self, size: int) -> None:
         self.size, self.at, self.counted = size, 0, 0
@@ -107,7 +107,7 @@ class Remembering(IterableDataset[torch.Tensor]):
 
 
 class ShapeChanges(TypedDict, total=False):
-    """What a loader's shape says else than its loader."""
+    """Fields of a loader's shape that a test replaces."""
 
     settings: dict[str, object]
     attributes: dict[str, object]
@@ -115,7 +115,7 @@ class ShapeChanges(TypedDict, total=False):
 
 
 class FetcherChanges(TypedDict, total=False):
-    """What fetchers are told besides."""
+    """Optional settings of the fetchers."""
 
     buffer_bytes: int
     tls: Tls | None
@@ -123,7 +123,7 @@ class FetcherChanges(TypedDict, total=False):
 
 
 class FeedChanges(TypedDict, total=False):
-    """What a rank is told besides."""
+    """Fields of a rank's `Feed` that a test replaces."""
 
     directory: Directory
     units: int
@@ -136,7 +136,7 @@ class FeedChanges(TypedDict, total=False):
 
 
 def from_afar(directory: Directory) -> Directory:
-    """Return the same for a rank of another host, which gets its batches by TCP."""
+    """Return a directory for a rank on another host, which receives its batches over TCP."""
 
     def found(loader: str) -> LoaderAddresses:
         place = directory(loader)
@@ -147,7 +147,7 @@ def from_afar(directory: Directory) -> Directory:
 
 
 class Service:
-    """Fetchers for some loaders, in processes of their own; and ranks' loaders."""
+    """Fetchers for some loaders in processes of their own, and remote loaders for the ranks."""
 
     def __init__(
         self,
@@ -190,8 +190,8 @@ class Service:
         self.processes.append(self.restart(number))
 
     def restart(self, number: int) -> tuple[ForkServerProcess, Connection]:
-        """Start a fetcher, perhaps in the place of one that is gone."""
-        with plain_main():  # a shell of another test may stand for the main module
+        """Start a fetcher. If the number is in use, replace that fetcher's entry."""
+        with plain_main():  # another test's shell may be the main module
             control, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=fetcher_main, args=(self.spec(number), theirs))
             process.start()
@@ -243,7 +243,7 @@ class Service:
             own.close()
         for process, control in self.processes:
             with contextlib.suppress(OSError):
-                control.send("end")  # workers of this process's ranks have the pipe open, too
+                control.send("end")  # workers of local loaders keep the pipe open after close()
             control.close()
             process.join(WAIT_S)
             if process.is_alive():
@@ -269,7 +269,10 @@ def service(
 
 
 def workers_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
-    """Return a fetcher's workers, once there are so many: children of the one that starts them."""
+    """Wait until a fetcher has `count` workers; return them.
+
+    The workers are children of the fetcher's only child, which forks them.
+    """
     while True:
         (parent,) = psutil.Process(running.processes[number][0].pid).children()
         if len(workers := parent.children()) == count:
@@ -278,7 +281,7 @@ def workers_of(running: Service, number: int = 0, count: int = 1) -> list[psutil
 
 
 def everybody_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
-    """All processes of a fetcher, once it has so many workers."""
+    """Wait until a fetcher has `count` workers; return all its processes."""
     server = psutil.Process(running.processes[number][0].pid)
     return [server, *server.children(), *workers_of(running, number, count)]
 
@@ -288,13 +291,13 @@ def address_of(running: Service) -> Address:
 
 
 def over_tcp(running: Service) -> socket.socket:
-    """Connect to the first fetcher as anybody can who finds its port."""
+    """Open a TCP connection to the first fetcher without a handshake, as a stranger would."""
     address = address_of(running)
     return socket.create_connection((address.host, address.port), WAIT_S)
 
 
 def is_dropped(sock: socket.socket) -> bool:
-    """Read until the server closes the connection, which may be by a reset."""
+    """Read until the server closes or resets the connection; return True."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(1 << 16):
             pass
@@ -308,14 +311,14 @@ def linked(
     key: bytes = b"",
     address: Address | None = None,
 ) -> FetcherLink:
-    """Connect to the first fetcher, with patience for a busy machine."""
+    """Connect to the first fetcher with long timeouts, for a busy machine."""
     address = address or address_of(running)
     whom = address if direct else address._replace(machine=""), "train", key or running.key
     return FetcherLink(*whom, tls, connect_s=WAIT_S, patience_s=WAIT_S)
 
 
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
-    """Return the next frame, however long it takes."""
+    """Wait without a time limit for the next frame; return its message and body."""
     while True:
         with contextlib.suppress(Silent):
             for whole in link.receive(Blocks(0)):
@@ -323,7 +326,7 @@ def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
 
 
 def received(link: FetcherLink) -> tuple[Response, memoryview]:
-    """Return the next message but for `Alive`."""
+    """Return the next response and its body; skip `Alive` messages."""
     while isinstance((whole := heard(link))[0], Alive):
         pass
     message, body = whole
@@ -335,7 +338,7 @@ PROOF = Proof(bytes(32), bytes(32), "train")
 
 
 def ready(role: Role) -> ProtocolState:
-    """Return the protocol's state behind the handshake."""
+    """Return a protocol state that has completed the handshake."""
     state = ProtocolState(role)
     before: list[FromRank | FromServer] = [PROOF]
     if role is Role.RANK:
@@ -348,12 +351,12 @@ def ready(role: Role) -> ProtocolState:
 
 
 def stream(running: Service, local: bool = False, **changes: Unpack[FeedChanges]) -> list[object]:
-    """Return the batches of an epoch, in lists and numbers."""
+    """Return the batches of one epoch as lists and numbers."""
     return [plain(batch) for batch in running.loader(local=local, **changes)]
 
 
 def plain(batch: object) -> Any:
-    """Return a batch with lists in the place of tensors and tuples."""
+    """Return a batch with tensors and tuples converted to lists."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
     return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch

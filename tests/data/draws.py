@@ -1,8 +1,8 @@
-"""Random loaders, each described by a seed, and how they compare with local ones.
+"""Compares random registered loaders with local DataLoaders; a seed determines each loader.
 
-A draw is played with real fetchers, or with ranks' own servers, and compared with a local
-DataLoader of the same arguments: each batch bit for bit, each position once. What docs/data.md
-excepts is not drawn, or has an expectation of its own (`sampler == "unseeded"`).
+A test iterates each loader with real fetchers, or with the ranks' own servers. The batches must be
+those of a local DataLoader with the same arguments, bit for bit and each exactly once. Exceptions
+that docs/data.md lists are not drawn, or are checked in another way (`sampler == "unseeded"`).
 """
 
 import contextlib
@@ -49,14 +49,14 @@ FAULTS = ("", "", "", "kill worker", "kill fetcher")
 
 @dataclass(frozen=True)
 class Draw:
-    """What one seed describes.
+    """Random loader and the way in which a test iterates it.
 
     Attributes:
-        leave: After how many steps of the first epoch all ranks leave it; -1: at its end.
-        save: After how many steps of the last epoch a state is saved and loaded by other ranks;
-            -1: not at all.
-        cpus_after: The number of fetchers that serve the ranks that have loaded it.
-        fault: What happens after two steps.
+        leave: Number of steps after which all ranks leave the first epoch; -1: at its end.
+        save: Number of steps of the last epoch after which ranks save their states. Other ranks
+            load the states and continue. -1: no states are saved.
+        cpus_after: Number of fetchers of the ranks that load the states.
+        fault: Fault in the first epoch, after two steps.
     """
 
     seed: int
@@ -84,7 +84,7 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Describe a loader, its ranks, and what happens to them."""
+    """Return the draw that belongs to a seed."""
     rng = random.Random(seed)
     dataset = rng.choice(DATASETS + STREAMS)
     is_stream = dataset in STREAMS
@@ -98,8 +98,8 @@ def draw(seed: int) -> Draw:
     cpus = rng.randint(0, 3)
     fault = rng.choice(FAULTS)
     if (fault == "kill fetcher" and (cpus < 2 or sampler == "unseeded")) or not cpus:
-        fault = ""  # nobody is left; or docs/data.md says that the rest of the epoch is lost
-    can_save = sampler != "unseeded"  # its order does not come again
+        fault = ""  # no fetcher would be left, or the epoch would be lost (docs/data.md)
+    can_save = sampler != "unseeded"  # its order cannot be repeated
     return Draw(
         seed=seed,
         dataset=dataset,
@@ -123,7 +123,7 @@ def draw(seed: int) -> Draw:
 
 
 def value_of(index: int, kind: str) -> Any:
-    """Return an item; deterministic."""
+    """Return the item with this index; always the same one."""
     row = torch.arange(6, dtype=torch.float32) + index
     square = torch.arange(30).reshape(5, 6) + index
     kinds: dict[str, Callable[[], Any]] = {
@@ -157,7 +157,7 @@ class Together(Rows):
 
 
 class Lines(IterableDataset[Any]):
-    """Split over the workers."""
+    """Iterable dataset that is split among the workers."""
 
     def __init__(self, first: int, size: int, kind: str) -> None:
         self.first, self.size, self.kind = first, size, kind
@@ -175,7 +175,7 @@ class Sized(Lines):
 
 
 class Stateful(Lines):
-    """Goes on from a state of its own."""
+    """Iterable dataset with `state_dict` and `load_state_dict`."""
 
     at = 0
 
@@ -195,7 +195,7 @@ class Stateful(Lines):
 
 
 class Memory(Sampler[int]):
-    """Another order in each epoch, from a generator of its own."""
+    """Sampler whose own generator gives another order in each epoch."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rng = size, random.Random(size)
@@ -208,7 +208,7 @@ class Memory(Sampler[int]):
 
 
 class Epochs(Memory):
-    """Told its epoch by `set_epoch`."""
+    """Sampler whose order depends on the epoch set by `set_epoch`."""
 
     epoch = 0
 
@@ -220,7 +220,7 @@ class Epochs(Memory):
 
 
 class Drawn(Memory):
-    """Draws from torch's generator while it is iterated."""
+    """Sampler that draws from torch's generator during iteration."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.size):
@@ -241,7 +241,7 @@ class UnsizedMemory(Memory):
 
 
 class Bunches(Memory):
-    """A batch sampler whose batches, and their number, change from epoch to epoch."""
+    """Batch sampler whose batch sizes and length differ from epoch to epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         order = self.rng.sample(range(self.size), self.size)
@@ -256,7 +256,7 @@ def bare(item: Any) -> Any:
 
 
 def joined(items: Sequence[Any]) -> Any:
-    """Return all items in one dict, and no list."""
+    """Collate the items into a dict."""
     return {f"{at}": item for at, item in enumerate(items)} | {"count": len(items)}
 
 
@@ -265,7 +265,7 @@ def named(items: Sequence[Any]) -> Any:
 
 
 def make(one: Draw) -> DataLoader[Any]:
-    """Make the loader, always from its beginning."""
+    """Return a new loader as the draw describes it."""
     size, kind = one.size, one.item
     datasets: dict[str, Callable[[], Any]] = {
         "rows": lambda: Rows(size, kind),
@@ -299,7 +299,7 @@ def make(one: Draw) -> DataLoader[Any]:
     if "batch_sampler" not in chosen:
         chosen |= {"batch_size": one.batch_size, "drop_last": one.drop_last}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of more workers than there are cores
+        warnings.simplefilter("ignore")  # torch warns of more workers than cores
         return DataLoader(
             datasets[one.dataset](),
             collate_fn=collates[one.collate],
@@ -310,7 +310,7 @@ def make(one: Draw) -> DataLoader[Any]:
 
 
 def exact(value: Any) -> Any:
-    """Return a batch in a form that is equal only where all bits are."""
+    """Return a form of a batch for comparison; equal only if all bits are equal."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             parts = [value.is_coalesced(), value._indices(), value._values()]
@@ -329,7 +329,7 @@ def exact(value: Any) -> Any:
 
 
 def local(one: Draw) -> list[list[Any]]:
-    """Return the epochs of a local DataLoader, each seeded as a registered loader's is."""
+    """Return the epochs of a local DataLoader, seeded as a registered loader is."""
     loader, epochs = make(one), list[list[Any]]()
     for epoch in range(one.epochs):
         for part in (loader.sampler, loader.dataset):
@@ -340,7 +340,7 @@ def local(one: Draw) -> list[list[Any]]:
 
 
 def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
-    """Return each rank's batches of an epoch."""
+    """Return the batches of an epoch that each rank should receive."""
     whole, rest = divmod(len(batches), one.world_size)
     padded = [*batches]
     if rest and one.uneven == "pad":
@@ -351,7 +351,7 @@ def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
 
 
 class Agreed:
-    """What ranks in one process agree on (`taas_magic.data.loader.Agreement`)."""
+    """`taas_magic.data.loader.Agreement` for ranks in one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -374,7 +374,10 @@ class Agreed:
 
 
 class Player:
-    """Plays a draw: what its ranks are handed, epoch by epoch."""
+    """Iterates the loader of a draw and records what each rank receives in each epoch.
+
+    `epochs` has a list for each epoch, with a list of batches for each rank.
+    """
 
     def __init__(self, one: Draw, folder: Path) -> None:
         self._one, self._folder = one, folder
@@ -395,7 +398,7 @@ class Player:
         with self._serving(one.cpus_after, "after") as (running, ranks):
             for loader, state in zip(ranks, states, strict=True):
                 loader.load_state_dict(state)
-            # A rank that had ended its epoch goes on with the next one.
+            # A rank whose last epoch was over continues with the next epoch: leave it out.
             left = [rank for rank in ranks if rank.next_epoch == one.epochs - 1]
             rest = self._pass(running, left, -1)
             for rank, more in zip(left, rest, strict=True):
@@ -424,7 +427,11 @@ class Player:
     def _pass(
         self, running: Service, ranks: Sequence[RemoteLoader], most: int, harm: str = ""
     ) -> list[list[Any]]:
-        """Iterate all ranks, their steps in turn, until they end or have made `most` steps."""
+        """Iterate all ranks in turn, step by step, until they end or have made `most` steps.
+
+        Returns:
+            The batches of each rank.
+        """
         passes = [iter(loader) for loader in ranks]
         handed: list[list[Any]] = [[] for _ in passes]
         left, step = set(range(len(passes))), 0
@@ -447,7 +454,7 @@ class Player:
 
 
 def differences(one: Draw, folder: Path) -> list[str]:
-    """Play a draw; return what differs from a local DataLoader, in sentences."""
+    """Iterate the loader of a draw; return one sentence for each difference from a local loader."""
     expected, player = local(one), Player(one, folder)
     try:
         player.play()
@@ -478,7 +485,7 @@ def _differing(where: str, mine: list[Any], theirs: list[Any]) -> list[str]:
 
 
 def _not_once(one: Draw, epoch: int, handed: list[list[Any]], model: list[list[Any]]) -> list[str]:
-    """Return what is wrong with an epoch whose order nobody knows: no position may come twice."""
+    """Return the faults of an epoch of unknown order: wrong lengths, or batches that come twice."""
     if [len(mine) for mine in handed] != [len(mine) for mine in model]:
         return [f"epoch {epoch}: {[len(mine) for mine in handed]} batches"]
     steps = max(map(len, handed), default=0)

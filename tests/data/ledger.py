@@ -1,4 +1,4 @@
-"""What a run's ledgers say, and the proof that nothing was handed out twice (docs/data.md)."""
+"""Reads a run's ledgers and checks that no batch was handed out twice (docs/data.md)."""
 
 import json
 import struct
@@ -12,13 +12,13 @@ COUNT = struct.Struct("<QI")
 
 
 class Handed(NamedTuple):
-    """A ledger's line: what one rank was handed in one pass over a loader.
+    """Record of a ledger: the batches that one rank received in one pass over a loader.
 
     Attributes:
-        generation: Which attempt of the run.
-        turn: Number of the pass over it in this generation (two passes may share an epoch).
-        first_step: The step it began with (not 0 after a resume).
-        batches: How many batches the rank was handed, in order.
+        generation: Number of the run's attempt.
+        turn: Number of the pass in this generation. Two passes may be in the same epoch.
+        first_step: Step at which the pass began; not 0 after a resume.
+        batches: Number of batches that the rank received, in order.
     """
 
     generation: int
@@ -31,13 +31,13 @@ class Handed(NamedTuple):
     batches: int
 
     def positions(self) -> range:
-        """Return the positions handed out."""
+        """Return the positions, in the epoch's order, of the batches that the rank received."""
         start = self.first_step * self.world_size + self.rank
         return range(start, start + self.batches * self.world_size, self.world_size)
 
 
 def read_ledgers(folder: Path) -> list[Handed]:
-    """Return the lines of all ranks and generations of a run, for `audit`."""
+    """Return the records of all ranks and generations of a run."""
     handed = []
     for file in sorted(folder.glob("ledger-*")):
         data = file.read_bytes()
@@ -50,10 +50,10 @@ def read_ledgers(folder: Path) -> list[Handed]:
 
 
 def audit(lines: Iterable[Handed]) -> list[str]:
-    """Find what was handed out twice in a generation; an empty list is the proof that nothing was.
+    """Find batches that were handed out twice in one pass, and ranks in different epochs.
 
     Returns:
-        A sentence for each (generation, loader, turn) with a fault.
+        One sentence for each fault; an empty list if there is none.
     """
     passes: dict[tuple[int, str, int], list[Handed]] = {}
     for line in lines:
@@ -70,6 +70,6 @@ def audit(lines: Iterable[Handed]) -> list[str]:
 
 
 def missing(lines: Iterable[Handed], positions: int) -> list[int]:
-    """Return which of an epoch's first `positions` nobody was handed (in one pass)."""
+    """Return the positions below `positions` that no rank received in one pass."""
     handed = {position for line in lines for position in line.positions()}
     return [position for position in range(positions) if position not in handed]

@@ -1,4 +1,4 @@
-"""What samples become in a batch: the default collation, the user's own, and none."""
+"""Cases of collation: the default `collate_fn`, custom ones, and none."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ SETTINGS = ((1, 0), (2, 1))
 
 
 class Made(Dataset):
-    """Calls a function for each sample."""
+    """Dataset that calls a function to make each sample."""
 
     def __init__(self, make, size):
         self.make, self.size = make, size
@@ -50,7 +50,7 @@ class OwnTuple(tuple):
 
 
 class Attributed(dict):
-    """A mapping with an attribute beside its items."""
+    """Dict that also has an attribute."""
 
     def __init__(self, *items):
         super().__init__(*items)
@@ -87,7 +87,7 @@ class Labelled(torch.Tensor):
 
 
 class Stacked:
-    """What torch's documentation shows as a custom batch type."""
+    """Custom batch type as in torch's documentation of `pin_memory`."""
 
     def __init__(self, samples):
         self.inputs = torch.stack([sample[0] for sample in samples])
@@ -110,12 +110,12 @@ def of(make, size=6, **options):
 
 
 def single(make):
-    """Without automatic batching."""
+    """Return a loader without automatic batching."""
     return of(make, batch_size=None)
 
 
 def listed(make):
-    """Batches are lists of samples."""
+    """Return a loader whose batches are lists of samples."""
     return of(make, collate_fn=list)
 
 
@@ -473,7 +473,7 @@ def in_workers_single_samples():
 
 
 def batches_are_the_ranks_own():
-    """Let a rank write into what it was handed."""
+    """Change each batch in place, as a rank may."""
 
     def written(loader):
         seen = []
@@ -500,6 +500,6 @@ def large_batches_outlive_the_iterator():
 
 
 def one_object_returned_again():
-    """Hand out the same tensor each time; the dataset does not change it."""
+    """Return the same unchanged tensor for each index."""
     constant = torch.ones(3)
     return of(lambda i: constant, batch_size=None)

@@ -1,4 +1,4 @@
-"""Kinds of datasets, each in a loader of its own."""
+"""Cases of datasets, one kind per loader."""
 
 import torch
 from torch.utils.data import (
@@ -86,7 +86,7 @@ class EveryNth(IterableDataset):
 
 
 class Countdown(IterableDataset):
-    """Its own iterator."""
+    """Iterable dataset that is its own iterator."""
 
     def __init__(self, start):
         self.start = start

@@ -1,6 +1,6 @@
-"""What a case sees of a loader, as plain tuples that compare and print well.
+"""Converts what a case's script receives from a loader to tuples that can be compared and printed.
 
-Runs in ranks as well as in the tests' process; needs nothing but torch.
+The ranks run this code as well as the tests' process. It needs only torch.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ Case = Loader | tuple[Loader, Script] | tuple[Loader, Script, dict[str, str]]
 
 
 def parts(made: Case) -> tuple[Loader, Script, dict[str, str]]:
-    """Return a loader, its script and its options, of what a case has returned."""
+    """Return the loader, script and options of a case; use `two_epochs` if it has no script."""
     if isinstance(made, DataLoader):
         return made, two_epochs, {}
     return made[0], made[1], made[2] if len(made) == 3 else {}
 
 
 def two_epochs(loader: Iterable[object]) -> list[list[object]]:
-    """Return two epochs: the script of a case that names none."""
+    """Return the batches of two epochs; the default script."""
     return [list(loader), list(loader)]
 
 
 def seen_of(script: Script, loader: Iterable[object]) -> tuple[object, ...]:
-    """Describe what a script gets of a loader, or what it raises."""
+    """Run a script on a loader; describe its result, or the exception that it raises."""
     try:
         return described(script(loader))
     except Exception as error:
@@ -39,7 +39,7 @@ def seen_of(script: Script, loader: Iterable[object]) -> tuple[object, ...]:
 
 
 def described(value: object) -> tuple[object, ...]:
-    """Describe a value by its types, its shapes and all that is in it."""
+    """Describe a value by its type, shape and contents."""
     kind = type(value).__qualname__
     if isinstance(value, (type, enum.Enum)):
         return kind, str(value)
@@ -61,7 +61,7 @@ def described(value: object) -> tuple[object, ...]:
 
 
 def last_line(error: BaseException) -> str:
-    """Return what an error says, without what whoever carried it here has put before."""
+    """Return the last line of an exception's message, without the class name before it."""
     lines = str(error).strip().splitlines() or [""]
     return re.sub(rf"^([\w.]*\.)?{type(error).__name__}(: |$)", "", lines[-1])
 
@@ -80,20 +80,23 @@ def tensor(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def order(value: torch.Tensor) -> list[int]:
-    """In which order the dimensions lie in memory; a tensor with gaps may be packed on its way."""
+    """Return the dimensions in the order of memory, outermost first.
+
+    The strides themselves may differ: a tensor with gaps may arrive without them.
+    """
     longer = [dimension for dimension in range(value.dim()) if value.shape[dimension] > 1]
     return sorted(longer, key=value.stride, reverse=True)
 
 
 def entries(value: torch.Tensor) -> str | int:
-    """Return a dense tensor's numbers; of a large one their checksum."""
+    """Return a dense tensor's numbers, or a checksum if it has more than 1000."""
     if value.numel() <= 1000:
         return repr(value.tolist())
     return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def named(value: list[object] | tuple[object, ...]) -> tuple[object, ...]:
-    """Return what a list or tuple has besides its items: a named tuple's fields, its own."""
+    """Return the fields of a named tuple, or the attributes of a list or tuple subclass."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return (value._fields,)
     own = getattr(value, "__dict__", None)

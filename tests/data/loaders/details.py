@@ -1,4 +1,4 @@
-"""Kinds of indices, memory that is used again, a loader's settings, streams that are resumed."""
+"""Cases of index types, memory that the dataset reuses, settings, and resumed streams."""
 
 import itertools
 
@@ -29,7 +29,7 @@ class Made(Dataset):
 
 
 class Echo(Dataset):
-    """Gives back the index that it was asked for, and its type."""
+    """Dataset that returns the index and its type."""
 
     def __len__(self):
         return 10
@@ -39,7 +39,7 @@ class Echo(Dataset):
 
 
 class ToldWorker(Dataset):
-    """What a worker is told."""
+    """Dataset whose samples contain what `get_worker_info()` returns."""
 
     def __len__(self):
         return 8
@@ -50,7 +50,7 @@ class ToldWorker(Dataset):
 
 
 class Marked(Dataset):
-    """Whether worker_init_fn was called where it is indexed."""
+    """Dataset whose samples tell whether `worker_init_fn` was called in their process."""
 
     mark = "none"
 
@@ -87,7 +87,7 @@ class CountWithLength(IterableDataset):
 
 
 class StatefulStream(IterableDataset):
-    """A generator whose place is the dataset's state, as in torchdata's documentation."""
+    """Iterable dataset whose state is its position, as in torchdata's documentation."""
 
     def __init__(self, sizes):
         self.sizes, self.place, self.resumed = sizes, 0, None
@@ -108,7 +108,7 @@ class StatefulStream(IterableDataset):
 
 
 class ByEpoch(Dataset):
-    """A map-style dataset that is told the epoch by the loop."""
+    """Map-style dataset with `set_epoch`."""
 
     epoch = 0
 
@@ -123,7 +123,7 @@ class ByEpoch(Dataset):
 
 
 class EpochBatches:
-    """A batch sampler that is told the epoch by the loop."""
+    """Batch sampler with `set_epoch`."""
 
     epoch = 0
 
@@ -162,7 +162,7 @@ def kinds(seen):
 
 
 def at_the_first(loader):
-    """Return the exception of the first batch."""
+    """Return the first batch, or the exception that it raises."""
     try:
         return next(iter(loader))
     except Exception as error:
@@ -170,7 +170,7 @@ def at_the_first(loader):
 
 
 def length(loader):
-    """Return the length, how many batches there are, and the length then."""
+    """Return the length before an epoch, the number of batches, and the length after the epoch."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -188,7 +188,7 @@ def one_array_filled_by_collate_fn():
 
 
 def one_buffer_filled_again():
-    """Fill one buffer for every sample, in the dataset; the sum tells which."""
+    """Fill one buffer for every sample; the sums show which sample arrived."""
     buffer = torch.zeros(3)
 
     def sums(loader):
@@ -351,7 +351,7 @@ def exception_group():
 
 
 def assignment_to_the_dataset():
-    """Assign: it has an effect or is refused."""
+    """Assign to the dataset, which must take effect or raise an AttributeError."""
 
     def assigned(loader):
         try:

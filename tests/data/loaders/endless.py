@@ -1,4 +1,4 @@
-"""Endless samplers and such without a length."""
+"""Cases of samplers that are endless or have no length."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Exceptions of datasets, samplers, collate_fn and worker_init_fn, as the loop sees them."""
+"""Cases of exceptions in datasets, samplers, `collate_fn` and `worker_init_fn`."""
 
 import torch
 from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset, TensorDataset
@@ -9,7 +9,7 @@ SETTINGS = ((1, 0), (2, 1))
 
 
 class BadAt(Dataset):
-    """Raises at one index."""
+    """Dataset that raises an error at one index."""
 
     def __init__(self, error, at=3, size=8):
         self.error, self.at, self.size = error, at, size
@@ -53,7 +53,7 @@ class BadSampler:
 
 
 def events(loader):
-    """Return what each `next` gives or raises, until the end or the third exception."""
+    """Return what each `next` returns or raises, until the end or the third exception."""
     seen, batches = [], iter(loader)
     while sum(isinstance(event, Exception) for event in seen) < MOST_ERRORS:
         try:
@@ -66,7 +66,10 @@ def events(loader):
 
 
 def first_error(loader):
-    """Return the first exception; what comes before it may be prepared by several workers."""
+    """Return all batches of an epoch, or the first exception.
+
+    With several workers, the number of batches before the exception is not determined.
+    """
     try:
         return list(loader)
     except Exception as error:
@@ -74,7 +77,7 @@ def first_error(loader):
 
 
 def at_the_first(loader):
-    """Return the exception of the first batch."""
+    """Return the first batch, or the exception that it raises."""
     try:
         return next(iter(loader))
     except Exception as error:
@@ -154,7 +157,7 @@ def own_error():
 
 
 def recovered_loop():
-    """After an exception the next loop gives all batches before it again."""
+    """Iterate again after an exception: the batches before it are yielded again."""
 
     def twice(loader):
         return [events(loader), events(loader)]
@@ -286,7 +289,7 @@ def of_a_sample_by_index():
 
 
 def with_two_arguments_in_a_worker():
-    """Raise what cannot be made again from its text: a RuntimeError arrives, as in torch."""
+    """Raise an exception that takes two arguments: it arrives as a RuntimeError, as in torch."""
     loader = DataLoader(Raising(), batch_size=2, num_workers=1)
     return loader, lambda loader: kinds([at_the_first(loader)])
 

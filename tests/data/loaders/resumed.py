@@ -1,4 +1,4 @@
-"""States that one run saves and another one, with another `--cpus`, goes on from."""
+"""Cases of loader states that one run saves and another run, with another `--cpus`, loads."""
 
 import itertools
 
@@ -28,7 +28,7 @@ class Stream(IterableDataset):
 
 
 class StatefulIterator:
-    """An iterator that has the state itself."""
+    """Iterator that has the state, as opposed to its dataset."""
 
     def __init__(self, samples):
         self.samples, self.place = samples, 0
@@ -83,7 +83,7 @@ def whole(loader):
 
 
 def all_taken(loader):
-    """All batches, without asking whether there is one more."""
+    """Return all batches; do not call `next` once more after the last one."""
     return list(itertools.islice(loader, len(loader)))
 
 

@@ -1,10 +1,12 @@
-"""Runs cases: loaders in a notebook and what its ranks see of them, beside local DataLoaders.
+"""Runs cases on ranks and compares what they receive with local DataLoaders.
 
-A case is a function without parameters in one of the modules here. It returns a loader, or a loader
-and a script, or these and what `taas.register` shall be told besides. A script takes a loader and
-returns what it sees of it; without one, that is two epochs. A module's text is a cell of the
-notebook, and its loaders are iterated in cells below `%%taas`. A module's SETTINGS take turns: each
-case has one of them, or all with TAAS_EVERY_SETTING=1 in the environment.
+A case is a function without parameters in one of the modules of this folder. It returns a loader;
+or a loader and a script; or a loader, a script and further arguments of `taas.register`. A script
+takes a loader and returns what it receives from it. The default script returns two epochs.
+
+`Seen` runs the text of a module as an ordinary cell, registers its loaders, and runs the scripts in
+`%%taas` cells. The cases of a module are distributed over its SETTINGS. If the environment variable
+TAAS_EVERY_SETTING is set, each case runs in all of them.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ SeenByCase = dict[str, object]
 
 
 class Setting(NamedTuple):
-    """How many ranks a cell has, its `--cpus`, and those of a second one, which resumes it."""
+    """Numbers of ranks and fetchers of a cell, and of fetchers of a second cell that resumes it."""
 
     ranks: int
     cpus: int
@@ -39,7 +41,10 @@ class Setting(NamedTuple):
 SeenBySetting = dict[Setting, list[SeenByCase]]
 
 PATIENT = "[data]\nfetch_s = 100\n"
-"""A fetcher that starts the workers of fifty loaders at once may be silent on a busy machine."""
+"""Settings for a busy machine.
+
+A fetcher that starts the workers of fifty loaders at once may not answer for a long time.
+"""
 
 REGISTER = """
 import taas
@@ -87,7 +92,7 @@ del cases, name, loader, script, options
 
 @contextlib.contextmanager
 def unfiltered() -> Iterator[None]:
-    """Leave out that warnings are errors: of workers beyond the cores, of torchdata's making."""
+    """Ignore warnings of more workers than cores, and torchdata's deprecation warnings."""
     with without_pytests_filter():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -102,7 +107,7 @@ def cases_of(module: ModuleType) -> list[str]:
 
 
 def parameters(*modules: ModuleType) -> list[Any]:
-    """All cases of some modules, as pytest's parameters."""
+    """Return all cases of some modules as pytest parameters."""
     return [
         pytest.param(module, name, id=f"{module.__name__.rpartition('.')[2]}-{name}")
         for module in modules
@@ -111,14 +116,14 @@ def parameters(*modules: ModuleType) -> list[Any]:
 
 
 CASES = 16
-"""How many cases one cell has at most."""
+"""Largest number of cases in one cell."""
 
 EVERY_SETTING = bool(os.environ.get("TAAS_EVERY_SETTING"))
 """Whether each case runs in every setting of its module."""
 
 
 class Part(NamedTuple):
-    """What one cell runs: some cases of a module, in one setting."""
+    """Cases of a module that one cell runs in one setting."""
 
     module: ModuleType
     setting: Setting
@@ -131,7 +136,7 @@ class Part(NamedTuple):
 
 
 def parts_of(module: ModuleType) -> list[Part]:
-    """Return what the cells of a module run."""
+    """Split a module's cases into parts, one for each cell."""
     names, settings = cases_of(module), settings_of(module)
     has_all = EVERY_SETTING or len(names) <= len(settings)
     return [
@@ -147,20 +152,20 @@ def chunks(names: list[str], size: int) -> list[list[str]]:
 
 
 def all_parts(*modules: ModuleType) -> list[Any]:
-    """Return what the cells of some modules run, as pytest's parameters."""
+    """Return the parts of some modules as pytest parameters."""
     return [pytest.param(part, id=str(part)) for module in modules for part in parts_of(module)]
 
 
 def settings_of(module: ModuleType) -> list[Setting]:
-    """Under which settings a module's loaders are iterated."""
+    """Return the settings in which a module's cases run."""
     return [Setting(*numbers) for numbers in module.SETTINGS]
 
 
 class Seen:
-    """What ranks saw of the loaders of each module; its cells run when they are asked for first.
+    """Results of the cases on the ranks. Runs a cell when a test first asks for its results.
 
     Args:
-        settings: An empty folder, for the notebook's taas.toml.
+        settings: Empty folder for the notebook's taas.toml.
     """
 
     def __init__(self, notebook: Notebook, settings: Path) -> None:
@@ -168,12 +173,12 @@ class Seen:
         self._seen: dict[Part, list[SeenByCase] | Exception] = {}
 
     def of(self, module: ModuleType, name: str) -> SeenBySetting:
-        """Return what each rank saw of the cases beside one, by setting."""
+        """Return the results of each cell that runs a case: by setting, a dict for each rank."""
         parts = [part for part in parts_of(module) if name in part.names]
         return {part.setting: self.of_part(part) for part in parts}
 
     def of_part(self, part: Part) -> list[SeenByCase]:
-        """Return what each rank saw of some cases."""
+        """Return a part's results: a dict for each rank. Raise the cell's error if it failed."""
         if part not in self._seen:
             self._seen[part] = self._entered(part)
         found = self._seen[part]
@@ -182,14 +187,14 @@ class Seen:
         return found
 
     def _entered(self, part: Part) -> list[SeenByCase] | Exception:
-        """Return what ranks saw, or why they could not: no case of the part tries again."""
+        """Run a part; return its results, or its error. A failed part is not run again."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.setenv("XDG_CONFIG_HOME", str(self._settings))
             patch.chdir(self._notebook.project)
             try:
                 return self._run(part)
-            except Exception as error:  # whatever it is, each case of the module raises it
+            except Exception as error:  # raised in every test of the part
                 return error
 
     def _run(self, part: Part) -> list[SeenByCase]:
@@ -221,7 +226,7 @@ class Seen:
 
 @functools.cache
 def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> object:
-    """Return what a rank is to see of a case."""
+    """Return what a rank should receive in a case."""
     local, script, options = _local(module, name)
     if not local.loader.num_workers:
         local, *_ = _made(module, name)
@@ -237,9 +242,10 @@ def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: b
 
 @functools.lru_cache(1)
 def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
-    """Return a case's local loader: what its workers send is new memory, and serves all ranks.
+    """Return a case's local loader with workers; all ranks use its batches.
 
-    Of one case only: each tensor that a worker has sent keeps a file open.
+    Ranks can share them, because workers send each batch in new memory. Only one loader is cached,
+    because each tensor that a worker has sent keeps a file open.
     """
     return _made(module, name)
 
@@ -251,7 +257,7 @@ def _made(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]
 
 
 def differences(seen: Seen, module: ModuleType, name: str) -> list[str]:
-    """Where ranks saw something else of a case than they are to see."""
+    """Return a description of each rank whose results differ from the expected ones."""
     found = []
     for setting, ranks in seen.of(module, name).items():
         for rank, mine in enumerate(ranks):

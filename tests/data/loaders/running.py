@@ -1,4 +1,4 @@
-"""How loaders are iterated: lengths, epochs, breaks, iterators, seeds and workers."""
+"""Cases of iteration: lengths, epochs, early breaks, iterators, seeds and workers."""
 
 import io
 import itertools
@@ -22,7 +22,7 @@ SETTINGS = ((1, 0), (2, 3))
 
 
 class Random(Dataset):
-    """Draws from all usual generators."""
+    """Dataset whose samples are random numbers from torch, `random` and NumPy."""
 
     def __len__(self):
         return 6
@@ -32,7 +32,7 @@ class Random(Dataset):
 
 
 class ToldWorker(Dataset):
-    """What a worker is told."""
+    """Dataset whose samples contain what `get_worker_info()` returns."""
 
     def __len__(self):
         return 8
@@ -45,7 +45,7 @@ class ToldWorker(Dataset):
 
 
 class Marked(Dataset):
-    """Whether worker_init_fn was called where it is indexed."""
+    """Dataset whose samples tell whether `worker_init_fn` was called in their process."""
 
     def __init__(self):
         self.mark = "none"
@@ -89,7 +89,7 @@ def numbers(size=11):
 
 
 def length(loader):
-    """Return the length, and how many batches there are."""
+    """Return the length before an epoch, the number of batches, and the length after the epoch."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -329,7 +329,7 @@ def seed_of_the_ranks_does_not_count():
 
 
 def ranks_random_numbers_stay():
-    """Draw no numbers from the generators of the process that iterates a loader."""
+    """Check that iteration does not use the random generators of the rank's process."""
 
     def drawn(loader):
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -442,7 +442,7 @@ def attributes_of_the_dataset():
 
 
 def a_pickle_of_a_batch():
-    """Batches can be pickled, copied and saved like local ones."""
+    """Pickle and save batches."""
 
     def saved(loader):
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Samplers and batch samplers, and which indices they hand to a dataset."""
+"""Cases of samplers and batch samplers, and of the indices that they pass to the dataset."""
 
 import torch
 from torch.utils.data import (
@@ -17,7 +17,7 @@ SETTINGS = ((2, 0), (2, 1))
 
 
 class Echo(Dataset):
-    """Gives back the index that it was asked for, and its type."""
+    """Dataset that returns the index and its type."""
 
     def __init__(self, size=10):
         self.size = size
@@ -41,7 +41,7 @@ class EveryOther(Sampler):
 
 
 class Reshuffled(Sampler):
-    """Draws from torch's generator while it is iterated."""
+    """Sampler that draws from torch's generator during iteration."""
 
     def __init__(self, size):
         self.size = size
@@ -55,7 +55,7 @@ class Reshuffled(Sampler):
 
 
 class Rotated(Sampler):
-    """Remembers how often it was iterated."""
+    """Sampler whose order depends on how often it was iterated."""
 
     def __init__(self, size):
         self.size, self.turns = size, 0
@@ -69,7 +69,7 @@ class Rotated(Sampler):
 
 
 class ByEpoch(Sampler):
-    """Says by `set_epoch` which order it gives."""
+    """Sampler whose order depends on the epoch set by `set_epoch`."""
 
     def __init__(self, size):
         self.size, self.epoch = size, 0
@@ -86,7 +86,7 @@ class ByEpoch(Sampler):
 
 
 class Growing:
-    """A batch sampler that is no BatchSampler, with batches of different sizes."""
+    """Batch sampler with batches of different sizes; not a torch BatchSampler."""
 
     def __iter__(self):
         return iter([[0], [1, 2], [3, 4, 5], []])
@@ -104,7 +104,7 @@ def generator(seed=3):
 
 
 def seeded(loader):
-    """Three epochs."""
+    """Return three epochs."""
     return [list(loader) for _ in range(3)]
 
 
@@ -246,7 +246,7 @@ def batch_sampler_of_the_users_own():
 
 
 def batch_sampler_as_sampler():
-    """Bulk loading: the sampler's batches are indices of single samples."""
+    """Bulk loading as in torch's documentation: each index of the sampler is a list."""
     sampler = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
     return DataLoader(torch.arange(7) * 2, sampler=sampler, batch_size=None)
 

@@ -1,4 +1,4 @@
-"""What one rank is to see of a loader, from a local DataLoader, by the rules of docs/data.md."""
+"""Derives from a local DataLoader what one rank should receive, by the rules of docs/data.md."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from taas_magic.data.sharding import seed_of
 
 SEED = 7
 MOST_ERRORS = 8
-"""After so many in one epoch a loader with workers is not asked for more."""
+"""Number of exceptions in an epoch after which a loader with workers is not read further."""
 
 
 class Epoch:
-    """What a local DataLoader gives in one epoch, taken as far as asked, under its own seed.
+    """Batches of one epoch of a local DataLoader, read on demand under the epoch's own seed.
 
     Attributes:
-        seen: Batches, and exceptions in the place of those that cannot be had.
+        seen: Batches so far, with an exception in the place of each batch that raised one.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -32,18 +32,18 @@ class Epoch:
             self._take_all()
 
     def reaches(self, position: int) -> bool:
-        """Take batches up to a position; say whether there are so many."""
+        """Read batches up to a position; return whether the epoch has a batch there."""
         while len(self.seen) <= position and not self._is_over:
             with self._own_random():
                 self._take()
         return len(self.seen) > position
 
     def close(self) -> None:
-        """Let go of the iterator, whose frames exceptions would keep, and so of its workers."""
+        """Release the iterator, so that its workers end even if an exception keeps its frames."""
         self._is_over, self._batches = True, iter(())
 
     def _take_all(self) -> None:
-        """Take what the workers send, so that they end, and what a generator draws."""
+        """Read all batches, so that the workers end and a generator advances by a whole epoch."""
         while self.reaches(len(self.seen)) and self._errors() < MOST_ERRORS:
             continue
         self.close()
@@ -55,7 +55,7 @@ class Epoch:
         try:
             self.seen.append(next(self._batches))
         except (StopIteration, UnboundLocalError):
-            # The latter is what torch's worker says of its next batch after worker_init_fn failed.
+            # After worker_init_fn failed, the next batch of torch's worker is an UnboundLocalError.
             self.close()
         except Exception as error:
             self.seen.append(error)
@@ -70,19 +70,19 @@ class Epoch:
 
 
 def has_generator(loader: DataLoader[Any]) -> bool:
-    """Whether the next epoch depends on how much was taken of this one."""
+    """Return whether the next epoch depends on how many batches of this epoch were read."""
     return loader.generator is not None or getattr(loader.sampler, "generator", None) is not None
 
 
 class Local:
-    """A local DataLoader's epochs, each begun under `torch.manual_seed(seed_of(seed, epoch))`."""
+    """Epochs of a local DataLoader, each begun under `torch.manual_seed(seed_of(SEED, epoch))`."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return an epoch; begin it when it is asked for first."""
+        """Return an epoch; begin it at the first call."""
         if number not in self._epochs:
             self._set_epoch(number)
             self._epochs[number] = Epoch(self.loader, seed_of(SEED, number))
@@ -102,8 +102,8 @@ class Local:
 class Share:
     """One rank's share of a local DataLoader.
 
-    Batch i of an epoch is for rank i mod world size, and the last step is padded with the first
-    batches, dropped, or kept.
+    Batch i of an epoch goes to rank i mod world size. `uneven` decides whether the last step is
+    padded with the first batches, dropped or kept.
     """
 
     def __init__(self, local: Local, rank: int, world_size: int, uneven: str = "pad") -> None:
@@ -125,7 +125,7 @@ class Share:
         return self.current
 
     def steps(self, batches: int) -> int:
-        """How many batches the rank gets of so many."""
+        """Return the number of batches that the rank gets of an epoch with `batches` batches."""
         if self.uneven == "pad":
             return -(-batches // self.world_size)
         rest = batches % self.world_size
@@ -146,7 +146,7 @@ class Share:
 
 
 class Told:
-    """A sampler or dataset whose `set_epoch` says which epoch the loader gives."""
+    """Proxy of a sampler or dataset whose `set_epoch` sets the share's next epoch."""
 
     def __init__(self, share: Share, value: Any) -> None:
         self._share, self._value = share, value
@@ -159,7 +159,7 @@ class Told:
 
 
 class Pass(Iterator[Any]):
-    """One iterator of a share."""
+    """Iterator over one epoch of a share."""
 
     def __init__(self, share: Share, epoch: int, step: int) -> None:
         self.share, self.epoch, self.step, self.ended = share, epoch, step, False
@@ -182,7 +182,7 @@ class Pass(Iterator[Any]):
         return event
 
     def _position(self, events: Epoch) -> int | None:
-        """Position of the batch of this step; None at the end."""
+        """Return the position of this step's batch in the epoch, or None at the end."""
         share, first = self.share, self.step * self.share.world_size
         position, last = first + share.rank, first + share.world_size - 1
         if not self.ended and events.reaches(last if share.uneven == "drop" else position):

@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict` within one run: what comes after is what came after."""
+"""Cases of `state_dict` and `load_state_dict` within one run: a loaded state repeats the rest."""
 
 import io
 import itertools
@@ -41,7 +41,7 @@ class BadAt(Rows):
 
 
 class Stream(IterableDataset):
-    """Has no state; each worker has a part of its own."""
+    """Iterable dataset without a state; each worker reads another part."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -53,7 +53,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """A generator whose place is the dataset's state, as in torchdata's documentation."""
+    """Iterable dataset whose state is its position, as in torchdata's documentation."""
 
     def __init__(self, sizes):
         super().__init__(sizes)
@@ -75,7 +75,7 @@ class StatefulStream(Stream):
 
 
 class Resumable(Sampler):
-    """A sampler that is said to remember its place; each epoch begins at 0."""
+    """Sampler with a fixed, reversed order."""
 
     def __init__(self, size):
         self.size = size
@@ -94,7 +94,7 @@ class Drawing(Resumable):
 
 
 def in_the_middle(loader, taken=2):
-    """Return the rest, the rest again, and the next epoch."""
+    """Return the first batches, the rest, the rest after loading a state, and the next epoch."""
     batches = iter(loader)
     first = list(itertools.islice(batches, taken))
     state = loader.state_dict()
@@ -127,7 +127,7 @@ def at_the_end(loader):
 
 
 def after_the_last_batch(loader):
-    """All batches are taken and the iterator has not been asked for one more."""
+    """Save the state after the last batch, without calling `next` once more."""
     count = len(list(loader))
     batches = iter(loader)
     last = list(itertools.islice(batches, count))
@@ -137,7 +137,7 @@ def after_the_last_batch(loader):
 
 
 def twice(loader):
-    """Take a state of what goes on from a state."""
+    """Save a state in an iteration that began from a loaded state."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     batches = iter(loader)
@@ -166,7 +166,7 @@ def in_a_later_epoch(loader):
 
 
 def back_and_forth(loader):
-    """States of two epochs, loaded in the order that they were not taken in."""
+    """Load the states of two epochs, the later one last, after both were saved."""
     next(iter(loader))
     early = loader.state_dict()
     batches = iter(loader)
@@ -189,7 +189,7 @@ def during_another_iterator(loader):
 
 
 def unchanged_by_what_comes(loader):
-    """Take a state: it is not tied to the loader that it is of."""
+    """Check that a state does not change while its loader is iterated further."""
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
@@ -229,7 +229,7 @@ def loaded_twice(loader):
 
 
 def loaded_and_asked_again(loader):
-    """Load a state and take it again: not used, it is the same."""
+    """Save a state that was just loaded; without an iteration in between, it is the same."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     loader.load_state_dict(loader.state_dict())
@@ -242,7 +242,7 @@ def after_set_epoch(loader):
 
 
 def before_set_epoch(loader):
-    """Call `set_epoch` with the epoch that the state is of, which changes nothing."""
+    """Call `set_epoch` with the epoch of the loaded state, which changes nothing."""
     next(iter(loader))
     state = loader.state_dict()
     loader.load_state_dict(state)
