@@ -341,7 +341,9 @@ def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form; see `encode`."""
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
-        is_importable = b"__main__" not in pickled  # a rank may lack the notebook's types
+        # A rank may lack the notebook's types, so they go by value. If only a text in the batch
+        # says "__main__", the slower pickler gives the same batch.
+        is_importable = b"__main__" not in pickled
     except (pickle.PicklingError, AttributeError, TypeError):
         is_importable = False
     if not is_importable:

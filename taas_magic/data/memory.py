@@ -185,7 +185,7 @@ class Lent:
         return places
 
     def close(self) -> None:
-        """Call `on_unused` as soon as no span is in use, now or later; used spans stay valid."""
+        """Call `on_unused` once no span is in use, now or later. Spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()

@@ -230,8 +230,8 @@ class FolderDirectory:
 
     Args:
         folder: The folder (`addresses_folder`).
-        numbers: Numbers of the fetchers to use. The folder of a session has others, too, which run
-            loaders of other cells.
+        numbers: Numbers of the fetchers to use. The folder of a session also has the addresses of
+            fetchers that run the loaders of other cells.
     """
 
     def __init__(self, folder: Path, numbers: Sequence[int]) -> None:

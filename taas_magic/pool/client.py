@@ -734,8 +734,12 @@ class Pool:
             process = self.folder.find() or (self.folder.start() if starts else None)
             if process is not None or not (starts or self.folder.is_locked):
                 return process
-            if time.monotonic() > deadline:  # another kernel was stopped while starting a process
-                raise self._error(f"did not start: no process holds {self.folder.path}/lock")
+            if time.monotonic() > deadline:
+                lock = self.folder.path / "lock"
+                raise self._error(
+                    f"did not start: another process of yours has locked {lock}, but starts no "
+                    f"process of the pool. It may be stopped: `fuser {lock}` shows its pid"
+                )
             time.sleep(_POLL_S)
 
     def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:

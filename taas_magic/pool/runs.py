@@ -602,7 +602,7 @@ class RunClock:
         self._ran_s = 0.0
         self._since: float | None = None
 
-    def pause(self, is_paused: bool, now: float) -> None:
+    def set_paused(self, is_paused: bool, now: float) -> None:
         """Stop the clock, or let it run. Do nothing if it is already so."""
         self._ran_s = self.ran_s(now)
         self._since = None if is_paused else now
@@ -806,7 +806,7 @@ class PoolRun(Share):
     async def _pause_clocks(self) -> None:
         """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user."""
         is_paused = bool(self._open_requests)
-        self._clock.pause(is_paused, time.monotonic())
+        self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
 
     def _numbers(self, part: HostPart) -> range:
@@ -909,7 +909,7 @@ class PoolRun(Share):
         running = set(self._running())
         first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]
         self._parts = {part.host.address: part for part in parts}
-        self._clock.pause(False, time.monotonic())
+        self._clock.set_paused(False, time.monotonic())
         address = hosts[0].place if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
         if port:

@@ -217,10 +217,10 @@ def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
 def test_the_clock_of_a_run_leaves_out_the_time_in_which_the_user_types() -> None:
     clock = RunClock()
     assert clock.ran_s(100.0) == 0.0
-    clock.pause(False, 100.0)
-    clock.pause(True, 103.0)
-    clock.pause(True, 150.0)  # a second rank asks
+    clock.set_paused(False, 100.0)
+    clock.set_paused(True, 103.0)
+    clock.set_paused(True, 150.0)  # a second rank asks
     assert clock.ran_s(200.0) == 3.0
-    clock.pause(False, 200.0)  # the next attempt begins
-    clock.pause(False, 201.0)
+    clock.set_paused(False, 200.0)  # the next attempt begins
+    clock.set_paused(False, 201.0)
     assert clock.ran_s(202.0) == 5.0
