@@ -368,7 +368,7 @@ class HostFiles:
             StoreError: The store cannot be copied to this host.
         """
         spec = self._spec
-        # Ranks and fetchers of one run may be on the same host; each share has a separate folder.
+        # Ranks and fetchers of one run may be on the same host, so their folders must differ.
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
         if not _is_same(spec.run):
             self._folder = RunFolderCopy(spec, self._ask, cache)
@@ -466,9 +466,8 @@ class HostFiles:
 class FileServer:
     """Handler of file requests from the hosts that run a run's ranks, or its fetchers.
 
-    It is part of the pool's process.
-
-    Requests about the project store run in a separate thread, because they wait for the disk.
+    It is part of the pool's process. Requests about the project store run in a separate thread,
+    because they wait for the disk.
 
     Args:
         fetches: Whether the hosts run the run's fetchers instead of its ranks.

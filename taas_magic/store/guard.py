@@ -2,9 +2,9 @@
 
 `apply_rule` is called in a freshly forked rank before any of the user's code. Processes that
 the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
-mount, else Landlock. `strongest` finds it once by trying each mechanism in a process of its own.
-The separate process is needed because no process can leave a user namespace, in which a failed
-trial may end.
+mount, else Landlock. `strongest` finds it by trying each mechanism, once, in a separate process.
+A trial in this process could fail after it has entered a user namespace, and no process can leave a
+user namespace.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -249,8 +249,8 @@ def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[s
     """Return the `writable` folders below the store. Create those that are missing.
 
     Each of them needs an exception from the write rule. Landlock can only allow folders that exist.
-    So under Landlock, a missing `writable` folder is also created if its parent contains the store,
-    but it is not returned.
+    So under Landlock, a missing `writable` folder is also created if its parent contains the store.
+    It is not returned, because it is not below the store.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})

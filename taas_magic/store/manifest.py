@@ -34,6 +34,7 @@ from taas_magic.shared_files import replacing
 from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, shown, why_unsafe
 
 FILE_NAME = ".taasignore"
+"""Name of the file in which the user lists files that do not travel."""
 
 DEFAULTS = (
     ".git/",
@@ -53,7 +54,7 @@ DEFAULTS = (
     "*.taas-saving/",
     f"{ARRIVING}*",
 )
-
+"""Patterns of files that do not travel, in gitignore's syntax; `.taasignore` can override them."""
 
 SECRETS = (
     r"\.ssh",
@@ -136,8 +137,8 @@ def is_believed(path: str) -> bool:
 class PathFileCheck:
     """Checks that an arriving file with the suffix `.pth` is a checkpoint of torch.
 
-    Python uses the same suffix for path files. In folders where Python looks for packages, it runs
-    those lines of a `.pth` file that begin with `import`.
+    Python uses the same suffix for its path files. If a path file is in a folder in which Python
+    looks for packages, Python executes the lines of the file that begin with `import`.
     """
 
     def __init__(self) -> None:
@@ -153,10 +154,7 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether a `.pth` file is a checkpoint of `torch.save`.
-
-        In site-packages, Python executes lines of a `.pth` file that begin with `import`.
-        """
+        """Whether the file begins like one of `torch.save`, and Python would run none of it."""
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
@@ -348,6 +346,8 @@ def _key(status: os.stat_result) -> Key:
 
 
 MAX_FILES = 250_000
+"""Maximum number of files that are copied to a host."""
+
 _NAMED_AT_MOST = 5
 
 
@@ -525,6 +525,8 @@ CHUNK_BYTES = 4 << 20
 """Maximum bytes of file content in one message, and in memory at a time for one file."""
 
 MAX_PARTS = 1000
+"""Maximum number of parts, pieces and removals in one message."""
+
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
 _QUICK_S, _SLOW_S = 0.25, 1.0
 

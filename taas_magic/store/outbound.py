@@ -322,7 +322,7 @@ class _Sender:
     def _add_file(self, path: str, status: os.stat_result) -> None:
         """Queue a file for sending if it differs from the store's; a large one goes to `large`."""
         if status.st_size > SMALL_BYTES:
-            # a recent time stamp may not change with the next write
+            # If the last write was a moment ago, the next one may leave the time stamp the same.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
             if not (settled and self._mirror.hashes.is_same(path, status)):
                 self.large[path] = self._pieces(path)

@@ -30,8 +30,8 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
     """Save an object atomically, with the arguments of `torch.save`.
 
     In a run, every rank may call it, but only rank 0's call writes; no rank waits for another.
-    Outside of a run it writes. In a job of a farm it writes to the job's folder, at the same path
-    as in the project store. The file has the same bytes as one from `torch.save`.
+    Outside of a run, every call writes. A job of a farm writes to the job's own folder, at the same
+    path as in the project store. The file has the same bytes as one from `torch.save`.
 
     Args:
         obj: Object to save.
@@ -60,7 +60,8 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         `path` itself outside of a job, and for a path outside the store.
     """
     folder = os.environ.get(SAVES)
-    # the path as given if it is in the working directory, else its target if a link leads there
+    # Try the path as it is given first. If it is outside the working directory, try the target of
+    # its symbolic links.
     below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]
     inside = [it for it in below if not it.startswith(os.pardir + os.sep)]
     if not folder or not inside:

@@ -355,8 +355,8 @@ class Rehearsed(Discarded):
     """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
 
     Rank 0 writes to a rehearsal folder that all ranks read. A file in this folder replaces the file
-    of the same path in the store. Every rank writes there below `shared`. The other writes of the
-    other ranks go to their private scratch folders.
+    of the same path in the store. What any rank writes below `shared` also goes to the rehearsal
+    folder. All other writes of ranks other than 0 go to their private scratch folders.
 
     Args:
         *args: See `Watched`. `open_folders` has no shared folders.
@@ -390,13 +390,21 @@ class Rehearsed(Discarded):
             os.makedirs(self._replacement(path), exist_ok=True)
 
     def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """See `Discarded.target`; raise PermissionError if the run would refuse the write."""
+        """See `Discarded.target`.
+
+        Raises:
+            PermissionError: A run with `--store-writes refuse` would refuse the write.
+        """
         if self._refuses and not self._publishes(place):
             raise _refusal(self._who, place)
         return super().target(place, needs_content=needs_content)
 
     def subject(self, place: str, *, folder: bool = False) -> str:
-        """See `Discarded.subject`; raise PermissionError if the run would refuse the change."""
+        """See `Discarded.subject`.
+
+        Raises:
+            PermissionError: A run with `--store-writes refuse` would refuse the change.
+        """
         if self._refuses and not self._publishes(place):
             raise _refusal(self._who, place)
         return super().subject(place, folder=folder)

@@ -214,7 +214,7 @@ class StoreServer:
             return None
 
     def _news(self, host_rank: int, request: ListChanges) -> ChangeList:
-        """Return the changes that other hosts made after change number `asked.since`."""
+        """Return the changes that other hosts made after change number `request.since`."""
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
             if change.number <= request.since:
@@ -330,7 +330,8 @@ class StoreServer:
         for piece in pieces:
             path = piece.entry.path
             answers[path] = self._try(self._write, host_rank, path, piece, whole)
-        # so that a power cut after they were placed leaves complete files
+        # Force the files to the disk before they get their names. Then a power cut cannot leave
+        # incomplete files at these paths.
         flushing = [self._flushers.submit(os.fsync, arrival.file) for _, arrival in whole]
         for (entry, arrival), flushed in zip(whole, flushing, strict=True):
             more = entry, arrival, flushed
@@ -387,7 +388,8 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path, or discard it.
 
-        It is moved beside the user's file if `path` is one, and the host is then told so.
+        If the user has a file at `path`, the new file is moved beside it instead, and UnsafeError
+        reports this to the host.
 
         Args:
             host_rank: Number of the host that sent the file.
