@@ -1,8 +1,8 @@
 """A notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, then `%%taas --gpus N`.
 
-Importing this package imports neither torch nor Dask, nor what would import `random`: it comes
-before `taas_magic.kernel` can take the notebook's folder, which may hold a random.py, off the
-import path. The public names are in `taas_magic.api`.
+The public names are in `taas_magic.api`. Importing this package imports neither torch nor Dask. It
+also imports nothing that needs `random`: at this time the notebook's folder is still on the import
+path, and may have a random.py. `taas_magic.kernel` removes that folder later.
 """
 
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
-    """Switch the magics, the comment form and Tab completion on; warms the local pool.
+    """Register the magics, `#pragma taas` and Tab completion, and begin to warm the local pool.
 
-    Runs in the notebook's kernel and returns at once: the warming goes on in a thread.
+    IPython calls this in the notebook's kernel. It returns at once, because a thread warms the
+    pool.
     """
     from taas_magic.notebook import magic
 
@@ -25,7 +26,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Take all of it away again; pools that are up stay up."""
+    """Remove what `load_ipython_extension` has registered. Pools that are up stay up."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
     """Run one command, print its result or error, and return the exit code.
 
     Args:
-        words: "run" and what `functions.run_script` takes; or a command of `%taas`, such as
+        words: "run" and the arguments of `functions.run_script`; or a command of `%taas`, such as
             "attach", and its arguments.
     """
     try:

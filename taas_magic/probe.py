@@ -26,11 +26,20 @@ from importlib import metadata
 from typing import Any
 
 _SIOCGIFADDR = 0x8915
+"""Number of Linux's ioctl call that returns the IPv4 address of a network interface."""
+
 _LINK_LOCAL = "20"
+"""Scope of link-local addresses in /proc/net/if_inet6. Other hosts cannot use these addresses."""
+
 _SIZE_STEP = 1 << 20
+"""Number of bytes written to find out whether a folder is writable and its disk is not full."""
+
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
+"""Age in seconds above which an unfinished installation counts as interrupted."""
+
 _SAID_CHARS = 2000
+"""Number of characters from the end of pip's output that an error text has."""
 
 
 def main(
@@ -356,7 +365,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove what installations that were cut off more than a day ago have left behind."""
+    """Remove the files of installations that were interrupted more than a day ago."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:

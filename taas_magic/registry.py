@@ -168,10 +168,9 @@ def _is_short(name: str) -> bool:
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None once the loader no longer exists.
 
-    The function holds only a weak reference to a loader that the user did not name.
-
-    The loader's data may fill most of the memory, and a cell that registers a loader may run many
-    times. So an earlier loader must not be kept alive.
+    The function holds only a weak reference to a loader that the user did not name, and so does not
+    keep it alive. A cell that registers a loader may run many times, and the data of one loader may
+    fill most of the memory.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references

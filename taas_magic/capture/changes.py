@@ -70,7 +70,7 @@ class Watch:
             if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
                 continue
             is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
-            if is_set_anew:  # after the cell, the name has another object: keep a way to this one
+            if is_set_anew:  # the cell gives the name another object: keep a reference to this one
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:

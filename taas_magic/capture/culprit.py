@@ -24,7 +24,7 @@ registered loaders to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Endings of class names, by the advice for objects of such classes; the first match counts."""
+"""Advice, each with the endings of class names that it is for; the first match counts."""
 
 _BUDGET_S = 5.0
 """Maximum seconds for the search for the culprit."""
@@ -141,7 +141,10 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each object that pickling `value` pickles next, and before it the path step to it."""
+    """Yield (path step, object) for each object that pickle would save as a part of `value`.
+
+    A path step is written as in Python, such as `[3]` or `.db`.
+    """
     match value:
         case dict() if type(value) is dict:
             yield from _items(value)
@@ -255,7 +258,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _by_name(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first class name that has a known suffix."""
+    """Return the advice for the first class name that has a known ending; None if none has."""
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 

@@ -1,8 +1,8 @@
 """Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A function that comes back belongs to the notebook's namespace, as if the cell had run there.
-Notebook variables that it uses are not sent. Variables of the cell that it uses are sent with it,
-and are set in the notebook if the name is free there.
+A returned function gets the notebook's namespace as its globals, as if the cell had run there. The
+notebook's variables that the function uses are not sent. The cell's variables that it uses are sent
+with it. The notebook sets such a variable if it has no variable of that name.
 """
 
 import builtins
@@ -65,7 +65,7 @@ class Loaded:
 
 
 class HomePickler(ValuePickler):
-    """Pickler for results, which puts the cell's variables that a result uses before the result.
+    """Pickler for results. It adds the cell's variables that a result uses before the result.
 
     Attributes:
         problems: Reasons why variables that a result uses could not be sent, by name.
@@ -126,7 +126,7 @@ class HomePickler(ValuePickler):
             del self.coming[name]
 
     def _kept_name(self, obj: Any) -> str | None:
-        """Return the name of an object of the notebook that cannot have changed, else None."""
+        """Return the notebook's name of an object that cannot have changed there, else None."""
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
             return next((n for n in scope.kept if scope.names.get(n) is obj), None)

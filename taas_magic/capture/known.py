@@ -64,10 +64,19 @@ class RankNames:
     def __init__(self) -> None:
         self.owned: dict[str, str] = {}
         self._sent: dict[str, Sent] = {}
+        """Values of the notebook that the ranks have, by name."""
+
         self._reads: dict[str, frozenset[str]] = {}
+        """Names that each function or class of an earlier cell reads when its code runs."""
+
         self._told: dict[str, object] = {}
+        """The notebook's value of each name about which the user was told, as digest or id."""
+
         self._brought: dict[str, int] = {}
+        """Id of the notebook's object for each name that `--out` returned."""
+
         self._code: set[str] = set()
+        """Functions, classes and modules that the ranks had when this kernel took them over."""
 
     @property
     def all(self) -> set[str]:
@@ -196,7 +205,7 @@ class RankNames:
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
             if name not in choice.sent and sent.shared & fresh:
-                del self._sent[name]  # its value shares an object that the ranks have anew
+                del self._sent[name]  # the ranks have a new copy of an object in its value
         for name, sent in choice.sent.items():
             self._sent[name] = sent
             self.owned.pop(name, None)
@@ -301,7 +310,10 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 
 def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
-    """Return `names`, and the names whose values share objects with theirs or with each other's."""
+    """Return `names`, and all names whose values share an object with theirs.
+
+    A value may share an object directly, or by way of the values of other names.
+    """
     found = set(names)
     while True:
         held = frozenset[int]().union(*(sent[name].shared for name in found))

@@ -164,8 +164,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that `source` may read.
 
-    A name is left out if the cell certainly assigns it before any possible read. The names that a
-    function's body reads count from the first statement that loads the function's name.
+    A name is left out if the cell certainly assigns it before any possible read. `UsedNames`
+    describes when the names count that a function of the cell reads.
 
     Args:
         source: Python, after IPython's transformers; top-level `await` is allowed.
@@ -188,10 +188,15 @@ def why_used_by(owner: str) -> str:
 class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
-    `_defined` holds the names that are certainly set so far. `_later` maps each function and class
-    of the cell to the names that its code reads. These names are used by the cell (`why`) only when
-    a statement loads the function's name; `_awaited` holds them from then on. If the cell defines
-    an awaited function further down, the names in that function's code are used at once.
+    The code of a function does not run where the cell defines the function. So the names in that
+    code count as used (`why`) from the first statement that loads the function's name. The pass
+    keeps three collections for this:
+
+    - `_defined`: the names that are certainly set so far.
+    - `_later`: for each function and class of the cell, the names that its code reads.
+    - `_awaited`: the names in the code of the functions that were loaded so far. If the cell
+      defines one of these names further down, as a function, the names in that function's code
+      count at once.
 
     Attributes:
         why: Reason for each name that the cell may read before it has certainly set the name.

@@ -136,10 +136,10 @@ class _Gathering:
         self._problems.append(str(error))
 
     def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[Captured]:
-        """Pickle values after the variables that pickling them shows to be needed.
+        """Pickle values, and before them the variables that they need.
 
-        The order matters: code that runs while a value is loaded (`__setstate__`, `__hash__`)
-        needs its globals.
+        A first attempt to pickle the values finds those variables. The order matters: code that
+        runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
 
         Args:
             values: The values, each after its name.

@@ -164,12 +164,11 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 Handler = Callable[[Any], Any]
 
 STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""Reducers of values that ranks get a replacement for, by type.
+"""Reducers, by type, for values that ranks get a replacement of.
 
-registry.py adds the types of registered loaders.
-
-A reducer gets the value and the pickler's `replaced`, to which it adds the packed loader. It
-returns NotImplemented for a value that is sent as it is.
+`registry.py` adds a reducer for each type of registered loader. A reducer gets the value and the
+pickler's `replaced`, to which it adds the packed loader. It returns NotImplemented for a value that
+is sent unchanged.
 """
 
 
@@ -243,9 +242,9 @@ class ValuePickler(cloudpickle.Pickler):
         classes: Classes that were pickled by name, by id.
         replaced: Registered loaders among the added values, packed, by name.
         filled: Closure cells whose content is already in the pickle, by id.
-        coming: Values that are being added, by name. Functions are pickled with those of them that
-            they look up, as loading may already call the functions: a class, for example, runs the
-            `__init_subclass__` of its base.
+        coming: Values that are being added, by name. A function that looks up some of these names
+            is pickled together with their values, because loading may already call the function.
+            For example, loading a class runs the `__init_subclass__` of its base.
     """
 
     memo: Any
@@ -322,17 +321,17 @@ class ValuePickler(cloudpickle.Pickler):
             raise
 
     def add_definitions(self) -> None:
-        """Pickle a dict of the functions and classes of `__main__` among the added values.
+        """Pickle a dict of those functions and classes of `__main__` that the added values contain.
 
-        Objects of these are pickled by name, for example on their way to a process pool, so
-        fetchers put them into `__main__`.
+        Fetchers put them into their own `__main__`. There, pickle saves the functions, and the
+        instances of the classes, by name: for example, to send them to a process pool.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
             names = list(self.needs)
             with self.undoing() as undo:
                 self.add({name: main[name] for name in names})
-                is_complete = names == list(self.needs)  # a class may show that more are needed
+                is_complete = names == list(self.needs)  # pickling a class may add further names
                 if not is_complete:
                     undo()
 
@@ -471,7 +470,7 @@ class ValuePickler(cloudpickle.Pickler):
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """Add the own name of a function or class to `needs`, so that `__main__` has it there.
+        """Add a function's or class's own name to `needs`, so that the receiver defines that name.
 
         The worker processes of a DataLoader pickle instances with the name of their class.
         """

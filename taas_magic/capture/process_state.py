@@ -167,7 +167,7 @@ def lost_loggers(collected: State) -> list[str]:
     Ranks get the level of such a logger, but none of its handlers.
 
     Args:
-        collected: What `collect` has just returned.
+        collected: The current result of `collect`.
     """
     found = collected.get("logging", {}).get("loggers", {})
     root = found.get("", _Logger(True, logging.WARNING))

@@ -381,8 +381,8 @@ def reduce_loader(loader: Any) -> Any:
 def _reduce_torch_name(value: Any) -> Reduced:
     """Reduce an object such as `torch.channels_last` to its name in torch.
 
-    By itself, torch pickles such an object as a name in the first module that is found to hold it.
-    That may be the notebook, which ranks cannot import.
+    Torch itself would save the object as a name in the first imported module that has it. That
+    module may be the notebook, which ranks cannot import.
     """
     import torch
 
@@ -438,8 +438,8 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
 def _reduce_scheduler(scheduler: Any) -> Any:
     """Reduce a learning rate scheduler so that its optimizer counts its steps when it is loaded.
 
-    A scheduler replaces the `step` of its optimizer, and pickle drops that. Without it, torch warns
-    that `optimizer.step()` was replaced by the user.
+    A scheduler replaces the `step` of its optimizer by a method that counts the steps, which pickle
+    does not save. If that method is missing, torch warns that the user has replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented

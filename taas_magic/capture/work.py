@@ -15,7 +15,7 @@ VALUE = "<value>"
 """Name of the work's own value among the results of a run; no variable can have this name.
 
 It is the value that the function returned, or the value of the cell's last expression. If `--out`
-of a run contains this name, the value is required, as that of any other name in `--out`.
+contains this name and the value cannot be returned, the run raises `ResultError`.
 """
 
 VALUES = f"{VALUE}@all"

@@ -55,7 +55,7 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """A rank's knowledge of one loader's fetchers: addresses, failures, and idle connections.
+    """Addresses, failures and idle connections of one loader's fetchers, as one rank knows them.
 
     Each pass over the loader has its own `Client`. The clients, which may run in several threads,
     share one route.

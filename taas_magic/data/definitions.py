@@ -18,8 +18,9 @@ class Definitions:
     """The functions and classes of the notebook that one copy of a loader uses, as attributes.
 
     All copies of a loader in a process share the classes, with their methods, but each has its own
-    functions. The first copy's functions are in `__main__` under their own names. Those of further
-    copies get a `__qualname__` that leads to this object, as long as it exists.
+    functions. The first copy's functions are in `__main__` under their own names. Functions of
+    further copies get a `__qualname__` that leads to this object, so that pickle finds them as long
+    as this object exists.
 
     Args:
         found: The functions and classes by name.

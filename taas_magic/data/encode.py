@@ -32,11 +32,23 @@ from taas_magic.data import protocol
 
 _ZEROS = bytes(protocol.ALIGN)
 _PREFIX = struct.Struct("<II")
+"""Sizes of the table and of the pickle, at the beginning of a table of contents."""
+
 _MOST_FORMS = 256
+"""Maximum number of tables of contents in each cache."""
+
 _COMMON_HEAD_BYTES = 4096
+"""Size of a table of contents up to which it is cached, because other batches may have the same."""
+
 _MOST_PARTS = 16
+"""Maximum number of tensors in a batch that `_split` handles."""
+
 _PIECE_BYTES = 256 << 10
+"""Size of the pieces in which a buffer is copied and its checksum computed."""
+
 _WIDEST = 16
+"""Size in bytes of an element of the largest dtype."""
+
 _THIN = 2
 """Maximum size of a span with overlapping tensors, as a multiple of their own sizes together.
 

@@ -94,8 +94,9 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
         epoch: Number of the epoch.
         slot: Number of the batch in the epoch's order.
         detail: Further data. GET: the indices of the batch's samples; empty for those of the
-            worker's own order. SAMPLE: the index. ORDER: not empty to request the indices of all
-            batches. STATE: the state from which the stream is to start; empty to get its state.
+            worker's own order. SAMPLE: the index. ORDER: empty for the indices of this batch, else
+            the indices of all batches are requested. STATE: the state to load into the dataset;
+            empty to get the dataset's state.
     """
 
     kind: RequestKind

@@ -68,7 +68,11 @@ message, because all other descriptors are in use.
 """
 
 _BACKLOG = 4096
+"""Number of connections that may wait at a listener until the server accepts them."""
+
 _HEAR_BYTES = 64 << 10
+"""Maximum number of bytes that one call receives from a rank."""
+
 _LENT_FROM_BYTES = 32 << 10
 """Smallest body that a rank on this host reads in shared memory; smaller ones are sent."""
 
@@ -91,11 +95,17 @@ Their responses differ only in the slot and in the body's content.
 """
 
 _PARTS_AT_ONCE = 256
+"""Maximum number of parts of the output that one call sends."""
+
 _TLS_JOIN_BYTES = 16 << 10
 """Maximum size of several small parts that are joined into one TLS record, which holds 16 KiB."""
 
 _NAME_BYTES = 64
+"""Size limit of the message with the name of a server's Unix socket."""
+
 _LOADER_BYTES = 1 << 16
+"""Size limit of the message that asks the starter process for a server."""
+
 _END_S = 5.0
 """Seconds to wait for a server's process to end before it is killed."""
 
@@ -232,8 +242,8 @@ class RankConnection:
     def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
-        The response with a small batch first waits in `_alike` for similar responses, which can
-        share its header. `lay` queues all of them.
+        A response with a small batch first waits in `_alike` for similar responses, which can share
+        its header. `queue_alike` then queues all of them.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH

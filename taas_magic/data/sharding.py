@@ -237,10 +237,10 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
 class ScoutedSchedule:
     """One rank's schedule for an epoch in which batches must be looked up before they are assigned.
 
-    It is used for streams, because the end of a stream is known only when it is reached, and for
-    batches with `hints["units"]`. For each slot, the rank that will probably get the batch requests
-    the batch, and the other ranks request only the batch's units. So every rank knows all slots of
-    a step (the step's *row*) and their units before it yields its own batch.
+    It is used for streams, because the end of a stream is known only when it is reached. It is also
+    used for batches with `hints["units"]`. For each slot, the rank that will probably get the batch
+    requests it, and the other ranks request only its units. So every rank knows all slots of a step
+    (the step's *row*) and their units before it yields its own batch.
 
     Args:
         part: The rule for which batches the rank gets.

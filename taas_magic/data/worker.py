@@ -73,6 +73,7 @@ CONTROL_BYTES = 64
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LOOK_S = 1.0
+"""Seconds between checks whether a worker has been stopped (SIGSTOP)."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
@@ -120,7 +121,7 @@ class WorkerHandle:
         arena: Number of the worker's arena, unique in the server.
         sock: Socket to the worker.
         is_suspect: Whether an earlier worker with this number has ended. A suspect receives one
-            command at a time, so that it is known which command ends it.
+            command at a time. So if it ends again, the server knows which command was the reason.
 
     Attributes:
         memory: The worker's arena.

@@ -18,10 +18,19 @@ from taas_magic.errors import RankFailed, RunLost, RunTimeout, StoreError
 from taas_magic.messages import Failure, RunEnded
 
 MESSAGE_CHARS = 4096
+"""Maximum length of an exception's message, and of each line of its details."""
+
 HEADLINE_CHARS = 300
+"""Maximum length of the description of a cause in one line."""
+
 DETAIL_LINES = 200
+"""Maximum number of lines of a traceback, and of a rank's last lines."""
+
 LINE_CHARS = 120
+"""Maximum length of a line of code at which a rank was."""
+
 MAX_OTHERS = 10
+"""Maximum number of lines for the failures after the first."""
 
 NO_GPU_ADVICE = (
     "this rank has no GPU: its pool has none, or its torch cannot use it. Write "

@@ -65,7 +65,11 @@ TABLE = (  # a <pre> of JupyterLab has an opaque background
 )
 LABEL = "opacity:0.6;font-size:12px"
 WORDS_CHARS = 500
+"""Maximum length of a name, a note or a reason in the head."""
+
 CELL_CHARS = 200
+"""Maximum length of a cell of a table, or of a command."""
+
 MAX_NOTES = 10
 MAX_HOSTS = 4
 MAX_LOADERS = 8

@@ -198,14 +198,26 @@ class LineMerger:
 
 
 CELL_BYTES = 500_000
+"""Maximum bytes of a run's log in the output of a notebook's cell."""
+
 UNBOUNDED = 1 << 62
+"""Limit in bytes of a log that has no limit."""
+
 ERRORS = (16_000, 200)
 """Most bytes and most lines that look like errors to keep of the output beyond the cell's limit."""
 
 LAST_LINES = 100
+"""Number of last lines that the summary shows."""
+
 LINE_CHARS = 500
+"""Maximum length of a line in the summary."""
+
 DROPPED_NOTE_S = 1.0
+"""Seconds between the first and the second line that report dropped lines."""
+
 MAX_DROPPED_NOTE_S = 60.0
+"""Maximum seconds between two such lines."""
+
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 

@@ -430,7 +430,7 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs that no message will end; a thread runs this.
+        """Refresh the table, and end jobs for which no message will arrive; a thread runs this.
 
         If the farm's process has ended, these are all jobs. Otherwise they are the jobs whose Dask
         future has failed or was cancelled.

@@ -115,10 +115,10 @@ def _apply_settings(setting: JobProcessState, note: Callable[[str], None]) -> No
 
 
 def _state() -> tuple[Any, ...]:
-    """Return what a job must leave unchanged if this process is to run another job.
+    """Return the state of this process. A job after which it differs ends the process.
 
-    This is the number of threads, whether there are children, the environment, the working folder,
-    the standard streams, and whether CUDA is in use.
+    The state is the number of threads, whether there are children, the environment, the working
+    folder, the standard streams, and whether CUDA is in use.
     """
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _TOLD}

@@ -77,7 +77,10 @@ SAID_S = 2.0
 """Seconds between two reports of a starting node about the module that is being imported."""
 
 _END_S = 3.0
+"""Seconds to wait for a job's process to end before it is killed."""
+
 _FLUSH_S = 0.2
+"""Maximum seconds of one wait for a job's output; see `_Lines`."""
 
 
 def run_node(terms: NodeSettings) -> None:

@@ -12,7 +12,11 @@ from taas_magic.display.head import FRAME, as_html, columns
 from taas_magic.farms.messages import CANCELLED, NODE_STATES, JobUpdate, NodeUpdate
 
 SHOWN_JOBS = 12
+"""Maximum number of jobs, and of nodes, in the table."""
+
 LINE_CHARS = 100
+"""Maximum length of a job's last line in the table."""
+
 WHY_CHARS = 300
 """Most characters of the reason why a node has ended, which names a log file."""
 
@@ -74,7 +78,7 @@ class FarmState:
         most: Largest number of nodes.
         slots: Number of jobs that a node runs at a time.
         jobs: All jobs, by name.
-        nodes: The last news of each node, by name.
+        nodes: The state of each node, by name: its messages merged into one.
         changes: Number of changes so far. A display compares it to decide whether to refresh.
     """
 

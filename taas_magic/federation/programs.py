@@ -64,13 +64,16 @@ An interrupted rank has 5 s in all.
 """
 
 LOOK_S = 0.5
+"""Seconds between checks of Flower's programs and of the run's TCPStore."""
 
 PORTS = range(20_000, 32_000)
 """Ports for Flower's programs, below the range that systems use for outgoing connections."""
 
 PORT_TRIES = 3
+"""Number of ports that a program tries before its start fails."""
 
 _HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
+"""Keys in the run's TCPStore: each rank's host, the SuperLink's address, and the training's end."""
 
 
 def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) -> Any:

@@ -220,11 +220,23 @@ TOLERABLE = 0.1
 """Fraction of their time that ranks may wait for batches before advice is given."""
 
 _LEAST_SPAN_S = 1.0
+"""Seconds that a rank must have spent in loops over a loader before there is advice on it."""
+
 _BUSY = 0.7
+"""Share of their time above which workers count as busy."""
+
 _MOST_CPU = 0.6
+"""Share of CPU time from which on the CPU, and not storage or the network, limits the speed."""
+
 _FULL = 0.8
+"""Share of the hosts' cores from which on the cores count as fully used."""
+
 _MOST_TIMES = 8
+"""Maximum factor by which the advised number of fetchers exceeds the present one."""
+
 _WORTH = 1.15
+"""Minimum speed-up for which more fetchers on the same hosts are advised."""
+
 _CORES_IN_USE = "all cores of this host are in use"
 _WORKER_PER_CORE = "this host already has a worker for each core"
 

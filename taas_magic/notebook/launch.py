@@ -70,7 +70,10 @@ PRUNE_S = 60.0
 """Seconds between two searches for old runs to remove, while cells of sessions run."""
 
 _pruned_at = float("-inf")
+"""Monotonic time of the last search for old runs to remove."""
+
 _told: set[str] = set()
+"""Notes that this kernel has shown and does not repeat."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:

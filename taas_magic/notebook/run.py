@@ -417,9 +417,9 @@ class PrefillProgress:
     def is_enough(self) -> bool:
         """Whether ranks may start.
 
-        They may start if enough is ready, or if no worker can prepare more, because there is no
-        more room or data. They may also start if every fetcher has ended: ranks then report the
-        consequences.
+        They may start if enough is ready, or if no worker can prepare more because the memory is
+        full or the data has ended. They may also start if every fetcher has ended. The ranks then
+        report what is wrong.
         """
         ended = self._flow.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:

@@ -46,8 +46,14 @@ FULL_BYTES = 256 * 1024**2
 """Free bytes that the host's cache needs at least for taas-magic's packages and a run."""
 
 LOW_BYTES = 2 * 1024**3
+"""Free bytes of the host's cache below which a check of the host warns."""
+
 CLOCK_S = 60.0
+"""Seconds between the clocks of a host and of this machine above which a check warns."""
+
 MAX_AT_ONCE = 64
+"""Number of hosts that are asked at the same time."""
+
 _TAIL_LINES = 5
 
 
@@ -148,7 +154,7 @@ class Kernel(Struct, frozen=True):
     Attributes:
         python: Version of Python.
         torch: Version of torch.
-        ours: Digest of taas-magic's files.
+        ours: Digest of taas-magic's own files.
     """
 
     python: str
@@ -464,6 +470,6 @@ def check(
 
 
 def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:
-    """Judge a host by its facts, and return the result as a row."""
+    """Find the problems of a host in its facts, and return them as a row."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
     return Row(pool.name, facts.host, facts, tuple(found))

@@ -163,7 +163,7 @@ class PackageFolder:
 
 
 def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
-    """Return the package folders that a host needs, including those that are already there."""
+    """Return the package folders that a host needs, also those that it already has."""
     parcels = []
     missing = lacking(packages_needed(), facts)
     if missing:
