@@ -26,7 +26,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Remove what `load_ipython_extension` has registered. Pools that are up stay up."""
+    """Remove what `load_ipython_extension` has registered. Pools that run continue to run."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

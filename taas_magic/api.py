@@ -60,7 +60,11 @@ __all__ = [
     "step",
     "unregister",
 ]
-"""The names that `taas.<Tab>` offers. Those of the old client can be imported, but are left out."""
+"""The names that `taas.<Tab>` offers.
+
+The names below that exist only for code written for DataSphere's old package `taas` are left out.
+They can be imported.
+"""
 
 unregistered = unregister
 """Alias of `unregister`, for code written for DataSphere's old package `taas`."""

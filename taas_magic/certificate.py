@@ -1,4 +1,4 @@
-"""Make private certificates: a process trusts them only if it was given them explicitly."""
+"""Private certificates for TLS: a process trusts one only if it was given that one explicitly."""
 
 import datetime
 import ipaddress
@@ -15,8 +15,8 @@ _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
 def make(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM, in under a millisecond.
 
-    Whoever has the private key can also sign other certificates with it. `Authority` never hands
-    out its key.
+    Whoever has the private key can also sign other certificates with it. To keep that key secret
+    from the holders of certificates, use `Authority`.
 
     Args:
         name: Common name of the holder.
@@ -39,7 +39,7 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Issuer of certificates for clients, which keeps its own private key to itself."""
+    """Issuer of certificates for clients. Nobody else ever gets the issuer's own private key."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -26,6 +26,8 @@ from taas_magic.leases import LEAST_FETCH_S, FetchLease
 
 FILE_NAME = "taas.toml"
 LOCAL = "local"
+"""Name of the pool that always exists: this machine."""
+
 MOST_BYTES = 1 << 60
 """Largest size in bytes that a flag or a setting may have."""
 
@@ -36,7 +38,7 @@ _CLOSE = 0.7
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
 
-# Types of the keys; error messages show the descriptions.
+# Types of the values in taas.toml. The error message for a wrong value shows the description.
 _Whole = Annotated[int, Meta(ge=1, le=10**9, description="a whole number, at least 1")]
 _WholeOrZero = Annotated[int, Meta(ge=0, le=10**9, description="a whole number, at least 0")]
 _Size = Annotated[

@@ -126,7 +126,7 @@ def place_fetchers(
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return the note for the user if hosts are shared, else ""."""
+    """Return a note for the user if there are fewer hosts than `--cpus` requests, else ""."""
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
@@ -238,7 +238,14 @@ class HostCapacity:
 
 
 class HostPlan(Struct, frozen=True):
-    """Share of one host in a run: it runs `ranks` ranks, numbered from `first_rank`."""
+    """Share of one host in a run.
+
+    Attributes:
+        host_rank: Number of the host among the hosts that run ranks.
+        first_rank: Number of the first rank on this host.
+        ranks: Number of ranks on this host.
+        threads_per_rank: Value of `OMP_NUM_THREADS` for these ranks.
+    """
 
     host_rank: int
     first_rank: int
@@ -295,8 +302,8 @@ def split_name(text: str) -> tuple[str, int]:
     """Parse a name of `--out` into the variable and the rank that returns its value.
 
     `losses` means rank 0, `losses@3` rank 3, and `losses@last` the rank with the highest number.
-    `losses@all` means a list of the values of all ranks. `VALUE` may stand for the variable: it
-    means the work's own value.
+    `losses@all` means a list of the values of all ranks. In place of a variable, `VALUE` means the
+    value that the cell or function itself returns.
 
     Returns:
         The variable, and a rank number, `LAST` or `ALL`.
@@ -334,6 +341,8 @@ def senders(out: Sequence[str], world_size: int) -> frozenset[int]:
 
 
 NO_GPU = "No GPU found"
+"""Beginning of the note about a run whose hosts have no GPU."""
+
 MAX_RANKS_PER_CPU_HOST = 64
 """Limit on the ranks of a host without a GPU; more of them would run out of memory."""
 

@@ -113,7 +113,8 @@ def register(
 
     A registration replaces an earlier one of the same loader, of the same name, or of the loader
     that was in the same variable before. A loader without a `name` stays registered as long as the
-    notebook refers to it. Runs start with the current state of its sampler and generator.
+    notebook refers to it. Every run starts with the state that the loader's sampler and generator
+    have now.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -293,9 +294,9 @@ def _check_kind(loader: Any, uneven: str) -> None:
 
 
 def _iterated_by(kind: type) -> str | None:
-    """Return the module that defines a DataLoader's own `__iter__`; None if the class has none.
+    """Return the module of the `__iter__` that a subclass of DataLoader defines.
 
-    An `__iter__` of torch or torchdata does not count.
+    Returns None if the class is no DataLoader, or has the `__iter__` of torch or torchdata.
     """
     from torch.utils.data import DataLoader
 

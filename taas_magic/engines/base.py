@@ -39,7 +39,10 @@ _ENGINES = {
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
 LOG = "pool.log"
+"""Name of the log of the pool's process, in the pool's folder."""
+
 LOG_LINES = 15
+"""Number of a log's last lines that messages show."""
 
 
 class Engine(ABC):
@@ -74,7 +77,10 @@ class Engine(ABC):
         """
 
     def prepare(self) -> None:
-        """Start processes that do not need Dask, while Dask is imported. Does not block."""
+        """Start processes that do not need Dask, before the pool's process imports Dask.
+
+        Does not block.
+        """
         return
 
     def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:

@@ -104,7 +104,7 @@ class Keys:
 
         Args:
             talks: Whether a worker consists of processes that connect to each other, as with Dask's
-                nannies. Then any two workers can connect, because all share one certificate.
+                nannies. If so, any two workers can connect, because all share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)

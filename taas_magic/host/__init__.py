@@ -1,6 +1,6 @@
 """The processes of a host: supervisor, agent, forkserver, ranks, fetchers.
 
-supervisor.py  starts the agent, ends all that it leaves; owns the host's folder under TMPDIR
+supervisor.py  starts the agent; ends the processes that the agent leaves
 agent.py       starts the forkserver, then joins the pool
 agent_worker.py  the agent as a worker of the pool's Dask cluster, and its lease
 spec.py        settings of a share of a run; messages between pool and agents

@@ -1,4 +1,4 @@
-"""Functions that tell a process that is slow to start from one that is stuck.
+"""Functions that distinguish a process that starts slowly from a process that is stuck.
 
 An import from a cold network disk or on a busy machine may take minutes. So the start of a process
 has no fixed time limit. A process counts as stuck if, for the pool's `start_timeout_s`, it has used

@@ -76,6 +76,7 @@ from taas_magic.store import guard
 from taas_magic.store.manifest import FileRequest
 
 ASK_TIMEOUT_S = 60.0
+"""Seconds for the pool's process to respond to a request of the agent."""
 
 _T = TypeVar("_T")
 
@@ -185,7 +186,7 @@ class AgentWorker(ClosedWorker):
 
     Args:
         place: Name and address of the host.
-        lease: The lease that heartbeats renew.
+        lease: The host's lease. Each heartbeat that the pool's process acknowledges renews it.
         warming: Task that is done when the host can start ranks. Its result lists the modules that
             the forkserver could not import; every run shows them as notes.
     """
@@ -331,12 +332,12 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Wait until the forkserver ends or fails to import a module; then leave the pool.
+        """Leave the pool when the forkserver has ended or could not import a module.
 
-        If a run is here, first waits for its end.
+        If this host takes part in runs, waits for their end before it leaves.
 
         Raises:
-            PoolError: The forkserver could not import such a module.
+            PoolError: The forkserver could not import a module.
         """
         try:
             await asyncio.shield(self._warming)

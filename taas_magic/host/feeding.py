@@ -140,7 +140,8 @@ class SessionFeeds:
 
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
         self._share, self._rank, self._base = spec.share, rank, spec.folder
-        self._environ = dict(os.environ)  # with the session's rendezvous, which a cell may change
+        # A copy, because it has the address of the session's rendezvous, which a cell may change.
+        self._environ = dict(os.environ)
         self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
         self._own = OwnServers(self._key, _load_in_session)
@@ -152,7 +153,7 @@ class SessionFeeds:
         when_imported("accelerate.accelerator", teach_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
-        """Connect the loaders that a cell brings, and count the batches of all loaders anew.
+        """Connect the loaders that a cell brings, and set the batch counts of all loaders to 0.
 
         Call it before the cell's payload is unpickled.
 
@@ -199,7 +200,9 @@ class SessionFeeds:
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):
-            gc.collect()  # so that the server or fetchers of a loader that was sent again end
+            # Two loaders of one name: the notebook sent the loader again. Drop the old one now, so
+            # that its server or its fetchers end.
+            gc.collect()
         used = {id(loader.feed) for loader in self._loaders()}
         self._fetched = {at: feed for at, feed in self._fetched.items() if id(feed) in used}
         return list(self._fetched)

@@ -112,9 +112,9 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
-    The fetcher sends a message to the agent when it listens for ranks, every `REPORT_S`, when it
-    had to restart a worker, and when it fails (`messages.of_fetcher` decodes them). It ends when
-    `control` is closed or receives anything.
+    The fetcher sends messages to the agent: when it begins to listen for ranks, every `REPORT_S`,
+    when it had to restart a worker, and when it fails. `messages.of_fetcher` decodes them. The
+    fetcher ends when `control` is closed or receives anything.
 
     Args:
         spec: The fetcher's specification.

@@ -41,8 +41,8 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 LATER = ("torch._dynamo",)
 """Modules that a host's forkserver imports when the host is idle.
 
-A rank that starts earlier imports them itself at its first optimizer step, which takes 1 s. So do
-the processes of a farm's jobs, each of which runs many jobs."""
+A rank that starts earlier imports them itself at its first optimizer step, which takes 1 s. The
+same is true of a farm's processes; each of them runs many jobs, but imports the modules once."""
 
 _PRELOAD = "TAAS_PRELOAD"
 """Environment variable with the modules that the pool's settings add, separated by commas."""

@@ -197,7 +197,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """Return functions that end all processes. All are called, even if one raises."""
+        """Return functions that together end all processes. Each is called, even if one raises."""
 
     @abstractmethod
     def _record_files_error(self, error: Exception) -> None:

@@ -119,7 +119,7 @@ class CellAttempt(Attempt):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Interrupt the ranks that run the cell. Later, cut the connections of those that still do.
+        """Interrupt the ranks that run the cell. If they still do later, cut their connections.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -233,7 +233,7 @@ class HostSession(HostRun):
 
     def _start_ranks(self) -> Attempt:
         attempt = super()._start_ranks()
-        # Cells come and go: the ranks read the addresses of all their fetchers in one place.
+        # Each cell may have fetchers. The ranks read the addresses of all of them in one folder.
         self.use_addresses(attempt.folder)
         self._started.set()
         return attempt

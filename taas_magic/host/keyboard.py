@@ -44,7 +44,7 @@ class Keyboard:
 
     Args:
         link: The rank's connection to its agent.
-        path: The named pipe that brings the lines which the user types (`link.RankFile`).
+        path: The named pipe with the lines that the user types (`link.RankFile`).
 
     Attributes:
         was_refused: Whether the last request was refused, because nobody can type at the kernel.

@@ -14,9 +14,10 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 OFF = "TAAS_METRICS"
-"""Name of an environment variable. If it is "0", only `taas.log` records metrics.
+"""Name of an environment variable that the user may set.
 
-Otherwise, scalars that libraries write for TensorBoard are recorded, too (`record_tensorboard`).
+If it is "0", only `taas.log` records metrics. Otherwise, scalars that libraries write for
+TensorBoard are recorded, too (`record_tensorboard`).
 """
 
 

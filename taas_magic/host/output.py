@@ -41,7 +41,11 @@ from taas_magic.messages import (
 
 LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
+"""Maximum size of each row of the unfinished lines that the notebook shows."""
+
 CURSOR_UP = b"\x1b[A"
+"""ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
+
 MAX_BARS = 32
 """Maximum number of rows of nested progress bars."""
 
@@ -54,6 +58,7 @@ _TEXT_AFTER_BAR = re.compile(
     rb"^.*?\[(?:\d+:)?\d\d:\d\d[<,](?:[^\[\]]|\[[^\[\]]*\])*\]\s*(?P<text>\S.*)$", re.DOTALL
 )
 TAIL_LINES = 20
+"""Number of a rank's last lines that the report of a failure shows."""
 
 ERROR_WORDS = (
     "Traceback",
@@ -64,6 +69,7 @@ ERROR_WORDS = (
     "Fatal Python error",
     "terminate called",
 )
+"""Texts by which a line of output counts as part of an error."""
 
 _decoder = getincrementaldecoder("utf-8")
 
@@ -115,7 +121,7 @@ class _Row:
     def text(self, limit_bytes: int) -> str:
         """Return the row's text, with a mark at its end if it was cut.
 
-        If the row is a progress bar and text that was printed behind it, only the text.
+        If text was printed behind a progress bar, the bar is left out.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"

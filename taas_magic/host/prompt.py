@@ -67,7 +67,7 @@ class Prompt:
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
             has_succeeded = self._run_one(order)
-            if not self._link.is_own:  # a child that the cell forked has reached the cell's end
+            if not self._link.is_own:  # this is a child that the cell forked
                 with suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os._exit(0 if has_succeeded else 1)

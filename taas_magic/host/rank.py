@@ -227,7 +227,7 @@ def _work_and_wait(
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Reset the state inherited from the forkserver, and apply the notebook's environment."""
-    # unset, as in a new program, because a cell may call set_start_method() itself
+    # Remove the forkserver's setting. A new program has none, so a cell may set one itself.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
     torch.default_generator.seed()  # Python's `random` reseeds itself after a fork
@@ -286,7 +286,7 @@ def _profiled(
     file = timeline.trace_file(share.folder.path, share.spec.attempt, rank)
 
     def note(text: str) -> None:
-        if rank == 0:  # the other ranks would say the same
+        if rank == 0:  # the other ranks would send the same note
             link.send(Note(text=text))
 
     profiler = StepProfiler(share.plan.profile, file, note)
@@ -438,7 +438,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return descriptions of the first pending collectives: name and number in the group."""
+    """Return the names of the first pending collectives, each with its number in its group."""
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
         f"{entry['profiling_name'].rpartition(':')[2]} "
@@ -551,7 +551,8 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
     if isinstance(raised, bdb.BdbQuit):
         is_refused = shell.keyboard is not None and shell.keyboard.was_refused
         raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.USER_QUIT,)
-    return tracebacks.failure_of(raised)  # not shown: BdbQuit, or the user's handler hid it
+    # IPython has not shown this exception: it is BdbQuit, or a handler of the user hid it.
+    return tracebacks.failure_of(raised)
 
 
 class _SessionCells:
@@ -829,7 +830,7 @@ class RankShell(InteractiveShell):
         link: The rank's connection to its agent; None in the forkserver.
         keyboard: Source of the lines that the user types; None in the forkserver.
         last_value: Value of the cell's last expression.
-        failure: First exception that a plain cell would have shown; None if there is none.
+        failure: First exception that IPython has shown; None if there is none.
         depth: Nesting depth of running code: 1 in the cell, 2 in its `%%capture`.
         shows: Whether displays of this rank are sent to the notebook (`Plan.shows_displays`).
     """
@@ -970,9 +971,9 @@ class RankShell(InteractiveShell):
 
         The agent is told before IPython formats the traceback, which takes up to 0.1 s, because the
         order in which ranks fail decides which failure is the first. If the exception ends the
-        cell, this message has the plain traceback, since the rank may be ended before formatting is
-        done. If the cell continues, the traceback is also written to the log, because a plain cell
-        would show it in its output.
+        cell, this message has the traceback as Python prints it, because the rank may be killed
+        before IPython has formatted one. If the cell continues, the traceback is also written to
+        the log, because a cell without `%%taas` would show it in its output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver, for the imports of formatting (`prepare`)

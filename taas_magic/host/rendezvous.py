@@ -30,6 +30,8 @@ from taas_magic.errors import PoolError
 from taas_magic.host import forkserver
 
 STORE_TIMEOUT_S = 300.0
+"""Timeout, in seconds, of the process that serves the ranks' TCPStore."""
+
 REACH_TIMEOUT_S = 30.0
 """Seconds for a host to connect to the run's first host."""
 

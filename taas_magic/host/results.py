@@ -47,8 +47,8 @@ class Received:
     Attributes:
         values: Values by name. The name of the work's own value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user. A returned function may use a variable that differs between the
-            cell and the notebook; a note then says that the function uses the notebook's value.
+        notes: Notes for the user. For example, a returned function uses a variable that has another
+            value in the notebook than in the cell; the function then uses the notebook's value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def receive(
 
     Args:
         folder: `RunFolder.results`.
-        out: Values of `--out`, such as "loss@all".
+        out: Names of `--out`, such as "loss@all".
         sources: Criteria for accepted results.
         namespace: The notebook's variables. Loaded functions use them as their globals
             (`capture/home.py`).
@@ -243,10 +243,10 @@ class ResultSender:
 
         Args:
             namespace: Variables of the rank.
-            out: Values of `--out`, such as "loss@all".
-            value: Value that the function returned, or value of the cell's last expression. Unless
-                `out` has `VALUE`, rank 0 sends it if it can be pickled, and else leaves it out
-                silently.
+            out: Names of `--out`, such as "loss@all".
+            value: Value that the function returned, or value of the cell's last expression. If
+                `out` does not have `VALUE`, only rank 0 sends it, and a value that cannot be
+                pickled causes no note.
             failed: Whether the work failed on this rank. Then nothing is gathered, because other
                 ranks may not take part, and there are no notes about missing values.
         """

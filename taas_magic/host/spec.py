@@ -43,15 +43,19 @@ if TYPE_CHECKING:
     from taas_magic.store.guard import StoreProtection
 
 CALL = "taas_call"
-ANSWER = "taas_answer"
-EVENT = "taas_event"
-BEAT = "taas_beat"
-HEARD = "taas_heard"
-"""Name of the message with which the pool's process confirms an agent's heartbeat (`BEAT`).
+"""Name of the message with a request from the pool's process to an agent."""
 
-`CALL` is a request of the controller to an agent, `ANSWER` is its response, and `EVENT` has events
-of the agent.
-"""
+ANSWER = "taas_answer"
+"""Name of the message with an agent's response to such a request."""
+
+EVENT = "taas_event"
+"""Name of the message with an event from an agent."""
+
+BEAT = "taas_beat"
+"""Name of an agent's heartbeat."""
+
+HEARD = "taas_heard"
+"""Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
 """Key by which a joining agent identifies itself. Workers without it are not hosts of the pool."""
@@ -66,9 +70,9 @@ HOST = "TAAS_HOST"
 """Environment variable with the name of a rank's host, as the user knows it."""
 
 REACH = "TAAS_REACH"
-"""Environment variable with `ShareSpec.reach`: an address on the notebook's machine.
+"""Environment variable with `ShareSpec.reach`, the address of a server on the notebook's machine.
 
-Ranks connect to it. The variable is not set if the run has no such address.
+Ranks connect to this server. The variable is not set if the run has no such server.
 """
 
 
@@ -116,7 +120,8 @@ class Origin(Struct, frozen=True):
         environ: Environment of the kernel. Empty for hosts on other machines.
         sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: Environment variables that the notebook changed. None for a removed variable.
+        changed: Environment variables that the notebook changed. The value of a removed variable is
+            None.
         store: Identity of the project store on the notebook's machine; None if it has none.
     """
 
@@ -139,7 +144,7 @@ class Origin(Struct, frozen=True):
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that changed between two environments; None for a removed variable.
+    """Return the variables that changed between two environments; a removed one has the value None.
 
     Only these are sent to other machines. The rest of a kernel's environment describes its own
     machine: the paths of programs and libraries, and the GPUs that it may use.
@@ -170,8 +175,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
         requires: Modules that must be installed on the hosts. None checks nothing.
-        reach: Address on the notebook's machine that ranks connect to, as "tls://host:port". "" if
-            there is none.
+        reach: Address of a server on the notebook's machine to which ranks connect, as
+            "tls://host:port". "" if there is none.
         reads_only: Whether the run leaves the project store to other runs. It does not own the
             store, and what its ranks write to a host's mirror is not copied back.
         idle_s: Seconds after which a session without a cell ends. None if the run is no session.
@@ -230,8 +235,8 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         ran_s: Seconds that count towards `--timeout` already: since the start of the first attempt,
             without those in which a rank waited for the user.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        reach: Address at which this host reaches `RunSpec.reach`. Hosts may need different
-            addresses for the same port.
+        reach: Address at which this host reaches the server of `RunSpec.reach`, for example that of
+            a tunnel. "" if there is no server.
     """
 
     run: RunSpec

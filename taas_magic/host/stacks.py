@@ -87,7 +87,7 @@ _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from
 """Descriptions of what the processes of a fetcher wait for, by the module in which they wait."""
 
 _CPUS_LEAST_S = 0.5
-"""Shortest time in seconds over which the ranks' CPU time is measured (`StackSample.cpus`)."""
+"""Minimum seconds over which the ranks' use of processors is measured (`StackSample.cpus`)."""
 
 _Stand = TypeVar("_Stand", bound=ProcessStack)
 
@@ -101,8 +101,8 @@ class StackSample:
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
         threads: Frames of each thread by its name, outermost first; the main thread comes first.
-        answers: Whether the process responds itself, for which it needs the interpreter's lock;
-            None if nothing asked it, because it is not a rank.
+        answers: Whether the rank's heartbeat thread responds, for which it needs the interpreter's
+            lock; None for a process that is not a rank, as it was not asked.
         has_finished: Whether the process is a rank that has run the cell to its end.
         cpus: Processors that a rank and its descendants used while the data was collected.
     """
@@ -202,11 +202,11 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Return which file called the standard library, and which of its files that call is in.
+    """Return which file called the standard library, and which file of the library it called.
 
     Returns:
-        The file of the innermost frame outside the standard library, and the name without folders
-        of the file that this frame called; "" if the thread is not in the standard library.
+        The path of the innermost frame's file outside the standard library. Then the name, without
+        folders, of the library's file that this frame called; "" if it called none.
     """
     called = ""
     for frame in reversed(frames):

@@ -119,9 +119,9 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames from this package's first to its last.
+    """Return a traceback without this package's frames, and without library frames between them.
 
-    Frames of the notebook's cells between them are kept.
+    Frames of the notebook's cells are kept.
     """
     found: list[TracebackType] = []
     while one is not None:

@@ -43,7 +43,7 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that makes a worker a vehicle: starts a supervisor, and ends it with the worker.
+    """Dask plugin that makes a worker a vehicle: it starts a supervisor, and ends it at the end.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

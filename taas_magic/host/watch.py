@@ -235,7 +235,7 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 
 
 def is_consequence(etype: str, message: str) -> bool:
-    """Return whether an error looks like a mere consequence of another rank's end."""
+    """Return whether an error looks like a consequence of another rank's end."""
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
 

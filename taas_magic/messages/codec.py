@@ -1,6 +1,6 @@
 """Codecs of messages between processes: JSON lines, JSON files, and msgpack. Pure.
 
-`encode` writes a line of JSON: lines of a rank's pipe and of the journal. `pack` and `unpack`
+`encode` makes one line of JSON, for the pipe of a rank or for the journal. `pack` and `unpack`
 convert any value to and from ASCII JSON, for files. `to_bytes` and `from_bytes` convert requests
 and responses, which may contain the bytes of files, to and from msgpack.
 """
@@ -71,7 +71,8 @@ def from_bytes(packed: bytes, kind: type[_T]) -> _T:
         ValueError: `packed` is not a value of this type.
     """
     try:
-        # In msgpack, the first byte of a JSON text would be a small number, with nothing after it.
+        # `to_bytes` may have written JSON. The first byte of a JSON text is below 0x80. A msgpack
+        # value whose first byte is below 0x80 is a small number, which has no further bytes.
         is_json = len(packed) > 1 and packed[0] < 0x80
         return unpack(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
     except (TypeError, RecursionError) as error:

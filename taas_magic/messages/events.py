@@ -22,7 +22,7 @@ from taas_magic.messages.terminal import cleaned
 
 
 class Failure(Struct, kw_only=True, frozen=True):
-    """Failure of a rank or a host; docs/events.md describes the fields."""
+    """Failure of a rank, or of a host. docs/events.md describes the fields."""
 
     rank: int | None = None
     host: str = ""
@@ -61,7 +61,7 @@ class ProcessStack(Struct, kw_only=True):
         command: Command line of the process; "" for a rank.
         place: Line of the notebook that it executes.
         waits_for: Event that its main thread waits for.
-        system: State of the process, as psutil names it.
+        system: The process's state in the operating system, as psutil names it.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of its child processes.
@@ -84,7 +84,7 @@ class RankStack(ProcessStack, kw_only=True):
 
     Attributes:
         quiet_s: Seconds since the rank last made progress.
-        since: Time of that progress, by the clock of the machine that displays it.
+        since: Time of that progress. The process that displays the report sets it by its own clock.
         cpus: Processors that the rank and its descendants used while the report was made.
     """
 

@@ -79,8 +79,8 @@ class RankRaised(RankMessage, tag="raised"):
 class RankShowed(RankMessage, tag="showed"):
     """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
-    The run counts as failed: `RankRaised` follows when the cell ends. A plain cell continues in the
-    same way after `%run` of a script that raised.
+    The run counts as failed: `RankRaised` follows when the cell ends. A cell without `%%taas`
+    continues in the same way, for example after `%run` of a script that raised.
     """
 
 
@@ -109,7 +109,7 @@ class RankReturned(RankMessage, tag="returned", kw_only=True):
 
 
 # A rank tells its agent about its writes to the project store.
-# The agent makes the receipt of the run from these messages.
+# The agent makes the run's receipt from these messages.
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
@@ -146,7 +146,7 @@ class CellOrder(Struct, kw_only=True):
         run_dir: Folder of the cell's run on this host.
         takes_part: Whether the rank runs the cell; other ranks only load the notebook's values.
         shows: Whether the notebook shows the rank's displays.
-        out: See `RunOptions.out`.
+        out: Variables that the rank returns to the notebook, as in `RunOptions.out`.
         colors: IPython's colour scheme for tracebacks.
     """
 

@@ -47,7 +47,7 @@ class Request(Struct, Generic[_T]):
 
 
 class RegisterKernel(Request[bool]):
-    """A kernel registers with the pool's process, which then stays as long as the kernel.
+    """A kernel registers with the pool's process, which then runs at least until the kernel ends.
 
     The response is False if the pool's process has begun to end.
 
@@ -59,7 +59,7 @@ class RegisterKernel(Request[bool]):
 
 
 class Started(Struct, kw_only=True):
-    """Response of the pool's process to a request for hosts, or to start a run or its fetchers.
+    """Response of the pool's process to `WaitForHosts`, `Launch` and `LaunchFetchers`.
 
     Attributes:
         hosts: Names of the hosts.
@@ -103,8 +103,7 @@ class Relay(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
-    A session stays with its kernel until the kernel ends.
-
+    A session stays with its kernel until the kernel ends; then the pool's process takes it over.
     The response is "", or the reason why this is impossible.
     """
 
@@ -115,10 +114,11 @@ class SessionState(Struct, kw_only=True):
     """State of a session, for the kernel that takes it over.
 
     Attributes:
-        error: Reason why the kernel cannot have the session; "" if it has it now.
+        error: Reason why the kernel cannot take the session over; "" if it has taken it over.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the cell that runs, or that has run without a kernel; "" for none.
+        cell: Run id of the cell that is running, or of the newest cell that lost its kernel; "" for
+            none.
     """
 
     error: str = ""

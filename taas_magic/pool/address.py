@@ -10,13 +10,13 @@ from taas_magic.setup.facts import Kernel
 
 
 class PoolAddress(Struct):
-    """The contents of `pool.json`: what a kernel needs to connect to the pool's process.
+    """The contents of `pool.json`, with which a kernel connects to the pool's process.
 
     Attributes:
         address: Address of the process's Dask scheduler, as "tls://host:port".
         security: Keyword arguments for Dask's `Security`; they hold a private key.
         project: Path of the notebook's project.
-        made_of: Versions of Python, torch and taas-magic that the process has imported.
+        made_of: Versions of Python, torch and taas-magic that the process uses.
         pid: Id of the process that wrote the file.
     """
 

@@ -1,8 +1,8 @@
 """The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
 
-A `Pool` has at most one `PoolConnection`, which belongs to one process. A caller that starts a run
-or a wait for hosts on a process uses the same connection for all of it. When the process ends, the
-connection ends, and so does everything that was started on it.
+A `Pool` has at most one `PoolConnection`, which leads to one process. A run, or a wait for hosts,
+uses the connection on which it was started until it ends. When the process ends, the connection
+ends, and so does everything that was started on it.
 
 Every method may be called from any thread of the kernel. The Dask client runs an event loop in a
 thread of its own.

@@ -72,7 +72,6 @@ _log = logging.getLogger(__name__)
 FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
-
 _ANSWERED_S = 2.0
 """Seconds that an ending pool gives its pending waits for hosts to send their responses."""
 
@@ -236,6 +235,7 @@ class PoolMeter:
 
 
 EventSink = Callable[[Event], None]
+"""Function that sends an event to a kernel."""
 
 BEAT_S = 1.0
 """Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
@@ -407,10 +407,11 @@ class Controller(SchedulerPlugin):
         return session if isinstance(session, PoolRun) and session.stays else None
 
     def _leave(self, share: Share, session: PoolRun) -> None:
-        """Let a part of a detached session go on without its kernel, which is gone.
+        """Let a detached session, a cell that it runs, or its fetchers continue without the kernel.
 
         Args:
-            share: The session itself, a cell that it runs, or fetchers.
+            share: The session itself, the cell, or the fetchers. The kernel, which was its owner,
+                is gone.
             session: The session.
         """
         share.owner = ""

@@ -48,6 +48,7 @@ MOST_BYTES = 1 << 30
 """Maximum size of one message in bytes."""
 
 BACKLOG = 2048
+"""Maximum number of connections that wait until the pool's process accepts them."""
 
 _JOINING = frozenset({"register-worker", "heartbeat_worker", "close"})
 _OF_DASK = frozenset({"keep-alive", "worker-status-change", "log-event", "close-stream"})
@@ -247,7 +248,7 @@ class Gate(Listener):
 
 
 class _Server(TCPServer):
-    """TCP server that passes each new connection to the coroutine `come`."""
+    """TCP server that passes each new connection to the coroutine function `come`."""
 
     def __init__(self, come: Callable[[IOStream, Any], Awaitable[None]], **options: Any) -> None:
         super().__init__(**options)
@@ -279,6 +280,7 @@ STREAM_HANDLERS = (
     "client-releases-keys",
     "subscribe-topic",
 )
+"""Dask's messages without a response that clients and workers need; all others are removed."""
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
 """Fields of a worker's registration that are used. `add_worker` replaces all other fields."""

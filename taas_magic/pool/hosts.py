@@ -157,7 +157,7 @@ class PoolHosts(SchedulerPlugin):
         scheduler.add_plugin(self)
 
     def all(self) -> list[PoolHost]:
-        """Return the hosts that have joined and can start ranks, in the order of their joining."""
+        """Return the hosts that can start ranks, in the order in which they joined."""
         return [m for m in self._hosts.values() if m.name and not m.leaves]
 
     def starting(self) -> list[StartingHost]:

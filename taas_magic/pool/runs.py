@@ -81,8 +81,10 @@ FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
 the run to end."""
 
 END_S = 600.0
-"""Seconds for a host to clean up after a run has finished; each message from the host starts them
-anew. After that, the pool ends the host itself. The host may be busy sending the run's files."""
+"""Seconds without a message from a host that still cleans up after a finished run.
+
+After that, the pool ends the host itself. A host that still sends the run's files sends messages.
+"""
 
 FETCHERS_END_S = 10.0
 """Maximum seconds that a request to end fetchers waits for their end."""
@@ -130,7 +132,7 @@ class HostPart:
         host_rank: Number of the host among the hosts of these ranks or fetchers.
         report: The host's report of how its ranks of the current attempt ended; None before the
             report.
-        ended: Whether none of these ranks or fetchers is on the host (any more).
+        ended: Whether the host has ended these ranks or fetchers, has not started them, or is gone.
         last_message_at: Time of the host's last event or request about these ranks or fetchers.
     """
 
@@ -603,7 +605,7 @@ class RunClock:
         self._since: float | None = None
 
     def set_paused(self, is_paused: bool, now: float) -> None:
-        """Stop the clock, or let it run. Do nothing if it is already so."""
+        """Stop the clock, or let it run. Do nothing if the clock is already in that state."""
         self._ran_s = self.ran_s(now)
         self._since = None if is_paused else now
 
@@ -752,8 +754,8 @@ class PoolRun(Share):
     async def relay(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
-        In a session, the fetchers stay, so that the session sends their addresses to the hosts. Its
-        newest cell publishes the events.
+        Fetchers that a cell of a session has started remain for later cells. So the session, and
+        not the cell, sends their addresses. The newest cell publishes the events.
         """
         if self._session is not None:
             await self._session.relay(events)

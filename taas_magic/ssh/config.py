@@ -43,6 +43,8 @@ from taas_magic.store.rule import user_name
 
 SSH_PORT = 22
 MAX_JUMPS = 8
+"""Maximum number of jump hosts on the way to a host."""
+
 CONNECT_TIMEOUT_S = 15.0
 """Seconds to wait for a connection if the configuration does not say (`ConnectTimeout`)."""
 
@@ -355,8 +357,8 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
 class KnownHosts(MissingHostKeyPolicy):
     """Accepts a host's key if the user's known_hosts files list it, and raises PoolError otherwise.
 
-    If the target says so (`adds_new_keys`), a key is also accepted if no file lists any of the
-    host. A key that differs from the listed one is never accepted: with such a key, ssh forwards no
+    If the target has `adds_new_keys`, a key is also accepted if no file lists any key of the host.
+    A key that differs from the listed one is never accepted: with such a key, ssh forwards no
     ports, and a pool needs them.
 
     paramiko's client gets no list of host keys, so it passes every key to this policy. Its own

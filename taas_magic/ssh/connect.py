@@ -36,7 +36,11 @@ from taas_magic.ssh.config import (
 )
 
 SILENCE_S = 8.0
+"""Default seconds without an acknowledgement after which an open connection is closed."""
+
 TAIL_LINES = 15
+"""Number of a command's last lines that are kept for messages."""
+
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
