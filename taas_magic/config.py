@@ -424,6 +424,7 @@ def _meta(kind: object) -> str:
 
 
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
+    """Check the table of one pool and convert it to a `PoolConfig`."""
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         raise UsageError(f"{where}: a pool's name is letters, digits, '.', '_' and '-'")
@@ -452,6 +453,7 @@ def _table(value: object, where: str) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: str) -> None:
+    """Raise a UsageError if a table has a key that is not possible."""
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)

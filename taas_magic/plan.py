@@ -396,6 +396,7 @@ def make_plan(
 def _check_fits(
     flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
 ) -> None:
+    """Raise a UsageError if the pool's hosts have no room for the ranks."""
     most = per_host * max_hosts
     if flags.gpus > most:
         where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'

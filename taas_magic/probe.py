@@ -139,6 +139,7 @@ def _quota(folder: str) -> int:
 
 
 def _read(path: str) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -328,6 +329,7 @@ def install(
 
 
 def _publish(aside: str, folder: str) -> None:
+    """Rename a complete folder to its final name, unless another host has made that folder."""
     try:
         os.rename(aside, folder)
     except OSError:
@@ -336,6 +338,7 @@ def _publish(aside: str, folder: str) -> None:
 
 
 def _unpack(bundle: str, sha256: str, into: str) -> str:
+    """Check and unpack a zip file; return an error text, or ""."""
     with open(bundle, "rb") as file:
         seen = hashlib.sha256(file.read()).hexdigest()
     if seen != sha256:

@@ -268,6 +268,7 @@ def serve(
 
 
 def _check_kind(loader: Any, uneven: str) -> None:
+    """Raise a RegistrationError if a loader is of a type that fetchers cannot run."""
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):
@@ -392,6 +393,7 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 
 
 def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderShape":
+    """Return the description of a loader for the ranks."""
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.loader import SETTINGS, LoaderShape

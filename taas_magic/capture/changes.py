@@ -93,6 +93,7 @@ class Watch:
         return ["; ".join(parts)] if parts else []
 
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
+        """Return the names whose values have changed since the detector was made."""
         found = []
         budget = _Budget()
         for name, before in self._before.items():
@@ -107,6 +108,7 @@ class Watch:
 
 
 def _sentence(names: list[str]) -> str:
+    """Return the part of the note about changed values, without classes."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -121,6 +123,8 @@ class _NotWatchedError(Exception):
 
 
 class _Budget:
+    """Rest of the cost limit `_BUDGET`."""
+
     def __init__(self) -> None:
         self._left = _BUDGET
 
@@ -231,6 +235,7 @@ def is_users(kind: type) -> bool:
 
 
 def _sample_of_tensor(tensor: Any) -> State:
+    """Return bytes of a tensor's elements: all, or about `_SAMPLES` of a large tensor."""
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -264,6 +269,10 @@ def _parts_of_module(module: Any) -> State:
 
 
 def _parts_of_function(function: types.FunctionType) -> State:
+    """Return the parts of a function that are compared.
+
+    They are the variables of its closure, its attributes and its defaults.
+    """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)
     contents = []

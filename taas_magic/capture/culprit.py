@@ -187,6 +187,7 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield a function's closure, defaults, attributes and globals, each after its path step."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -203,6 +204,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of any other object: those that its `__reduce_ex__` returns."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # this object itself cannot be pickled
@@ -242,6 +244,7 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
+    """Return what to do instead of sending an object to the ranks; None if nothing is known."""
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):

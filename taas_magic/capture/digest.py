@@ -21,6 +21,12 @@ def plain_digest(value: Any) -> str:
 
 
 def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
+    """Return whether values are plain and few.
+
+    Args:
+        values: The values.
+        counted: List with one number: the values that were looked at so far. It is increased.
+    """
     for value in values:
         counted[0] += 1
         kind = type(value)

@@ -101,6 +101,12 @@ class HomePickler(ValuePickler):
         return mine | set(self._storages) | set(self.filled)
 
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
+        """Add a value; first add the cell's variables that a trial pickle of it shows to be needed.
+
+        Args:
+            value: Function that returns the value.
+            owner: Name of the result that needs the value.
+        """
         with self.undoing() as undo:
             self.needs.clear()
             self.add(value())
@@ -113,6 +119,7 @@ class HomePickler(ValuePickler):
             self.add(value())
 
     def _add_needed(self, name: str, owner: str) -> None:
+        """Add a variable of the cell that the result `owner` uses, unless it was added before."""
         if name in self._met:
             return
         self._met.add(name)

@@ -260,6 +260,7 @@ class RankNames:
     def _notes(
         self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
     ) -> list[str]:
+        """Return the notes about values that are not sent, and about values that are sent again."""
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"

@@ -252,6 +252,8 @@ def release_taas() -> None:
 
 
 class _ShippedFinder(importlib.abc.MetaPathFinder):
+    """Finder of the project's modules, whose source came from the notebook."""
+
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self._modules = modules
 
@@ -291,6 +293,13 @@ def _within(path: Path, folders: Iterable[Path]) -> bool:
 def _find(
     name: str, folders: Sequence[Path], found: Mapping[str, ModuleSource]
 ) -> ModuleSource | None:
+    """Return the source of a module if it is local, else None.
+
+    Args:
+        name: Dotted name of the module.
+        folders: The result of `local_folders`.
+        found: Modules found so far, which include the parent packages of `name`.
+    """
     parent = name.rpartition(".")[0]
     if parent:
         package = found.get(parent)

@@ -242,6 +242,7 @@ class UsedNames:
         return inside
 
     def _statement(self, node: ast.stmt) -> None:
+        """Analyse one statement."""
         match node:
             case ast.If():
                 self._evaluate(node.test)
@@ -270,6 +271,7 @@ class UsedNames:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
+        """Analyse a statement that contains no other statements."""
         use = self._compiled(node)
         self.updates |= use.names & use.stores
         self._read(use.names)
@@ -280,6 +282,7 @@ class UsedNames:
             self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
     def _define(self, node: _Definition) -> None:
+        """Analyse the definition of a function or class."""
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
         reads_at_once = use.names if node.decorator_list else use.now
@@ -332,6 +335,11 @@ class UsedNames:
         return use
 
     def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
+        """Record that a statement reads these names.
+
+        If a name is a function of the cell, its code may run from now on. So the names that its
+        code reads are recorded as well.
+        """
         for name in sorted(names):
             if name not in self._defined:
                 self.why.setdefault(name, why)
@@ -420,6 +428,7 @@ def unknown_result(
 
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
+    """Return the message about a name of `--out` that no rank will have."""
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
     if near:
         possible = f"did you mean {' or '.join(near)}?"

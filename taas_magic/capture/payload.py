@@ -523,6 +523,7 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
+    """Return the error for a payload above the limit; it names the largest parts."""
     sizes = Counter[str]()
     for part in (*payload.captured, *payload.call):
         sizes[f"`{part.name}`"] += part.size_bytes

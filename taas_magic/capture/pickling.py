@@ -365,6 +365,7 @@ class ValuePickler(cloudpickle.Pickler):
         return NotImplemented if handler is None else handler(obj)
 
     def _handler(self, kind: type) -> Handler | None:
+        """Return the function that reduces objects of a type; None to leave them to pickle."""
         if self._to != "notebook" and is_process_bound(kind):
             return functools.partial(_refuse, "belongs to the process that made it")
         if self._to == "fetchers" and is_shard(kind):
@@ -372,6 +373,7 @@ class ValuePickler(cloudpickle.Pickler):
         return next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
 
     def _make_rules(self) -> dict[type, Handler | None]:
+        """Return the reducers by base class, in the order in which they are tried."""
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
             FunctionType: self._reduce_function,
@@ -397,6 +399,7 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
+        """Reduce a class: by name if it can be imported, else by value."""
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
@@ -407,6 +410,7 @@ class ValuePickler(cloudpickle.Pickler):
         return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:
+        """Reduce a function, and record the names and modules that its code uses."""
         reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
@@ -490,6 +494,7 @@ def _contents(cell: CellType) -> Iterator[Any]:
 
 
 def _is_mutable(value: Any) -> bool:
+    """Return whether an object can change in place, so that sharing it matters."""
     if isinstance(value, type | FunctionType | ModuleType | Enum):
         return False
     if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":

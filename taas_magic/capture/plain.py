@@ -117,6 +117,7 @@ class PlainWriter:
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
+        """Return a value as a part of a node: itself if simple, else the number of its node."""
         kind = type(value)
         if value is None or kind is bool or kind is float:
             return value  # type: ignore[no-any-return]
@@ -146,6 +147,7 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
+        """Write the node of a value, and before it the nodes of its parts; return its number."""
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
@@ -175,6 +177,7 @@ class PlainWriter:
         return number
 
     def _write_torch(self, value: Any) -> int | None:
+        """Write the node of a torch object; return its number, or None if it is not plain."""
         import torch
 
         if isinstance(value, torch.dtype):
@@ -199,6 +202,7 @@ class PlainWriter:
         return self._append(Node(kind, [(number,), *form]))
 
     def _write_numpy(self, value: Any) -> int | None:
+        """Write the node of a numpy object; return its number, or None if it is not plain."""
         import numpy
 
         if isinstance(value, numpy.dtype) and _is_simple(value):
@@ -265,6 +269,12 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
 
 
 def _resolved(item: Item, made: Sequence[Any]) -> Any:
+    """Return the value of a node's part.
+
+    Args:
+        item: The part.
+        made: Values of the nodes by number.
+    """
     if not isinstance(item, tuple):
         return item
     if item[0] < 0:

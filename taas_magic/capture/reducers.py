@@ -72,6 +72,7 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
 
 
 def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) -> None:
+    """Set the attributes of a class, unless this process had the class already."""
     class_id, fill, state = given
     if cls not in _ids:
         fill(cls, state)
@@ -80,6 +81,11 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
 
 
 def _known_class(class_id: str, name: str) -> type:
+    """Return the class with this id, which this process sent to the ranks.
+
+    Raises:
+        CaptureError: This process does not have the class.
+    """
     known = _classes.get(class_id)
     if known is None:
         raise CaptureError(

@@ -266,6 +266,7 @@ class _CloudPickler(_Numbered, cloudpickle.Pickler):
 def _pickle(
     value: object, pickler_type: type[_FastPickler] | type[_CloudPickler]
 ) -> tuple[bytes, list[pickle.PickleBuffer], list[torch.Tensor]]:
+    """Return the pickle of a value, its out-of-band buffers, and the tensors left out of it."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickler_type(file, protocol=5, buffer_callback=buffers.append)
     pickler.tensors, pickler._numbers = [], {}

@@ -56,6 +56,7 @@ class Tls:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
+        """Return a TLS context that presents the run's certificate and expects it from the peer."""
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # No other run has this certificate, so a check of the host name would add no security.

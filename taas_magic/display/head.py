@@ -530,6 +530,7 @@ def filling(flow: Flow) -> str:
 
 
 def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> list[Fact]:
+    """Return the facts about one loader; see `loader_lines` for the arguments."""
     batches, bound = int(loader.total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
     if loader.units != batches:
@@ -555,6 +556,7 @@ def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
 
 
 def _waited(loader: LoaderFlow) -> str:
+    """Return the share of time that ranks waited for a loader, and the share of each rank."""
     shares = loader.shares
     mean = f"{loader.sums(0.0).share:.0%}"
     if len(shares) == 1:
@@ -612,6 +614,7 @@ def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
 
 
 def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the files that were kept out of the store, each with the ranks that wrote it."""
     shown = []
     for name, each in _by_cube(files).items():
         ranks = sorted({rank for ranks in each for rank in ranks})
@@ -635,6 +638,7 @@ def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
 
 
 def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of a hang: one for each group of ranks."""
     for group in _groups(rows)[:MAX_GROUPS]:
         hosts = list(dict.fromkeys(row.host for row in group))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"

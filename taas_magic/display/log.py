@@ -356,6 +356,7 @@ class LogText:
         return taken
 
     def _add(self, shown: Sequence[ShownLine]) -> None:
+        """Add lines to the cell's text; beyond the limit, add them to the summary."""
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)

@@ -316,6 +316,7 @@ class _Shown:
         self._leave_out(_Block(block.number, block.raw[:end], block.errs))
 
     def _merged(self) -> list[Piece]:
+        """Return the kept events and the last printed lines, in the order of the journal."""
         found = list(self._kept)
         for block in self._tail:
             decoded = (_decoded(line) for line in block.lines())

@@ -40,6 +40,7 @@ def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[
 
 
 def _end_of(path: Path) -> list[str]:
+    """Return the last lines of a log file."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _READ_BYTES))

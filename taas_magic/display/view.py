@@ -323,6 +323,7 @@ class View:
         self._show(event, now)
 
     def _show(self, event: Event, now: float) -> None:
+        """Add an event's output to the log; write a display or clear the cell at once."""
         plan = self._state.plan
         match event:
             case Lines():
@@ -394,6 +395,7 @@ class View:
         return math.inf if self._state.has_ended else self._head_at + HEAD_TICK_S
 
     def _write(self, now: float) -> None:
+        """Write the text that the log has now, and the summary of the lines beyond the limit."""
         if not self._log.has_text:
             return
         self._written_at = now

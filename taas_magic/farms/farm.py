@@ -364,6 +364,14 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
+        """Submit one job for each call; see `submit`.
+
+        Args:
+            calls: Positional and keyword arguments of each call.
+            function: The function.
+            retries: As in `submit`.
+            fresh: As in `submit`.
+        """
         from taas_magic.farms.worker import run_job
 
         if self._why_over:
@@ -513,6 +521,7 @@ class Farm:
             self._lose()
 
     def _deliver(self, job: Job, said: JobOutcome) -> None:
+        """Write the files that a job saved, load its result, and end the job."""
         job.host, job.took_s = self.state.host_of(said.node), said.took_s
         try:
             files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in said.files]
@@ -541,6 +550,12 @@ class Farm:
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _failure(self, job: Job, error: BaseException) -> JobFailed:
+        """Return the exception of a job that failed.
+
+        Args:
+            job: The job.
+            error: The error of its Dask future.
+        """
         from distributed.scheduler import KilledWorker
 
         ended = cleaned(error.outcome) if isinstance(error, JobEnded) else JobOutcome()
@@ -730,6 +745,15 @@ def farm(
 
 
 def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of nodes.
+
+    Args:
+        nodes: The argument of `farm`.
+        hosts: Number of hosts of all pools.
+
+    Raises:
+        UsageError: The numbers are impossible.
+    """
     least, most = (
         (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes
     )

@@ -128,6 +128,7 @@ def _state() -> tuple[Any, ...]:
 
 
 def _has_children() -> bool:
+    """Return whether this process has child processes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -165,6 +166,7 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
 
 
 def _called(told: PlacedCall) -> Any:
+    """Make the job's call in a fresh `__main__`, and return the function's result."""
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children load `__main__` by it
     random.seed()
@@ -198,6 +200,7 @@ def _opened(part: bytes | str) -> memoryview | bytearray:
 
 
 def _failed(error: BaseException) -> JobOutcome:
+    """Return the outcome of a job that raised an exception."""
     try:
         text = tracebacks.plain(error)
     except Exception:  # the exception's own __str__ or __repr__ failed, or a deep recursion

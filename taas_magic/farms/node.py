@@ -150,6 +150,7 @@ def main() -> int:
 
 
 async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None:
+    """Join the farm when the forkserver is ready, and run jobs until the farm ends the node."""
     import dask
 
     dask.config.set(DASK_SETTINGS)  # first: Dask reads some settings when it is imported
@@ -371,6 +372,7 @@ class Slot:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _renew(self) -> None:
+        """Replace the slot's process by a new one."""
         self.close()
         self._scratch = f"{self._setting.scratch}-{time.monotonic_ns()}"
         setting = structs.replace(self._setting, scratch=self._scratch)
@@ -389,6 +391,11 @@ class Slot:
         self._process = process
 
     async def _wait(self, lines: "_Lines", say: Say) -> JobOutcome:
+        """Pass on the job's state and output until its outcome arrives.
+
+        Raises:
+            EOFError: The job's process has ended without an outcome.
+        """
         is_said = False
         while True:
             ready = await self._wait_for_output()
@@ -429,6 +436,7 @@ class Slot:
             return b""
 
     def _died(self) -> JobOutcome:
+        """Return the outcome of a job whose process has ended without sending one."""
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
         connection.wait([self._process.sentinel], _END_S)

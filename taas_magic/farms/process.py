@@ -92,6 +92,7 @@ def main() -> int:
 
 
 async def _run_farm(terms: FarmSettings) -> None:
+    """Run the farm's scheduler and its nodes until the kernel ends the farm."""
     from taas_magic.host.agent_worker import use_steady_clock
 
     use_steady_clock()
@@ -290,6 +291,7 @@ class Fleet(SchedulerPlugin):
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
+        """Launch a node's run in the pool's process."""
         spec, node = self._spec(name, pool, self._reach(connection)), self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id
 

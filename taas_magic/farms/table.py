@@ -142,6 +142,7 @@ class FarmState:
         return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
     def _apply_node_update(self, said: NodeUpdate) -> None:
+        """Apply a change of a node's state; ignore an earlier state that arrives late."""
         node = self.nodes.setdefault(said.node, said)
         node.host = said.host or node.host
         if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):

@@ -118,6 +118,7 @@ def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) ->
 
 
 def _run_first_host(host: "_Host", meeting: TCPStore) -> Any:
+    """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result."""
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.expect([_get(meeting, f"{_HOST}{rank}") for rank in ranks])
     address = host.start_superlink(os.environ["MASTER_ADDR"])
@@ -285,6 +286,7 @@ class _Host:
                 self._programs["SuperLink"].kill()
 
     def _serve(self, superlink: str) -> Any:
+        """Start the ServerApp through the Control API; see `serve`."""
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._terms.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
@@ -308,6 +310,7 @@ class _Host:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
+        """Start a program under a name, by which it is watched and ended."""
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(
@@ -319,6 +322,7 @@ class _Host:
         self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
 
     def _start_superexec(self, name: str, address: str, secret: Path, *, tls: bool) -> None:
+        """Start a SuperExec for the SuperLink or the SuperNode at `address`."""
         how = ["--root-certificates", str(self._root)] if tls else ["--insecure"]
         command = spawn_command("taas_magic.federation.executor")
         command += ["--runtime-api-address", address, *how]
@@ -338,6 +342,11 @@ class _Host:
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
     def _listens(self, name: str, port: int) -> bool:
+        """Wait until a program listens on a port; return False if it ends first.
+
+        Raises:
+            RuntimeError: The program does nothing for `START_TIMEOUT_S`.
+        """
         program = self._programs[name]
         timer = IdleTimer(program.pid)
         while program.poll() is None:
@@ -369,6 +378,7 @@ class _Host:
 
     @contextlib.contextmanager
     def _control(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
+        """Yield a client of the SuperLink's Control API."""
         client = ControlHttpClient.from_server_address(
             superlink,
             insecure=False,

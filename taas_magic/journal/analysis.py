@@ -311,6 +311,7 @@ def advise(load: Load) -> str:
 
 
 def _because(load: Load) -> str:
+    """Return what limited a loader that ranks waited for, and which flag would help."""
     if load.later <= TOLERABLE or load.first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
         if not load.fetchers:
@@ -350,6 +351,7 @@ def _prepared_by_ranks(load: Load) -> str:
 
 
 def _delivery(load: Load) -> str:
+    """Return the advice if workers are not busy, so that sending or receiving is the limit."""
     if load.receiving >= _MOST_CPU:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
@@ -371,6 +373,12 @@ def _delivery(load: Load) -> str:
 
 
 def _more(load: Load, most: float) -> str:
+    """Return the advice to use more fetchers.
+
+    Args:
+        load: The load of the loader.
+        most: Upper bound of the factor by which ranks would then be faster.
+    """
     if load.room < load.fetchers + 1:
         return _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _scaled(load, most, load.busy)

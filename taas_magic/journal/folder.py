@@ -375,6 +375,7 @@ class Writer:
         self._thread.join(CLOSE_S)
 
     def _why_full(self, size: int) -> str:
+        """Return why a bulk event of `size` bytes is left out; "" if it is not."""
         if self._appended_bytes + size > self._limit_bytes:
             return f"it has reached {self._limit_bytes >> 20} MiB; the ranks' logs have all lines"
         if self._appended_bytes - self._handled_bytes + size > WAITING_BYTES:
@@ -382,6 +383,7 @@ class Writer:
         return ""
 
     def _run(self) -> None:
+        """Write the queued events until `close` (the thread's function)."""
         while (taken := self._waiting.get()) is not None:
             event, line = taken
             try:
@@ -557,6 +559,7 @@ def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
 
 
 def _size_bytes(path: Path) -> int:
+    """Return the size of all files in a folder."""
     total = 0
     for at, _, names in os.walk(path):
         for name in names:

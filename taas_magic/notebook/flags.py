@@ -254,6 +254,7 @@ class Flag:
         parser.add_argument(self.name, dest=self.field, **settings)
 
     def _value(self, text: str) -> Any:
+        """Parse the flag's value for argparse; raise a UsageError that says what is allowed."""
         try:
             return self.read(text)
         except ValueError:
@@ -576,6 +577,7 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
 
 
 def _words(line: str) -> list[str]:
+    """Split the words after `%%taas` as a shell does."""
     try:
         return shlex.split(_uncommented(line))
     except ValueError:
@@ -598,6 +600,7 @@ def _uncommented(line: str) -> str:
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
+    """Return the values of the flags by field; raise a UsageError for a wrong word."""
     answer, rest = _PARSER.parse_known_args(words)
     if rest:
         raise UsageError(_unknown(rest[0]))
@@ -612,6 +615,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
 
 
 def _unknown(word: str) -> str:
+    """Return the error message for a word that is no flag."""
     listed = " ".join(flag.name for flag in FLAGS)
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'

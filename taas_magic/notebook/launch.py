@@ -659,6 +659,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
+    """Return the lines of `--dry-run` about hosts, fetchers and the project store."""
     ranks, n_hosts = _count(plan.world_size, "rank"), _count(len(plan.hosts), "host")
     lines = [f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"]
     for host in plan.hosts:
@@ -684,6 +685,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _payload_lines(captured: Payload) -> list[str]:
+    """Return the lines of `--dry-run` about the values and modules that are sent."""
     lines = [f"sent to each host, {size_text(captured.size_bytes, 1024)} in total:"]
     for value in captured.captured:
         size = size_text(value.size_bytes, 1024)

@@ -153,6 +153,12 @@ class TaasMagics(Magics):
             _print_line(shown)
 
     def _cell(self, line: str, body: str) -> "CellWork":
+        """Return the cell that called the magic.
+
+        Args:
+            line: The words after `%%taas`.
+            body: The text below them.
+        """
         from taas_magic.capture.payload import cell_number
         from taas_magic.capture.work import CellWork
 
@@ -300,6 +306,7 @@ class _WarmUp:
             self._is_cancelled = True
 
     def _run(self) -> None:
+        """Warm the pool unless the warm-up was cancelled (the thread's function)."""
         from taas_magic.notebook import pools
 
         with self._lock:
@@ -580,6 +587,7 @@ def _restart(words: Sequence[str], settings: Config) -> str:
 
 
 def _shell() -> "InteractiveShell":
+    """Return the kernel's IPython shell."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -717,6 +725,7 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
 
 def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    """Return the completions after `%%taas` or `#pragma taas`."""
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
@@ -735,6 +744,7 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    """Return the completions after `%taas`."""
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:

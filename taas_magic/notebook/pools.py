@@ -363,6 +363,7 @@ def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
 
 
 def _ours(seen: Facts, here: Kernel) -> str:
+    """Return where a host has taas-magic's packages: installed, in its cache, or not yet."""
     from taas_magic.setup.install import what_to_bring
 
     parcels = [parcel.name for parcel in what_to_bring(seen, here)]

@@ -150,6 +150,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: Findings
 ) -> list[Row]:
+    """Return the checks of the hosts of pools; add a failure to `found.problems`."""
     if not asked:
         return []
     up = {row.name: row.status.hosts for row in pools.rows(config)}
@@ -265,6 +266,7 @@ def _host_rows(found: Findings) -> list[tuple[str, str]]:
 
 
 def _travels(found: Findings) -> str:
+    """Return text with the size of the payload, and its largest variables."""
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"

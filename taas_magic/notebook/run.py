@@ -202,6 +202,7 @@ class Background(Generic[T]):
         return self.outcome.result()
 
     def _run(self) -> None:
+        """Run the work and store its outcome (the thread's function)."""
         try:
             self.outcome.set_result(self._work(self._news.put))
         except BaseException as error:
@@ -284,6 +285,7 @@ class RunFetchers:
         return structs.replace(last, entry=soon)
 
     def _start_again(self) -> None:
+        """Start the fetchers again; if that fails, report each as failed."""
         try:
             self._launch(self.record_event)
         except PoolError as error:
@@ -354,6 +356,8 @@ class RunFetchers:
             self._relay.join()
 
     def _begin(self, tell: Tell) -> None:
+        """Get hosts for the fetchers and start them (runs in a thread)."""
+
         def listen(event: Event) -> None:
             # The run has no display before it starts, so show notes to the waiting user here.
             if isinstance(event, Note):
@@ -368,6 +372,7 @@ class RunFetchers:
         self._launch(listen)
 
     def _launch(self, listen: Callable[[Event], None]) -> None:
+        """Start the fetchers, unless the run is closing."""
         assert self._connection is not None
         if not self._closing:
             self._connection.launch_fetchers(self._spec, listen)
@@ -375,6 +380,7 @@ class RunFetchers:
             self._end()
 
     def _end(self) -> None:
+        """Stop waiting for hosts, and kill the fetchers."""
         self._wait.give_up()
         if self._connection is not None:
             with suppress(PoolError):  # the fetchers have ended with their pool's process
@@ -382,6 +388,7 @@ class RunFetchers:
                 self._connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
+        """Send the queued events to the pool of the ranks until `close` (the thread's function)."""
         # `pop_events` may remove the None that ends this loop, hence the check of `_closing`
         while not self._closing and (event := self._events.get()) is not None:
             try:
@@ -683,6 +690,7 @@ class RunDriver:
         return [*([] if first is None else [first]), *drain(self._events)]
 
     def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
+        """Record events and show them."""
         for seen in events:
             self.listener(seen)
             if isinstance(seen, InputRequested):

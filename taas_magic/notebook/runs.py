@@ -363,6 +363,7 @@ class Run:
         return journal.summary(self._folder)
 
     def _results(self) -> returned.Received:
+        """Return the results of an ended run, which are loaded once; empty while it is active."""
         if self._received is None:
             if self.is_active:
                 return returned.Received()

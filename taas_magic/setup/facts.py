@@ -315,6 +315,7 @@ def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
 
 
 def _other_python(facts: Facts, here: Kernel) -> Finding:
+    """Return the finding about a host whose Python has another minor version."""
     return Finding(
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
@@ -347,6 +348,7 @@ def _python(facts: Facts, here: Kernel) -> Iterator[Finding]:
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
+    """Yield the finding about a cache folder that is full or not writable."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
@@ -358,6 +360,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
+    """Yield findings about the network interface and the host's own name."""
     if interface is not None and interface not in facts.interfaces:
         names = ", ".join(facts.interfaces) or "none"
         what = f"no interface {interface!r} with an address there; it has {names}"
