@@ -119,7 +119,9 @@ def disconnect(client: "Client") -> None:
     try:
         client.close(timeout=2)
     except ValueError:
-        pass  # raised by tornado if the client was reconnecting to a scheduler that has ended
+        # Raised by tornado if the client was reconnecting to a scheduler that has ended. Each
+        # further attempt to close the client raises it, too, and the client's __del__ makes one.
+        client.status = "closed"
     finally:
         logger.disabled = before
 

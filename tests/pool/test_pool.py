@@ -1,6 +1,7 @@
 """Tests of the pool's process: who can connect, how kernels share the pool, and when it ends."""
 
 import contextlib
+import gc
 import os
 import socket
 import ssl
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from distributed import Client, LocalCluster, Security
+from tornado.iostream import IOStream
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
@@ -21,7 +24,7 @@ from taas_magic.notebook import pools
 from taas_magic.notebook.run import RunDriver
 from taas_magic.pool import process as pool_process
 from taas_magic.pool.address import PoolAddress
-from taas_magic.pool.client import Pool, PoolConnection
+from taas_magic.pool.client import Pool, PoolConnection, disconnect
 from taas_magic.pool.process import PoolFolder
 from taas_magic.setup.facts import Kernel
 from taas_magic.shared_files import take_lock
@@ -310,3 +313,27 @@ def test_all_that_wait_hear_what_becomes_of_hosts(
     assert heard == [["host a: still connecting"] * 2, ["host a: still connecting"]]
     monkeypatch.undo()
     pool.down()
+
+
+def test_a_client_that_could_not_connect_again_is_closed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pytest fails the test if the client's `__del__` raises."""
+    tried = threading.Event()
+
+    def start_tls(*_: object, **__: object) -> None:
+        tried.set()
+        raise ValueError("IOStream is not idle; cannot convert to SSL")
+
+    security = Security.temporary()
+    with LocalCluster(
+        n_workers=0, processes=False, security=security, dashboard_address=None
+    ) as it:
+        client = Client(it.scheduler_address, security=security, set_as_default=False)
+        monkeypatch.setattr(IOStream, "start_tls", start_tls)
+        client.loop.add_callback(client.scheduler_comm.comm.abort)
+        assert tried.wait(WAIT_S)
+        disconnect(client)
+        monkeypatch.undo()
+        del client
+        gc.collect()
