@@ -546,16 +546,14 @@ def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm
 
 
 def test_threads_submit_functions_without_a_name(planted: Notebook, names: dict[str, Any]) -> None:
-    planted.define("""
-wrong = []
+    planted.define("""import concurrent.futures
 def submit_some(number):
     jobs = [farm.submit(lambda x, number=number: (number, x), x) for x in range(10)]
-    wrong.extend(it for it in jobs if it.result() != (number, *it.args))
-threads = [threading.Thread(target=submit_some, args=(number,)) for number in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+    return [it.result() for it in jobs]
+with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    results = list(threads.map(submit_some, range(4)))
 """)
-    assert names["wrong"] == []
+    assert names["results"] == [[(number, x) for x in range(10)] for number in range(4)]
 
 
 def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewhere(
