@@ -360,14 +360,20 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="taas-journal", daemon=True)
         self._thread.start()
 
-    def append(self, event: Event) -> None:
-        """Queue an event for the journal; returns at once."""
-        line = messages.encode(event) + b"\n"
+    def append(self, event: Event) -> bytes:
+        """Queue an event for the journal; returns at once.
+
+        Returns:
+            The encoded event, which the caller may send to others.
+        """
+        encoded = messages.encode(event)
+        line = encoded + b"\n"
         if isinstance(event, _BULK) and (why := self._why_full(len(line))):
             self._report_incomplete(why)
-            return
-        self._appended_bytes += len(line)
-        self._waiting.put((event, line))
+        else:
+            self._appended_bytes += len(line)
+            self._waiting.put((event, line))
+        return encoded
 
     def close(self) -> None:
         """Wait until all events are written, at most `CLOSE_S`."""

@@ -234,8 +234,8 @@ class PoolMeter:
         return self._clock() - host.idle_since < self._idle_timeout_s
 
 
-EventSink = Callable[[Event], None]
-"""Function that sends an event to a kernel."""
+EventSink = Callable[[bytes], None]
+"""Function that sends an encoded event to a kernel."""
 
 BEAT_S = 1.0
 """Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
@@ -325,9 +325,9 @@ class Controller(SchedulerPlugin):
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
 
                 def publish(event: Event) -> None:
-                    journal.append(event)
+                    encoded = journal.append(event)
                     if run.owner:
-                        run.send_event(event)
+                        run.send_event(encoded)
 
                 run = PoolRun(spec, owner, self.pool_hosts, publish, over, session)
                 run.send_event = send_event
@@ -396,7 +396,7 @@ class Controller(SchedulerPlugin):
         if request.owner not in self._kernels.connected:
             return SessionState(error="the notebook's kernel is gone")
         if run.owner and run.owner != request.owner:
-            run.send_event(Detached())
+            run.send_event(encode(Detached()))
         run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
         state, run.left_cell = run.state(), ""
         return state
@@ -466,10 +466,8 @@ class Controller(SchedulerPlugin):
         fetchers = self._runs.get(request.run_id)
         if not isinstance(fetchers, PoolFetchers) or request.owner not in self._kernels.connected:
             return None
-        fetchers.owner, fetchers.publish = (
-            request.owner,
-            self._event_sender(request.owner, request.run_id),
-        )
+        fetchers.owner = request.owner
+        fetchers.publish = self._publisher(request.owner, request.run_id)
         return fetchers.lifecycle_events
 
     async def _carry_out(
@@ -485,12 +483,12 @@ class Controller(SchedulerPlugin):
         """
         try:
             ended = await _end_of(run)
-            journal.append(ended)
+            encoded = journal.append(ended)
         finally:
             closing = asyncio.ensure_future(until_end.aclose())
             await asyncio.wait({closing}, timeout=END_S)  # the disk of the state folder may hang
         if run.owner:
-            run.send_event(ended)
+            run.send_event(encoded)
         await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
         is_detached = run.run_id in self._fetchers_of
         await self._end_fetchers(run)
@@ -509,7 +507,8 @@ class Controller(SchedulerPlugin):
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.is_halted and run.owner not in others:
-                send_event(Note(text=f"waiting for the interrupted run {run.run_id} to end"))
+                text = f"waiting for the interrupted run {run.run_id} to end"
+                send_event(encode(Note(text=text)))
                 await run.over.wait()
 
     async def launch_fetchers(self, request: LaunchFetchers) -> Started:
@@ -522,7 +521,7 @@ class Controller(SchedulerPlugin):
         if before := self._runs.get(run_id):
             # A `Halt` for the old fetchers would also end new ones on a host.
             await before.wait_until_ended()
-        fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._event_sender(owner, run_id))
+        fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
         session = self._runs.get(request.run.session)
         if isinstance(session, PoolRun) and request.run.plan.data is not None:
             session.count_fetchers(request.run.plan.data)
@@ -649,12 +648,21 @@ class Controller(SchedulerPlugin):
                 self._tasks.start(self.pool_hosts.release(self._meter.is_in_use))
             await asyncio.sleep(BEAT_S)
 
+    def _publisher(self, owner: str, run_id: str) -> Callable[[Event], None]:
+        """Return a function that encodes events of fetchers and sends them to the kernel `owner`.
+
+        Args:
+            run_id: Id of the fetchers' share.
+        """
+        send_event = self._event_sender(owner, run_id)
+        return lambda event: send_event(encode(event))
+
     def _event_sender(self, owner: str, run_id: str) -> EventSink:
-        """Return a function that sends events of the run `run_id` to the kernel `owner`."""
+        """Return a function that sends encoded events of a run to the kernel `owner`."""
         # The kernel also subscribes itself, but its subscription takes another path than its
         # request and may arrive later. Events in between would be lost.
         self._scheduler.subscribe_topic(topic(owner), owner)
-        return lambda event: self._scheduler.log_event(topic(owner), (run_id, encode(event)))
+        return lambda encoded: self._scheduler.log_event(topic(owner), (run_id, encoded))
 
     def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
         """Pass a host's event to its run. Ignore and count invalid or forbidden events."""
@@ -678,7 +686,7 @@ def _journal(folder: RunFolder, send_event: EventSink) -> Writer:
     def report_incomplete(why: str) -> None:
         note = Note(text=f"the journal of this run is incomplete: {why}")
         with contextlib.suppress(RuntimeError):  # the loop is closed: the pool has ended meanwhile
-            loop.call_soon_threadsafe(send_event, note)
+            loop.call_soon_threadsafe(send_event, encode(note))
 
     return Writer(folder, report_incomplete)
 

@@ -637,8 +637,8 @@ class PoolRun(Share):
     ) -> None:
         super().__init__(run, owner, pool_hosts, publish)
         self.over, self._session = over, session
-        self.send_event: Callable[[Event], None] = lambda event: None
-        """Function that sends an event to the owner."""
+        self.send_event: Callable[[bytes], None] = lambda encoded: None
+        """Function that sends an encoded event to the owner."""
 
         self.stays = False
         """Whether this is a detached session, which goes on without its kernel."""
