@@ -116,12 +116,10 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
     """Show a notebook in a page; do not wait for its kernel."""
-    page.go(f"{lab.url}/lab/tree/{name}?token={lab.token}")
+    # JupyterLab opens the tabs of a workspace again, and commands apply to the last that it opened.
+    workspace = name.removesuffix(".ipynb")
+    page.go(f"{lab.url}/lab/workspaces/{workspace}/tree/{name}?token={lab.token}")
     page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
-    # JupyterLab opens the tabs of an earlier page again, and the last of them may become current.
-    page.wait_for(
-        "window.isRestored || void window.jupyterapp.restored.then(() => window.isRestored = true)"
-    )
 
 
 def open_notebook(page: Page, lab: Lab, name: str) -> None:
@@ -143,11 +141,6 @@ def command(page: Page, name: str, **values: str) -> None:
 def run_cell(page: Page, number: int) -> None:
     """Run a cell of the notebook that a page shows; do not wait for its end."""
     page.wait_for(f"{PANEL}.content.widgets.length > {number}")
-    # the command applies to the current tab, which may be another one than the visible one
-    page.wait_for(
-        f"(window.jupyterapp.shell.activateById({PANEL}.id), "
-        f"window.jupyterapp.shell.currentWidget === {PANEL})"
-    )
     page.evaluate(f"void ({PANEL}.content.activeCellIndex = {number})")
     command(page, "notebook:run-cell")
 
