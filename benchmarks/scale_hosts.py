@@ -35,9 +35,9 @@ from taas_magic.messages import (
     HostEnded,
     HostHello,
     Lines,
+    RanksEnded,
     RanksStarted,
     RunEnded,
-    Settled,
     encode,
     event_of,
     from_bytes,
@@ -46,7 +46,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import HostCapacity, Plan
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.process import DASK_SETTINGS
 
 LEASE_S = 8.0
@@ -148,7 +148,7 @@ class Agent:
 
     def settle(self) -> None:
         """Report that all ranks have succeeded."""
-        self.say([Settled(host=self.name, state="SUCCEEDED")])
+        self.say([RanksEnded(host=self.name, state="SUCCEEDED")])
 
     async def leave(self) -> None:
         """Close the connection."""
@@ -313,7 +313,7 @@ async def _pool() -> AsyncIterator[tuple[str, Keys, Controller]]:
     dask.config.set(DASK_SETTINGS)
     keys = Keys()
     security = Security(**keys.scheduler())
-    scheduler = HeadScheduler(host="127.0.0.1", protocol="tls://", security=security)
+    scheduler = PoolScheduler(host="127.0.0.1", protocol="tls://", security=security)
     async with scheduler:
         pool = PoolConfig("big", lease_s=PATIENT_S)
         controller = Controller(scheduler, _Nowhere(pool), pool, 3600.0)

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from taas_magic.config import DataConfig
-from taas_magic.messages import LoaderAddresses, LoaderPlaces
+from taas_magic.messages import AddressesByLoader, LoaderAddresses
 from taas_magic.shared_files import boot_id, replacing
 
 _LINE_BYTES = 1024
@@ -195,7 +195,7 @@ def peer_uid(sock: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def write_entry(folder: Path, number: int, entry: LoaderPlaces) -> Path:
+def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
     """Write the file with a fetcher's addresses atomically; return its path.
 
     Args:

@@ -35,12 +35,12 @@ from taas_magic.messages import (
     ProcessStack,
     Progress,
     RankFailure,
+    RanksEnded,
     RanksStarted,
     RankStack,
     Restart,
     RunEnded,
     RunStacks,
-    Settled,
     StateChanged,
     StoreReceipt,
 )
@@ -185,7 +185,7 @@ class RunState:
                 self._restarted(event)
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
-            case Settled() if event.attempt == self.restarts:
+            case RanksEnded() if event.attempt == self.restarts:
                 self.settled.add(event.host)
             case InputRequested():
                 self.asking.add(event.rank)

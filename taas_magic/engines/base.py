@@ -48,7 +48,7 @@ LOG_LINES = 15
 class Engine(ABC):
     """The engine of one pool, which gets the pool's hosts.
 
-    A kernel calls `capacity`, `ways` and `notes`. The pool's process calls the other methods.
+    A kernel calls `capacity`, `shells` and `notes`. The pool's process calls the other methods.
 
     Attributes:
         ready: Names of the agents whose hosts can start ranks. The pool's process adds them.
@@ -83,15 +83,16 @@ class Engine(ABC):
         """
         return
 
-    def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return ways to run commands on hosts that no run has requested yet.
+    def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
+        """Return shells that run commands on hosts which no run has requested yet.
 
         Args:
             stop: Set to end attempts to connect.
 
         Returns:
-            For each host name, a context manager that connects to the host when it is entered. It
-            is empty if the hosts of this engine do not exist before they are requested.
+            For each host name, a context manager that connects to the host when it is entered, and
+            yields the shell. The mapping is empty if the engine's hosts do not exist before they
+            are requested.
         """
         return {}
 
@@ -128,13 +129,14 @@ class Engine(ABC):
         return False
 
     @asynccontextmanager
-    async def way(self, agent: str, address: str) -> AsyncIterator[str]:
-        """Let a host reach a port of this machine until the block ends; yield the address to use.
+    async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
+        """Let a host connect to a port of this machine until the block ends; yield the address.
 
         Args:
             agent: Name of the host's agent.
             address: Address of the port on this machine, as "tls://host:port". The server on this
-                port must authenticate its clients itself.
+                port must authenticate its clients itself. The host may need another address for the
+                port, which is the one that this method yields.
 
         Raises:
             PoolError: The host cannot reach the port.
@@ -155,10 +157,10 @@ class Host(ABC):
 
     Attributes:
         name: Dask's name for the host's agent.
-        coming: The task that runs `start`.
+        start_task: The task that runs `start`.
     """
 
-    coming: "asyncio.Task[None]"
+    start_task: "asyncio.Task[None]"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -179,7 +181,7 @@ class Host(ABC):
     async def why_lost(self) -> str:
         """See `Engine.why_lost`. The engine ends the host after this call."""
 
-    def news(self) -> str:
+    def slow_start_note(self) -> str:
         """Return one line for the user if the host's start takes unusually long, else ""."""
         return ""
 
@@ -229,16 +231,16 @@ class HostsEngine(Engine):
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
             self.hosts[host.name] = host
-            host.coming = asyncio.create_task(host.start())
+            host.start_task = asyncio.create_task(host.start())
         failures = []
         for name, host in list(self.hosts.items()):
-            is_over = host.coming.done() and not host.coming.cancelled()
-            if is_over and (error := host.coming.exception()) is not None:
+            is_over = host.start_task.done() and not host.start_task.cancelled()
+            if is_over and (error := host.start_task.exception()) is not None:
                 failures.append(str(error))
                 del self.hosts[name]
         if failures:
             raise PoolError("\n".join(dict.fromkeys(failures)))
-        return sorted(filter(None, (host.news() for host in self.hosts.values())))
+        return sorted(filter(None, (host.slow_start_note() for host in self.hosts.values())))
 
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
@@ -246,13 +248,13 @@ class HostsEngine(Engine):
         Such a host makes progress: the supervisor ends a host whose agent is stuck before it has
         joined, and the agent ends a host whose forkserver is stuck.
         """
-        return any(not host.coming.done() for host in self.hosts.values())
+        return any(not host.start_task.done() for host in self.hosts.values())
 
     async def give_back(self, keep: Collection[str]) -> None:
         """See `Engine.give_back`."""
         left = [host for name, host in self.hosts.items() if name not in keep]
         await asyncio.gather(*map(self._end, left))
-        await asyncio.gather(*(host.coming for host in left), return_exceptions=True)
+        await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
         """Return one line that says why a host was lost, or ""; also end what is left of it."""

@@ -133,8 +133,8 @@ class _LocalHost(Host):
 
     async def end(self) -> None:
         """Close the supervisor's standard input; return when no process of the host is left."""
-        if asyncio.current_task() is not self.coming:
-            self.coming.cancel()
+        if asyncio.current_task() is not self.start_task:
+            self.start_task.cancel()
         supervisor = self._supervisor
         if supervisor is None:
             return

@@ -76,9 +76,9 @@ class SshEngine(HostsEngine):
         gpus = found.gpus if self.pool.gpus is None else self.pool.gpus
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
-    def ways(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """See `Engine.ways`. Each shell is an SSH connection."""
-        return {host: _way(host, self.config_file, stop) for host in self.pool.hosts}
+    def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
+        """See `Engine.shells`. Each shell is an SSH connection."""
+        return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
         """See `Engine.notes`."""
@@ -95,15 +95,15 @@ class SshEngine(HostsEngine):
         """
         stop = threading.Event()
 
-        def query(way: AbstractContextManager[Shell]) -> HostCapacity:
-            with way as shell:
+        def query(opening: AbstractContextManager[Shell]) -> HostCapacity:
+            with opening as shell:
                 found = ask_host(shell, self.pool.python)
             return HostCapacity(found.gpus, found.cores)
 
         executor = ThreadPoolExecutor(len(self.pool.hosts), "taas-ask")
         failures = []
         try:
-            queries = [executor.submit(query, way) for way in self.ways(stop).values()]
+            queries = [executor.submit(query, opening) for opening in self.shells(stop).values()]
             for done in as_completed(queries):
                 if (error := done.exception()) is None:
                     return done.result()
@@ -118,8 +118,8 @@ class SshEngine(HostsEngine):
         return _SshHost(self, name)
 
     @asynccontextmanager
-    async def way(self, agent: str, address: str) -> AsyncIterator[str]:
-        """See `Engine.way`. The host reaches this machine through the SSH connection.
+    async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
+        """See `Engine.tunnel`. The host reaches this machine through the SSH connection.
 
         Raises:
             PoolError: The host is gone, or its sshd forwards no ports.
@@ -177,7 +177,7 @@ class SshEngine(HostsEngine):
 
 
 @contextmanager
-def _way(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
+def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
     try:
         connection = connect(find_target(host, config_file, stop), stop)
     except PoolError as error:
@@ -243,14 +243,14 @@ class _SshHost(Host):
     async def end(self) -> None:
         """See `Host.end`. Cancels `start` first, if it is still running."""
         self._stop.set()
-        if not self.coming.done():
+        if not self.start_task.done():
             if self.connection is not None:
                 self.connection.transport.close()
-            await asyncio.wait({self.coming})
+            await asyncio.wait({self.start_task})
         await self._release_host()
 
-    def news(self) -> str:
-        """See `Host.news`."""
+    def slow_start_note(self) -> str:
+        """See `Host.slow_start_note`."""
         slow = self._doing and time.monotonic() - self._since > _SLOW_S
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 

@@ -441,7 +441,7 @@ class Slot:
             return JobOutcome(etype=CANCELLED)
         connection.wait([self._process.sentinel], _END_S)
         code = forkserver.exitcode(self._process) or 0
-        if forkserver.took_along([code]):
+        if forkserver.caused_ends([code]):
             _exit_node()
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
         return JobOutcome(etype="JobDied", message=f"its process {self._process.pid} {how}")

@@ -14,7 +14,7 @@ output.py      output of the ranks
 rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
 prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
-meeting.py     a key prefix for each process group that a session's ranks create
+process_groups.py  a key prefix for each process group that a session's ranks create
 variables.py   what a session's rank reports about its variables
 link.py        the pipes between a rank and its agent
 rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server

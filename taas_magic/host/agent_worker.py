@@ -38,9 +38,9 @@ from taas_magic.host.spec import (
     AGENT,
     ANSWER,
     BEAT,
+    BEAT_ACK,
     CALL,
     EVENT,
-    HEARD,
     HostAddress,
     ShareSpec,
     StartShare,
@@ -49,7 +49,6 @@ from taas_magic.host.supervisor import report_joined
 from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
-    Answer,
     AnswerInput,
     EndRun,
     Event,
@@ -63,6 +62,7 @@ from taas_magic.messages import (
     PauseClocks,
     PlaceFetcher,
     Request,
+    RequestHandler,
     RunStacks,
     StartingHost,
     encode,
@@ -212,7 +212,7 @@ class AgentWorker(ClosedWorker):
         self._shares: dict[str, HostShare] = {}
         self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
-        answers: dict[type[Request[Any]], Answer] = {
+        answers: dict[type[Request[Any]], RequestHandler] = {
             Greet: self.hello,
             GetFacts: self.facts,
             StartShare: self.start_run,
@@ -224,7 +224,7 @@ class AgentWorker(ClosedWorker):
             GetStacks: self.stacks,
         }
         self._answers = handlers(answers)
-        self.stream_handlers |= {CALL: self._on_call, HEARD: lease.renew}
+        self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def hello(self, asked: Greet) -> HostHello:
         """Wait until this host can start ranks; then return its properties. There is no time limit.
@@ -265,7 +265,7 @@ class AgentWorker(ClosedWorker):
             run = self._shares.get(run_id)
             if not isinstance(run, HostRun):
                 raise PoolError(f"run {run_id} has ended here")
-            return await asyncio.to_thread(run.again, spec)
+            return await asyncio.to_thread(run.start_next_attempt, spec)
         emit = functools.partial(self._emit, run_id)
 
         def ask_files(request: FileRequest[_T]) -> _T:

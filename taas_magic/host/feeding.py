@@ -37,7 +37,7 @@ _SETTINGS = "settings"
 
 
 @contextmanager
-def connected(share: LocalShare, rank: int) -> Iterator[Feed | None]:
+def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
     """Connect registered loaders that are unpickled inside the block to the run's fetchers.
 
     Without fetchers, the rank runs its own data servers, whose first process is forked here. So

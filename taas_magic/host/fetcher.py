@@ -25,12 +25,12 @@ from taas_magic.host import tracebacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec
 from taas_magic.messages import (
     Address,
+    AddressesByLoader,
     Event,
     FetcherFailed,
     FetcherReport,
     FetcherStarted,
     LoaderAddresses,
-    LoaderPlaces,
     Note,
 )
 from taas_magic.store.guard import apply_rule
@@ -54,7 +54,7 @@ class Fetcher:
         loaders = [self._served(loader) for loader in mine]
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
-    def entry(self) -> LoaderPlaces:
+    def entry(self) -> AddressesByLoader:
         """Return where ranks find this fetcher, for each of its loaders, by the loader's name.
 
         Each host writes this entry into its run folder, where ranks read it (`FolderDirectory`).
@@ -124,7 +124,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     os.setsid()
     claim_taas()
     if spec.stacks is not None:
-        tracebacks.listen(spec.stacks)
+        tracebacks.write_stack_on_signal(spec.stacks)
     with suppress(BrokenPipeError):  # the agent has ended, so the fetcher ends too
         try:
             if spec.setting is not None:

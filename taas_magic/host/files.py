@@ -25,7 +25,7 @@ from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
 from taas_magic.data import service
 from taas_magic.errors import ProtocolError
-from taas_magic.host.spec import Emit, HostAddress, LocalShare, RunSpec, ShareSpec
+from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, ShareSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
@@ -339,7 +339,7 @@ class HostFiles:
     of fetchers writes no files to the project store.
     """
 
-    def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: Emit) -> None:
+    def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: EventSink) -> None:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None

@@ -355,7 +355,7 @@ def wait_while_stopped() -> None:
         time.sleep(_STOPPED_LOOK_S)
 
 
-def took_along(codes: Collection[int | None]) -> bool:
+def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
     The exit code `_LOST` means that the forkserver ended first, but the system may show that a

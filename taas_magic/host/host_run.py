@@ -5,9 +5,9 @@ files, starts processes and follows them until they end or must end. Then it end
 processes, sends files back, and reports the end to the pool.
 
 `HostRun` is for ranks. It starts the attempts, decides when they are over, and follows the
-controller's commands. Three threads work together: the share's own thread starts, checks and ends
-the ranks; the pump's thread records their messages; the agent's event loop passes commands on.
-`wakeup`, or the end of a rank, wakes the share's thread.
+controller's commands. Three threads work together. The share's own thread starts, checks and ends
+the ranks. The thread of the `PipeReader` records the ranks' messages. The agent's event loop passes
+commands on. `wakeup`, or the end of a rank, wakes the share's thread.
 
 `HostFetchers` is for fetchers, which start before the ranks and may be on a host without ranks.
 """
@@ -32,10 +32,10 @@ from taas_magic.data import service
 from taas_magic.errors import PoolError, TaasError, signal_name
 from taas_magic.host import forkserver, link, rendezvous, stacks
 from taas_magic.host.files import HostFiles
-from taas_magic.host.output import OnMessage, Pump, Wakeup
+from taas_magic.host.output import OnMessage, PipeReader, Wakeup
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import (
-    Emit,
+    EventSink,
     FetcherSpec,
     HostAddress,
     LocalShare,
@@ -72,10 +72,10 @@ from taas_magic.messages import (
     RankEvent,
     RankFailure,
     RankMessage,
+    RanksEnded,
     RanksStarted,
     RankStackSample,
     RunStacks,
-    Settled,
     StoreMessage,
 )
 from taas_magic.plan import Prefill
@@ -85,7 +85,7 @@ from taas_magic.store.manifest import Ask
 POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
 
-OBEY_S = 120.0
+CLEAN_UP_S = 120.0
 """Maximum number of seconds to wait until the last attempt is cleaned up on this host.
 
 Meanwhile, the controller and the other hosts wait for this host.
@@ -128,7 +128,7 @@ class HostShare(ABC):
         self,
         spec: ShareSpec,
         place: HostAddress,
-        emit: Emit,
+        emit: EventSink,
         alone: Callable[[], bool],
         ask: Ask,
     ) -> None:
@@ -234,7 +234,7 @@ class Attempt:
 
     Attributes:
         folder: Private folder of the attempt, with the files that ranks share with the agent.
-        pump: Reader of the ranks' pipes.
+        reader: Reader of the ranks' pipes: their output and messages.
         processes: Processes by rank.
         ranks: States of the ranks.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
@@ -244,16 +244,16 @@ class Attempt:
         self,
         share: LocalShare,
         place: HostAddress,
-        emit: Emit,
+        emit: EventSink,
         *,
         folder: Path,
-        pump: Pump,
+        reader: PipeReader,
         processes: dict[int, Any],
     ) -> None:
         self._share, self._spec, self._place, self._emit = share, share.spec, place, emit
-        self.folder, self.pump, self.processes = folder, pump, processes
+        self.folder, self.reader, self.processes = folder, reader, processes
         self.ranks = Ranks(self._spec.ranks)
-        self.monitor = StackMonitor(share, self.ranks, pump, folder, emit)
+        self.monitor = StackMonitor(share, self.ranks, reader, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """State in which the attempt ended on this host, with failures; None while it runs."""
 
@@ -263,14 +263,14 @@ class Attempt:
         share: LocalShare,
         place: HostAddress,
         folder: Path,
-        emit: Emit,
+        emit: EventSink,
         on_message: OnMessage,
     ) -> _A:
         """Create an attempt with its own folder and pipes in `folder`, without starting ranks."""
         own = folder / str(share.spec.attempt)
         own.mkdir(mode=0o700)
-        pump = Pump(own, share.folder, share.spec.ranks, emit, on_message)
-        return cls(share, place, emit, folder=own, pump=pump, processes={})
+        reader = PipeReader(own, share.folder, share.spec.ranks, emit, on_message)
+        return cls(share, place, emit, folder=own, reader=reader, processes={})
 
     def start(self, port: int) -> None:
         """Start the ranks, and report their process ids to the pool.
@@ -313,7 +313,7 @@ class Attempt:
         self.ranks.poll(now)
         verdict = decide(states, now, deadline, interrupted_at)
         failed = verdict is not None and verdict.state == "FAILED"
-        if failed and forkserver.took_along({state.exitcode for state in states}):
+        if failed and forkserver.caused_ends({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")
         if verdict is not None:
             self._conclude(verdict)
@@ -324,7 +324,7 @@ class Attempt:
         """Query the system for ranks that have ended, and record them."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
-                self.pump.drain(rank)  # record all its messages before its end
+                self.reader.drain(rank)  # record all its messages before its end
                 self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
@@ -361,7 +361,7 @@ class Attempt:
         for failure in failures if has_failed else ():
             self._emit(RankFailure(failure=failure))
         self._emit(
-            Settled(
+            RanksEnded(
                 attempt=self._spec.attempt,
                 state=verdict.state,
                 cause=verdict.cause,
@@ -384,7 +384,7 @@ class Attempt:
                 verdict,
                 host=self._place.host,
                 log_path=self._spec.notebook_log_path(state.rank),
-                tail=self.pump.tail(state.rank),
+                tail=self.reader.tail(state.rank),
                 timeout_s=self._spec.plan.timeout_s,
             )
             for state in guilty(self.ranks.states(), verdict.cause)
@@ -423,7 +423,7 @@ class HostRun(HostShare):
         began = time.monotonic() - spec.ran_s
         self._deadline = Deadline(began + timeout_s if timeout_s is not None else None)
         self._attempt: Attempt | None = None
-        self._pumps: list[Pump] = []
+        self._readers: list[PipeReader] = []
         self._next: _Again | None = None
         self._is_over = False
         self._gone_wrong: tuple[str, list[Failure]] | None = None
@@ -431,7 +431,7 @@ class HostRun(HostShare):
         self._addresses: Path | None = None
         self._placing = threading.Lock()
 
-    def again(self, spec: ShareSpec) -> int:
+    def start_next_attempt(self, spec: ShareSpec) -> int:
         """Request the next attempt, and wait until the last one is cleaned up here.
 
         Called by another thread than the share's. The share's thread starts the ranks.
@@ -442,11 +442,11 @@ class HostRun(HostShare):
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
         """
-        meeting = _rendezvous_of(spec)
-        self._next = again = _Again(spec, meeting)
+        own_rendezvous = _rendezvous_of(spec)
+        self._next = again = _Again(spec, own_rendezvous)
         self.wakeup.set()
-        again.obeyed.wait(OBEY_S)
-        return meeting.port if meeting else 0
+        again.obeyed.wait(CLEAN_UP_S)
+        return own_rendezvous.port if own_rendezvous else 0
 
     def stacks(self) -> RunStacks:
         """Return the stacks of this host's ranks; none if the ranks have not started yet.
@@ -514,19 +514,19 @@ class HostRun(HostShare):
         return Attempt.begin(self.local, self.place, self.folder, self.emit, self._on_message)
 
     def _start_ranks(self) -> Attempt:
-        spec, meeting = self.spec, self._rendezvous
+        spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
-        self._pumps.append(attempt.pump)  # children that outlive an attempt may keep writing
+        self._readers.append(attempt.reader)  # children that outlive an attempt may keep writing
         port = spec.master_port
-        if meeting is None:
+        if own_rendezvous is None:
             rendezvous.reach(spec.master_addr, port)
         else:
-            port = meeting.port
+            port = own_rendezvous.port
         attempt.start(port)
         # Started after the ranks, whose early connections wait in the kernel's backlog.
-        if meeting is not None:
-            meeting.start()
+        if own_rendezvous is not None:
+            own_rendezvous.start()
         return attempt
 
     def _judge(self, attempt: Attempt) -> None:
@@ -557,7 +557,7 @@ class HostRun(HostShare):
             again.obeyed.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Handle a message of a rank. Called by the pump's thread."""
+        """Handle a message of a rank. Called by the reader's thread."""
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
         if isinstance(message, RankMessage):
@@ -585,7 +585,7 @@ class HostRun(HostShare):
     def _ending(self) -> tuple[Callable[[], None], ...]:
         if self._next is not None:  # release `again`, which waits for this
             self._next.obeyed.set()
-        parts = self._attempt, self._rendezvous, *self._pumps
+        parts = self._attempt, self._rendezvous, *self._readers
         return tuple(part.close for part in parts if part is not None)
 
 

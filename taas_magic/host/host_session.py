@@ -99,7 +99,7 @@ class CellAttempt(Attempt):
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
                 self._drained.add(state.rank)
-                self.pump.drain(state.rank)
+                self.reader.drain(state.rank)
         super().check(deadline, interrupted_at)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class HostSession(HostRun):
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
-                self._attempt.pump.follow(self.local.folder, self.emit, self._on_message)
+                self._attempt.reader.follow(self.local.folder, self.emit, self._on_message)
         self._cell_over.set()
         self.wakeup.set()
 
@@ -216,13 +216,13 @@ class HostSession(HostRun):
         """Return an attempt that runs a cell on the ranks. Their output now goes to the cell."""
         ours = self._attempt
         assert ours is not None
-        ours.pump.follow(cell.local.folder, cell.emit, cell.handle_message)
+        ours.reader.follow(cell.local.folder, cell.emit, cell.handle_message)
         return CellAttempt(
             cell.local,
             self.place,
             cell.emit,
             folder=ours.folder,
-            pump=ours.pump,
+            reader=ours.reader,
             processes=ours.processes,
         )
 
@@ -278,7 +278,7 @@ class HostCell(HostRun):
         self.port = session.port or 1  # the ranks have met already, so that no rank uses it
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Handle a message that a rank sends while the cell runs. Called by the pump's thread."""
+        """Handle a message that a rank sends while the cell runs. Called by the reader's thread."""
         self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:

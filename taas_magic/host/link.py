@@ -65,16 +65,16 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
     return folder / f"{rank}.{what}"
 
 
-STAND, CUT = b"?", b"!"
+SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 """Requests of the agent to a rank: send its stacks; cut its connections to other ranks."""
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
     """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
-    send_request(folder, rank, b"%b%d " % (CUT, cell))
+    send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
 
 
-def send_request(folder: Path, rank: int, what: bytes = STAND) -> None:
+def send_request(folder: Path, rank: int, what: bytes = SEND_STACKS) -> None:
     """Send a request to a rank. The default request is to send its stacks."""
     with suppress(OSError):  # the rank does not read the pipe, or the pipe is full
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)

@@ -25,7 +25,7 @@ from msgspec import DecodeError
 from taas_magic import messages
 from taas_magic.errors import reason_of
 from taas_magic.host import link
-from taas_magic.host.spec import Emit
+from taas_magic.host.spec import EventSink
 from taas_magic.journal.folder import NO_ROOM, DiskRoom, RunFolder
 from taas_magic.messages import (
     Event,
@@ -516,26 +516,26 @@ class _MessageStream:
 
 
 OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
-"""Function called in the pump's thread with (rank, message) for each message of a rank."""
+"""Function called in the reader's thread with (rank, message) for each message of a rank."""
 
 
 class _Sink(NamedTuple):
-    """The run to which a pump passes what it reads: its log files, events and message handler."""
+    """The run to which a reader passes what it reads: log files, events and message handler."""
 
     folder: RunFolder
-    emit: Emit
+    emit: EventSink
     on_message: OnMessage
 
 
-class Pump:
+class PipeReader:
     """The reader of all pipes of an attempt's ranks on this host, with a thread of its own.
 
     Args:
-        pipes: Private folder in which the pump creates the named pipes.
+        pipes: Private folder in which the reader creates the named pipes.
         folder: Folder of the run, for the log files.
         ranks: Numbers of the ranks.
         emit: Function that receives events of output.
-        on_message: Function that receives messages, in the pump's thread.
+        on_message: Function that receives messages, in the reader's thread.
     """
 
     def __init__(
@@ -543,7 +543,7 @@ class Pump:
         pipes: Path,
         folder: RunFolder,
         ranks: Iterable[int],
-        emit: Emit,
+        emit: EventSink,
         on_message: OnMessage,
     ) -> None:
         self._sink = _Sink(folder, emit, on_message)
@@ -567,7 +567,7 @@ class Pump:
             self._selector.register(log_fd, selectors.EVENT_READ, stream)
             said = _MessageStream(rank, message_fd)
             self._selector.register(message_fd, selectors.EVENT_READ, said)
-        self._thread = threading.Thread(target=self._run, name="taas-pump", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="taas-pipes", daemon=True)
         self._thread.start()
 
     def tail(self, rank: int) -> list[str]:
@@ -585,7 +585,7 @@ class Pump:
         self._wakeup.set()
         done.wait(DRAIN_S)
 
-    def follow(self, folder: RunFolder, emit: Emit, on_message: OnMessage) -> None:
+    def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Redirect all further output of the ranks to another run's log files and events.
 
         Output that the ranks have written before is read first, and goes to the old destination.

@@ -22,7 +22,7 @@ import msgspec
 
 from taas_magic.host import tracebacks
 from taas_magic.host.link import LineReader, Link, rank_file
-from taas_magic.messages import CellOrder, RankFinished, RankReturned, RankUp
+from taas_magic.messages import CellOrder, RankFinished, RankReturned, RankTakesInterrupts
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _SHELLS_OWN = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|In|Out|_ih|_oh|_dh|__taas\w*")
@@ -101,7 +101,7 @@ class Prompt:
         has_succeeded = False
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._link.send(RankUp())
+            self._link.send(RankTakesInterrupts())
             has_succeeded = self._run(order)
         except KeyboardInterrupt as error:  # raised outside of the user's code
             has_succeeded = False

@@ -52,12 +52,12 @@ from taas_magic.capture.work import CellWork, FunctionWork, Work
 from taas_magic.data.loader import Feed
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
-from taas_magic.host.feeding import SessionFeeds, connected, session_feeds
+from taas_magic.host.feeding import SessionFeeds, run_feed, session_feeds
 from taas_magic.host.keyboard import Keyboard
-from taas_magic.host.link import CUT, OTHERS_END_S, Link, rank_file
-from taas_magic.host.meeting import CellMeeting
+from taas_magic.host.link import CUT_CONNECTIONS, OTHERS_END_S, Link, rank_file
 from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.host.process_groups import ProcessGroupPrefixes
 from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.prompt import Prompt, users_names
 from taas_magic.host.spec import LocalShare, ProcessSpec
@@ -73,16 +73,16 @@ from taas_magic.messages import (
     Metrics,
     Note,
     RankBeat,
+    RankErrorSent,
     RankFinished,
     RankHeld,
     RankLeft,
     RankRaised,
     RankReport,
-    RankReported,
     RankShowed,
     RankStackSample,
+    RankTakesInterrupts,
     RankTouched,
-    RankUp,
     Rehearsed,
     WrittenFile,
 )
@@ -143,7 +143,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
     is_session = spec.share.run.is_session
-    with session_feeds(spec, rank) if is_session else connected(spec.share, rank) as fed:
+    with session_feeds(spec, rank) if is_session else run_feed(spec.share, rank) as fed:
         # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
         # each nesting level; the first one applies to the rank.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
@@ -171,10 +171,10 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     # Until `_run` installs its handler, SIGINT kills the rank silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link = Link(spec.folder, rank)
-    link.send(RankUp())
+    link.send(RankTakesInterrupts())
     link.redirect_output()
     faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
-    tracebacks.listen(rank_file(spec.folder, rank, "stacks"))
+    tracebacks.write_stack_on_signal(rank_file(spec.folder, rank, "stacks"))
     _become_a_program(spec, environ)
     if rendezvous.has_horovod():
         found = rendezvous.query_horovod(os.environ, lambda text: link.send(Note(text=text)))
@@ -342,7 +342,7 @@ def _heartbeat(
             to other ranks.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
-    meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     metrics = MetricBuffer(int(os.environ["RANK"]))
     use_buffer(metrics)
     if os.environ.get(METRICS_OFF) != "0":
@@ -361,12 +361,12 @@ def _heartbeat(
     def beat() -> None:
         while not ended.is_set():
             asked = link.wait_for_request(RANK_BEAT_S)
-            if CUT in asked and cut is not None:
-                cut(int(asked.rpartition(CUT)[2].split()[0]))
+            if CUT_CONNECTIONS in asked and cut is not None:
+                cut(int(asked.rpartition(CUT_CONNECTIONS)[2].split()[0]))
                 continue
             if asked:
                 link.send(RankStackSample(tracebacks.threads(main), _pending()))
-                if why := _why_nobody_comes(meeting):
+                if why := _why_nobody_comes(run_address):
                     link.send(Note(text=why))
             else:
                 begun, spins = _progress()
@@ -386,15 +386,15 @@ def _heartbeat(
         use_buffer(None)
 
 
-def _why_nobody_comes(meeting: Mapping[str, str]) -> str:
+def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
     """Return the reason for an endless wait if the cell changed the rendezvous address, else "".
 
     No rank listens at the changed address, so every rank that connects to it waits.
 
     Args:
-        meeting: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
+        run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
     """
-    changed = [name for name, value in meeting.items() if os.environ.get(name) != value]
+    changed = [name for name, value in run_address.items() if os.environ.get(name) != value]
     if not changed or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return ""
     names = " and ".join(changed)
@@ -533,7 +533,7 @@ def _report(
         except KeyboardInterrupt:  # values that were written before are kept
             return False
     if link.is_own and failure is not None:
-        link.send(RankReported())
+        link.send(RankErrorSent())
     return failure is None
 
 
@@ -568,8 +568,8 @@ class _SessionCells:
         self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()
-        self._meeting = CellMeeting()
-        self._meeting.install()
+        self._groups = ProcessGroupPrefixes()
+        self._groups.install()
 
     def run(self, order: CellOrder) -> bool:
         """Run a cell and send its results or failure; return whether it succeeded."""
@@ -577,7 +577,7 @@ class _SessionCells:
         shell.shows, shell.last_value = order.shows, None
         # A new process group must not use the rendezvous of an earlier one (`begin_cell`).
         os.environ[cell_main.PAYLOAD] = str(folder.payload)
-        self._meeting.begin_cell(order.number)
+        self._groups.begin_cell(order.number)
         redirect.begin_run()
         try:
             loaded = payload.read(folder.payload)
@@ -589,7 +589,7 @@ class _SessionCells:
             work = loaded.load_into(self._namespace)
         except Exception as error:
             tracebacks.send(link, tracebacks.failure_of(error))
-            link.send(RankReported())
+            link.send(RankErrorSent())
             return False
         sets = self._assigned_by(work) if order.takes_part else set()
         self._kept = (self._kept | loaded.kept) - sets

@@ -71,7 +71,7 @@ class ResultsHeader(Struct):
 
 
 @dataclass(frozen=True)
-class Sources:
+class ResultCriteria:
     """Criteria for the results that the kernel accepts.
 
     Attributes:
@@ -100,7 +100,7 @@ def _refusal(where: str, pool: str) -> str:
 
 
 def receive(
-    folder: Path, out: Sequence[str], sources: Sources, namespace: dict[str, Any]
+    folder: Path, out: Sequence[str], sources: ResultCriteria, namespace: dict[str, Any]
 ) -> Received:
     """Load the results of a run in the kernel, file by file.
 
@@ -148,7 +148,7 @@ def _load(
     rank: int,
     received: Received,
     expected: Collection[str],
-    sources: Sources,
+    sources: ResultCriteria,
     namespace: dict[str, Any],
 ) -> None:
     names: list[str] = []

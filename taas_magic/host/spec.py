@@ -27,13 +27,13 @@ from msgspec import Struct, structs
 from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AddressesByLoader,
     AnyEvent,
     Event,
     FetcherEnded,
     LoaderAddresses,
-    LoaderPlaces,
     Request,
-    Started,
+    StartResponse,
 )
 from taas_magic.plan import FetcherPlan, HostPlan, Plan
 from taas_magic.store.rule import Identity, StoreRule
@@ -54,7 +54,7 @@ EVENT = "taas_event"
 BEAT = "taas_beat"
 """Name of an agent's heartbeat."""
 
-HEARD = "taas_heard"
+BEAT_ACK = "taas_heard"
 """Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
@@ -247,7 +247,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
     master_port: int = 0
     attempt: int = 0
     ran_s: float = 0.0
-    fetchers: Mapping[int, LoaderPlaces] = {}
+    fetchers: Mapping[int, AddressesByLoader] = {}
     reach: str = ""
 
     @property
@@ -333,11 +333,11 @@ class LocalShare(Struct, frozen=True):
         return environ | ({REACH: spec.reach} if spec.reach else {})
 
 
-Emit = Callable[[Event], None]
+EventSink = Callable[[Event], None]
 """Function that sends an event to the pool's process. Any thread of the agent may call it."""
 
 
-class Launch(Request[Started]):
+class Launch(Request[StartResponse]):
     """A request to start a run's ranks on the hosts of its plan.
 
     Attributes:
@@ -351,7 +351,7 @@ class Launch(Request[Started]):
     fetcher_events: Sequence[AnyEvent] = ()
 
 
-class LaunchFetchers(Request[Started]):
+class LaunchFetchers(Request[StartResponse]):
     """A request to start a run's fetchers on the hosts of its data plan.
 
     Attributes:

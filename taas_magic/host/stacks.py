@@ -6,9 +6,9 @@ Runs in the agent; imports neither torch nor IPython. Stacks are collected in tw
    all its threads and the pending collectives of torch's flight recorder.
 2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat.
    These are children that a rank forked, fetchers and their workers. faulthandler then writes the
-   main thread's stack to a file at once (`tracebacks.listen`). It does not wait for the
-   interpreter's lock, so it could crash a process that runs Python code at that moment. The agent
-   therefore signals a process without a heartbeat only while its main thread sleeps.
+   main thread's stack to a file at once (`tracebacks.write_stack_on_signal`). It does not wait for
+   the interpreter's lock, so it could crash a process that runs Python code at that moment. The
+   agent therefore signals a process without a heartbeat only while its main thread sleeps.
 
 For a program that a rank started, the agent knows only what psutil reports.
 """
@@ -28,9 +28,9 @@ from msgspec import structs
 from taas_magic.errors import TaasError
 from taas_magic.host import link
 from taas_magic.host.link import SIGNAL
-from taas_magic.host.output import Pump
-from taas_magic.host.spec import Emit, LocalShare
-from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, still_since
+from taas_magic.host.output import PipeReader
+from taas_magic.host.spec import EventSink, LocalShare
+from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, last_progress_at
 from taas_magic.messages import (
     Hang,
     ProcessStack,
@@ -133,7 +133,7 @@ class StackSample:
         return kind(
             pid=self.pid,
             command=self.command,
-            place=place(self.main),
+            place=code_position(self.main),
             waits_for=waits_for(self),
             system=self.state,
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
@@ -144,7 +144,7 @@ class StackSample:
         )
 
 
-def place(frames: Sequence[StackFrame]) -> str:
+def code_position(frames: Sequence[StackFrame]) -> str:
     """Return a thread's position in the user's code: its innermost frame in a cell, as text.
 
     If the thread is in no cell, return its innermost frame outside this package; "" if there is
@@ -219,7 +219,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 def _busy_child(sample: StackSample) -> str:
     """Return a note on the first child that runs code of a cell: its pid and position; else ""."""
     for child in sample.children:
-        where = place(child.main)
+        where = code_position(child.main)
         if where.startswith("Cell In["):
             return f" (process {child.pid}, at {where})"
     return ""
@@ -229,7 +229,7 @@ class StackMonitor:
     """Progress monitor and stack collector for the ranks of one attempt on this host.
 
     Args:
-        pump: Reader of the ranks' output, which knows when each rank last wrote.
+        reader: Reader of the ranks' output, which knows when each rank last wrote.
         folder: Folder of the files that the ranks share with the agent.
 
     Attributes:
@@ -238,11 +238,11 @@ class StackMonitor:
     """
 
     def __init__(
-        self, share: LocalShare, ranks: Ranks, pump: Pump, folder: Path, emit: Emit
+        self, share: LocalShare, ranks: Ranks, reader: PipeReader, folder: Path, emit: EventSink
     ) -> None:
         self._attempt, self._payload = share.spec.attempt, share.folder.payload
         self._hang_s = hang_s = share.plan.hang_s
-        self._ranks, self._pump, self._folder, self._emit = ranks, pump, folder, emit
+        self._ranks, self._reader, self._folder, self._emit = ranks, reader, folder, emit
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
         self._sampled_at = time.monotonic()
@@ -266,9 +266,9 @@ class StackMonitor:
         # While this host was stalled or its clocks were paused, no rank could make progress.
         stood_s = max(0.0, passed_s - 2 * pause_s)
         for state in self._ranks.states():
-            state.forward_at = min(now, state.forward_at + stood_s)
+            state.progress_at = min(now, state.progress_at + stood_s)
         self._sample(now)
-        still_s = now - still_since(self._ranks.states(), now)
+        still_s = now - last_progress_at(self._ranks.states(), now)
         if still_s < self._looks_s[0]:
             self._looked_s = 0.0
             if self._is_said:
@@ -305,7 +305,7 @@ class StackMonitor:
         now = time.monotonic()
         return [
             sample.report(
-                RankStack, rank=state.rank, quiet_s=now - state.forward_at, cpus=sample.cpus
+                RankStack, rank=state.rank, quiet_s=now - state.progress_at, cpus=sample.cpus
             )
             for state, sample in found
         ]
@@ -324,7 +324,7 @@ class StackMonitor:
         limit_s = min(self._hang_s, COLLECTIVE_S) if waits else self._hang_s
         now = time.monotonic()
         has_moved = any(  # made progress or ended while the stacks were collected
-            state.ended or now - state.forward_at < self._hang_s / 4
+            state.ended or now - state.progress_at < self._hang_s / 4
             for state, sample in found
             if sample.state != _GONE
         )
@@ -343,7 +343,7 @@ class StackMonitor:
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
         pids = [state.pid for state in self._ranks.states() if not state.ended]
         for state in self._ranks.states():
-            state.forward_at = max(state.forward_at, self._pump.last_output_at(state.rank))
+            state.progress_at = max(state.progress_at, self._reader.last_output_at(state.rank))
         own_s = {pid: _cpu_s(pid) for pid in pids}
         if not self._record_cpu_progress(self._own_s, own_s, least_s, now):
             self._record_cpu_progress(self._all_s, _cpu_s_below(pids), least_s, now)
@@ -362,7 +362,7 @@ class StackMonitor:
         for state in self._ranks.states():
             used_s = used.get(state.pid, 0.0) - before.get(state.pid, used.get(state.pid, 0.0))
             if used_s >= least_s and not state.beat.spins:
-                state.forward_at = now
+                state.progress_at = now
                 is_any = True
         before.update(used)
         return is_any

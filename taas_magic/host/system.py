@@ -55,7 +55,7 @@ def name_of(address: str) -> str:
     return ""
 
 
-def facing(peer: str) -> str:
+def local_address_to(peer: str) -> str:
     """Return the address from which this host would connect to `peer`. Sends nothing."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -90,7 +90,7 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
     name = name_of(reached[2]) if len(reached) == 4 else ""
     # A batch job inherits SSH_CONNECTION from the host on which it was submitted. Then no interface
     # of this host has that address, and `name` is "".
-    return address_of(name) if name else facing(scheduler)
+    return address_of(name) if name else local_address_to(scheduler)
 
 
 def spawn_command(module: str) -> list[str]:

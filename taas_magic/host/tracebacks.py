@@ -207,7 +207,7 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
     return [StackFrame(it.filename, it.lineno or 0, it.name, it.line or "") for it in stack]
 
 
-def listen(path: Path) -> None:
+def write_stack_on_signal(path: Path) -> None:
     """Install a signal handler with which this process and its forks write their stacks to a file.
 
     On `SIGNAL`, faulthandler writes the main thread's stack.

@@ -27,16 +27,16 @@ from taas_magic.messages import (
     Failure,
     Note,
     RankBeat,
+    RankErrorSent,
     RankFinished,
     RankLeft,
     RankMessage,
     RankRaised,
     RankReport,
-    RankReported,
     RankReturned,
     RankShowed,
     RankStackSample,
-    RankUp,
+    RankTakesInterrupts,
     StackFrame,
     StoreMessage,
 )
@@ -100,7 +100,7 @@ class RankState:
     traceback: list[str] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
     hint: str = ""
-    forward_at: float = 0.0
+    progress_at: float = 0.0
     """Time of the last progress: output, a batch, computation or a collective."""
     beat: RankBeat = field(default_factory=RankBeat)
     """The rank's last heartbeat."""
@@ -110,7 +110,7 @@ class RankState:
     sampled_at: float = 0.0
     """Time at which `sample` arrived."""
     process: psutil.Process | None = None
-    is_up: bool = False
+    takes_interrupt: bool = False
     """Whether SIGINT may be sent: the rank runs the cell, handles SIGINT, and got none so far."""
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
@@ -224,9 +224,9 @@ def decide(
     return None
 
 
-def still_since(ranks: Collection[RankState], now: float) -> float:
+def last_progress_at(ranks: Collection[RankState], now: float) -> float:
     """Return the time of the last progress of any rank that runs the cell; `now` if none does."""
-    return max((rank.forward_at for rank in ranks if not rank.is_over), default=now)
+    return max((rank.progress_at for rank in ranks if not rank.is_over), default=now)
 
 
 def _since(ranks: Collection[RankState], what: str, now: float) -> float:
@@ -493,7 +493,7 @@ class Ranks:
             for rank, pid in pids.items():
                 state = self._states[rank]
                 state.pid, state.kills = pid, oom_kills(pid)
-                state.started_at = state.forward_at = time.monotonic()
+                state.started_at = state.progress_at = time.monotonic()
                 with contextlib.suppress(psutil.NoSuchProcess):
                     state.process = psutil.Process(pid)
 
@@ -512,8 +512,8 @@ class Ranks:
         with self._lock:
             state = self._states[rank]
             match message:
-                case RankUp():
-                    state.is_up = True
+                case RankTakesInterrupts():
+                    state.takes_interrupt = True
                 case RankRaised():
                     state.failed_at = state.failed_at or now
                     state.is_reporting = True
@@ -524,18 +524,18 @@ class Ranks:
                     state.showed_at = state.showed_at or now
                 case RankLeft():
                     state.left_at, state.stack = now, message.stack
-                case RankReported():
+                case RankErrorSent():
                     state.is_reporting = False
                 case RankFinished():
                     state.finished = True
                 case RankReturned():
-                    state.has_returned, state.is_up = True, False
+                    state.has_returned, state.takes_interrupt = True, False
                     state.was_cut = message.was_cut
                 case RankStackSample():
                     state.sample, state.sampled_at = message, now
                 case RankBeat():
                     if message.collectives != state.beat.collectives:
-                        state.forward_at = now
+                        state.progress_at = now
                     state.beat, state.beat_at = message, now
                 case RankReport():
                     batches = {name: counts.batches for name, counts in message.loaders.items()}
@@ -543,7 +543,7 @@ class Ranks:
                         return  # nothing new
                     state.batches = batches
             if not isinstance(message, RankBeat | RankStackSample | Note):
-                state.forward_at = now
+                state.progress_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record that a rank's process has ended, with the cause if it ended too early.
@@ -578,8 +578,8 @@ class Ranks:
         """Send SIGINT to every rank that handles it, at most once each."""
         with self._lock:
             for state in self._states.values():
-                if state.is_up and not state.ended:
-                    state.is_up = False
+                if state.takes_interrupt and not state.ended:
+                    state.takes_interrupt = False
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(state.pid, signal.SIGINT)
 

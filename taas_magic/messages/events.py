@@ -186,7 +186,7 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     failed: str = ""
 
 
-LoaderPlaces = dict[str, LoaderAddresses]
+AddressesByLoader = dict[str, LoaderAddresses]
 """Addresses at which a fetcher serves its loaders, by the name of the loader."""
 
 
@@ -358,7 +358,7 @@ class Hang(Event, tag="hang", kw_only=True):
     ranks: list[RankStack]
 
 
-class Settled(Event, tag="settled", kw_only=True):
+class RanksEnded(Event, tag="settled", kw_only=True):
     """An agent reports that the ranks of its host have ended or failed.
 
     When the agents of all hosts have reported, the pool's process ends or restarts the run.
@@ -408,7 +408,7 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     """
 
     number: int
-    entry: LoaderPlaces | UnsetType = UNSET
+    entry: AddressesByLoader | UnsetType = UNSET
 
 
 # Events of one rank: the rank sends them to its agent through a pipe, or the agent makes them from
@@ -523,7 +523,7 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
     pid: int = 0
     cores: int = 0
     workers: dict[str, int] = {}
-    entry: LoaderPlaces | UnsetType = UNSET
+    entry: AddressesByLoader | UnsetType = UNSET
 
 
 class FetcherReport(Event, tag="fetched", kw_only=True):
@@ -533,15 +533,15 @@ class FetcherReport(Event, tag="fetched", kw_only=True):
     loaders: dict[str, FetcherCounts]
 
 
-def leaves(kind: type[Struct]) -> list[Any]:
+def leaf_subclasses(kind: type[Struct]) -> list[Any]:
     """Return the subclasses of a struct, at any depth, that have no subclasses themselves."""
-    return [leaf for below in kind.__subclasses__() for leaf in leaves(below)] or [kind]
+    return [leaf for below in kind.__subclasses__() for leaf in leaf_subclasses(below)] or [kind]
 
 
 if TYPE_CHECKING:
     AnyEvent = Event
 else:
-    AnyEvent = reduce(or_, leaves(Event))
+    AnyEvent = reduce(or_, leaf_subclasses(Event))
 
 
 _event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode

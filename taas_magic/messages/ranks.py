@@ -23,7 +23,7 @@ from taas_magic.messages.events import (
     RankReport,
     Rehearsed,
     StackFrame,
-    leaves,
+    leaf_subclasses,
 )
 
 # A rank tells its agent about itself: that it is alive, where it is, and how its cell ended.
@@ -34,7 +34,7 @@ class RankMessage(Struct, tag_field="kind", kw_only=True):
     """Base class of messages about itself that a rank sends to its agent, in addition to events."""
 
 
-class RankUp(RankMessage, tag="up"):
+class RankTakesInterrupts(RankMessage, tag="up"):
     """The rank reports that from now on it reacts to an interrupt (SIGINT)."""
 
 
@@ -84,7 +84,7 @@ class RankShowed(RankMessage, tag="showed"):
     """
 
 
-class RankReported(RankMessage, tag="reported"):
+class RankErrorSent(RankMessage, tag="reported"):
     """The rank reports that it has sent everything about the exception that the cell raised."""
 
 
@@ -159,7 +159,7 @@ class CellOrder(Struct, kw_only=True):
 
 
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
-    reduce(or_, [*leaves(RankMessage), *leaves(StoreMessage)])
+    reduce(or_, [*leaf_subclasses(RankMessage), *leaf_subclasses(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
 ).decode
 """Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""

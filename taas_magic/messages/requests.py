@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 
 from taas_magic.errors import ProtocolError
 from taas_magic.messages.codec import from_bytes, to_bytes
-from taas_magic.messages.events import AnyEvent, LoaderPlaces, RunStacks
+from taas_magic.messages.events import AddressesByLoader, AnyEvent, RunStacks
 from taas_magic.messages.terminal import cleaned
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class RegisterKernel(Request[bool]):
     owner: str
 
 
-class Started(Struct, kw_only=True):
+class StartResponse(Struct, kw_only=True):
     """Response of the pool's process to `WaitForHosts`, `Launch` and `LaunchFetchers`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Started(Struct, kw_only=True):
     is_ending: bool = False
 
 
-class WaitForHosts(Request[Started]):
+class WaitForHosts(Request[StartResponse]):
     """A kernel asks the pool's process to wait until enough hosts can start ranks immediately.
 
     Attributes:
@@ -401,7 +401,7 @@ class PlaceFetcher(Request[None]):
 
     run_id: str
     number: int
-    entry: LoaderPlaces
+    entry: AddressesByLoader
 
 
 # Engine and host: an engine starts an agent and sends its settings through the supervisor. A
@@ -455,23 +455,25 @@ class GetAgentKeys(Request[AgentKeys]):
     vehicle: str
 
 
-_FOR_PEOPLE = (Started, RunStacks, HostHello, PoolStatus, list[Facts])
+_FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[Facts])
 """Types of responses that people read, which are cleaned of control sequences.
 
 Other responses contain paths and contents of files, which must not be changed.
 """
 
 
-Answer = Callable[[Any], Awaitable[object]]
+RequestHandler = Callable[[Any], Awaitable[object]]
 """Function that executes a request of one type and returns its response."""
 
 
-def handlers(answers: Mapping[type[Request[Any]], Answer]) -> dict[str, Callable[..., Any]]:
+def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
     """Return the handlers that Dask calls for these types of requests, by operation."""
-    return {kind.op(): answering(kind, answer) for kind, answer in answers.items()}
+    return {kind.op(): make_handler(kind, answer) for kind, answer in answers.items()}
 
 
-def answering(kind: type[Request[Any]], answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+def make_handler(
+    kind: type[Request[Any]], answer: RequestHandler
+) -> Callable[[bytes], Awaitable[bytes]]:
     """Return a handler that decodes a request, executes it and encodes the response.
 
     The handler raises ProtocolError if the bytes are not a request of this type.

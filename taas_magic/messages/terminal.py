@@ -30,8 +30,8 @@ _COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
 
 _BLOCKS = frozenset(
     {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
-    | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "Started.error", "Started.store_error"}
-    | {"InputRequested.prompt"}
+    | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "InputRequested.prompt"}
+    | {"StartResponse.error", "StartResponse.store_error"}
 )
 """Fields with text of several lines, which keeps its line breaks and colours."""
 

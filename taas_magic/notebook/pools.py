@@ -276,7 +276,7 @@ def ask_hosts(
     """
     here = facts.this_kernel()
     found = facts.check(
-        asked, lambda pool, stop: find_engine(pool).ways(stop), here, packages, mark, modules
+        asked, lambda pool, stop: find_engine(pool).shells(stop), here, packages, mark, modules
     )
     known = {row.pool for row in found}
     for pool in asked:

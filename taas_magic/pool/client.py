@@ -32,7 +32,7 @@ from taas_magic.messages import (
     RegisterKernel,
     Request,
     SessionState,
-    Started,
+    StartResponse,
     TakeSession,
     WaitForHosts,
     cleaned,
@@ -257,7 +257,7 @@ class PoolConnection:
         if self.is_over:
             raise ConnectionEnded(self.why)
 
-    def is_let_in(self) -> bool:
+    def register(self) -> bool:
         """Ask the process to accept this kernel; return whether it does.
 
         A process that has begun to end refuses.
@@ -270,7 +270,7 @@ class PoolConnection:
 
     def wait_for_hosts(
         self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
-    ) -> Started:
+    ) -> StartResponse:
         """Wait until `hosts` hosts can start ranks. For the arguments, see `Pool.open`.
 
         Returns:
@@ -331,7 +331,7 @@ class PoolConnection:
         on_event: Callable[[Event], None],
     ) -> list[str]:
         self._listeners[run_id] = on_event
-        answer = Started()
+        answer = StartResponse()
         try:
             answer = self.call(request)
         finally:
@@ -364,7 +364,7 @@ class PoolConnection:
             raise PoolError(error)
         return state
 
-    def require(self, answer: Started) -> None:
+    def require(self, answer: StartResponse) -> None:
         """Raise PoolError if the response holds an error."""
         if answer.error:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
@@ -705,7 +705,7 @@ class Pool:
             with ExitStack() as stack:
                 found = PoolConnection(self.config, process, client, self.folder.log)
                 stack.callback(found.close)
-                if found.is_let_in():
+                if found.register():
                     stack.pop_all()
                     return found
         except ConnectionEnded:

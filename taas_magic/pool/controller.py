@@ -49,15 +49,15 @@ from taas_magic.messages import (
     RunEnded,
     RunStacks,
     SessionState,
-    Started,
+    StartResponse,
     TakeFetchers,
     TakeSession,
     WaitForHosts,
-    answering,
     encode,
     event_of,
     handlers,
-    leaves,
+    leaf_subclasses,
+    make_handler,
 )
 from taas_magic.plan import Plan
 from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
@@ -116,7 +116,7 @@ class Kernels:
         """Return whether the pool accepts a kernel. A connected kernel keeps the pool running."""
         return not self.is_ending and request.owner in self.connected
 
-    async def ready(self, request: WaitForHosts) -> Started:
+    async def ready(self, request: WaitForHosts) -> StartResponse:
         """Wait until the requested number of hosts can start ranks.
 
         A kernel may have several waits at the same time, for example a cell's wait while the pool
@@ -126,21 +126,21 @@ class Kernels:
             The response for the kernel, with the error if the wait failed or was cancelled.
         """
         if self.is_ending:
-            return Started(error="its process is ending", is_ending=True)
+            return StartResponse(error="its process is ending", is_ending=True)
         waiting = asyncio.ensure_future(
             self._pool_hosts.acquire(request.hosts, has_run=request.has_run)
         )
         self._waiting[request.wait] = request.owner, waiting
         try:
             await waiting
-            return Started()
+            return StartResponse()
         except PoolError as error:
-            return Started(error=self.why_not_started(error))
+            return StartResponse(error=self.why_not_started(error))
         except asyncio.CancelledError:
             if not waiting.cancelled():
                 raise
             interrupted = PoolError("the wait for its hosts was interrupted")
-            return Started(error=self.why_not_started(interrupted))
+            return StartResponse(error=self.why_not_started(interrupted))
         finally:
             self._waiting.pop(request.wait, None)
 
@@ -234,7 +234,7 @@ class PoolMeter:
         return self._clock() - host.idle_since < self._idle_timeout_s
 
 
-EventSink = Callable[[bytes], None]
+EncodedEventSink = Callable[[bytes], None]
 """Function that sends an encoded event to a kernel."""
 
 BEAT_S = 1.0
@@ -294,7 +294,7 @@ class Controller(SchedulerPlugin):
                 EndPool: self.down,
             }
         )
-        for kind in leaves(FileRequest):
+        for kind in leaf_subclasses(FileRequest):
             scheduler.handlers[kind.op()] = self._of_hosts(kind)
         for work in (self._beat(), self.pool_hosts.watch()):
             self._tasks.start(work)
@@ -304,7 +304,7 @@ class Controller(SchedulerPlugin):
         """Set when the pool is to end."""
         return self._kernels.over
 
-    async def launch(self, request: Launch) -> Started:
+    async def launch(self, request: Launch) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
         Returns:
@@ -335,11 +335,11 @@ class Controller(SchedulerPlugin):
                     until_end.enter_context(session.in_use(run))
                 hosts = await self._start(run, request.fetcher_events)
             except StoreError as error:
-                return Started(store_error=str(error))
+                return StartResponse(store_error=str(error))
             except (PoolError, OSError) as error:
-                return Started(error=self._kernels.why_not_started(error))
+                return StartResponse(error=self._kernels.why_not_started(error))
             self._tasks.start(self._carry_out(run, journal, until_end.pop_all()))
-        return Started(hosts=hosts)
+        return StartResponse(hosts=hosts)
 
     def _session_of(self, spec: RunSpec) -> PoolRun | None:
         """Return the session in which a cell runs; None for a run that starts its own ranks.
@@ -495,7 +495,7 @@ class Controller(SchedulerPlugin):
         if is_detached:
             await asyncio.to_thread(notify, journal.folder, ended)
 
-    async def _interrupted_end(self, owner: str, send_event: EventSink) -> None:
+    async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
         """Wait until all interrupted runs of this kernel, or of kernels that are gone, have ended.
 
         These runs may still own the project store. The wait is bounded: the pool ends a host itself
@@ -511,7 +511,7 @@ class Controller(SchedulerPlugin):
                 send_event(encode(Note(text=text)))
                 await run.over.wait()
 
-    async def launch_fetchers(self, request: LaunchFetchers) -> Started:
+    async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
         """Start a run's fetchers on hosts of this pool.
 
         Returns:
@@ -535,10 +535,10 @@ class Controller(SchedulerPlugin):
             hosts = await self._start(fetch)
         except PoolError as error:
             await fetch.halt("kill")
-            return Started(error=self._kernels.why_not_started(error))
+            return StartResponse(error=self._kernels.why_not_started(error))
         finally:
             self._tasks.start(carry_out())
-        return Started(hosts=hosts)
+        return StartResponse(hosts=hosts)
 
     async def _start(self, share: Share, fetcher_events: Sequence[Event] = ()) -> list[str]:
         """Register and start a run's ranks or fetchers.
@@ -600,7 +600,7 @@ class Controller(SchedulerPlugin):
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
             try:
-                return await answering(kind, partial(self._answer_host, comm.peer.name))(request)
+                return await make_handler(kind, partial(self._answer_host, comm.peer.name))(request)
             except ProtocolError:
                 self.pool_hosts.refused += 1
                 raise
@@ -657,7 +657,7 @@ class Controller(SchedulerPlugin):
         send_event = self._event_sender(owner, run_id)
         return lambda event: send_event(encode(event))
 
-    def _event_sender(self, owner: str, run_id: str) -> EventSink:
+    def _event_sender(self, owner: str, run_id: str) -> EncodedEventSink:
         """Return a function that sends encoded events of a run to the kernel `owner`."""
         # The kernel also subscribes itself, but its subscription takes another path than its
         # request and may arrive later. Events in between would be lost.
@@ -679,7 +679,7 @@ class Controller(SchedulerPlugin):
             run.lose(host, why)
 
 
-def _journal(folder: RunFolder, send_event: EventSink) -> Writer:
+def _journal(folder: RunFolder, send_event: EncodedEventSink) -> Writer:
     """Open a run's journal. If writing to it fails later, the kernel gets one note about that."""
     loop = asyncio.get_running_loop()
 

@@ -10,7 +10,7 @@ enforces three rules:
   connections does not prevent others from connecting.
 - A message must be plain data: one frame of msgpack. The gate refuses pickles from every peer, and
   also data that Dask would only forward, to be unpickled elsewhere.
-- A host may send only the operations in `MAY`, and only for itself.
+- A host may send only the operations in `ALLOWED_OPERATIONS`, and only for itself.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tornado.tcpserver import TCPServer
 from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, EVENT
-from taas_magic.messages import GetAgentKeys, leaves
+from taas_magic.messages import GetAgentKeys, leaf_subclasses
 from taas_magic.store.manifest import FileRequest
 
 PROVE_S = 10.0
@@ -52,8 +52,8 @@ BACKLOG = 2048
 
 _JOINING = frozenset({"register-worker", "heartbeat_worker", "close"})
 _OF_DASK = frozenset({"keep-alive", "worker-status-change", "log-event", "close-stream"})
-_OF_FILES = {kind.op() for kind in leaves(FileRequest)}
-MAY: Mapping[PeerRole, frozenset[str]] = {
+_OF_FILES = {kind.op() for kind in leaf_subclasses(FileRequest)}
+ALLOWED_OPERATIONS: Mapping[PeerRole, frozenset[str]] = {
     PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT} | _OF_FILES,
     PeerRole.VEHICLE: _JOINING | _OF_DASK | {GetAgentKeys.op(), "register_nanny"},
 }
@@ -150,7 +150,7 @@ def check(peer: Peer, message: Any) -> None:
     Raises:
         ProtocolError: `peer` may not send it.
     """
-    may = MAY.get(peer.role)
+    may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
         return
     for part in message if isinstance(message, tuple) else (message,):
@@ -297,7 +297,7 @@ schedules no tasks here."""
 _versions = functools.cache(get_versions)
 
 
-class HeadScheduler(Scheduler):
+class PoolScheduler(Scheduler):
     """A Dask scheduler that runs no tasks and no functions, and has no web pages.
 
     The web pages would be served on a port without authentication.

@@ -19,7 +19,7 @@ from distributed.comm import CommClosedError
 
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import AGENT, ANSWER, BEAT, CALL, HEARD, POOL_BEAT
+from taas_magic.host.spec import AGENT, ANSWER, BEAT, BEAT_ACK, CALL, POOL_BEAT
 from taas_magic.leases import LOST_AFTER_S
 from taas_magic.messages import (
     Facts,
@@ -52,11 +52,12 @@ class PoolHost:
         means: The mechanism that keeps the host's ranks from writing to the project store.
         place: The address at which other hosts reach this host's ranks and fetchers.
         runs: Ids of the runs that use the host.
-        leaves: Whether the host is being returned to the engine.
+        is_returned: Whether the host is being returned to the engine.
         had_s: Seconds for which the pool has held the host.
         idle_since: Time, on this process's monotonic clock, at which `PoolMeter` first saw the host
             without a run; None while the host has a run or has just been chosen for one.
-        has: Modules that are known to be installed on the host; None if nothing is known yet.
+        known_modules: Modules that an earlier check has found on the host; None before the first
+            check.
         pending: Futures of requests that the host has not answered yet, by request number.
         why_lost: The reason for which this process dropped the host; "" before.
     """
@@ -71,10 +72,10 @@ class PoolHost:
     place: str = ""
     runs: set[str] = field(default_factory=set)
     gpus: int = 0
-    leaves: bool = False
+    is_returned: bool = False
     had_s: float = 0.0
     idle_since: float | None = None
-    has: set[str] | None = None
+    known_modules: set[str] | None = None
     pending: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
     why_lost: str = ""
 
@@ -84,7 +85,7 @@ ASK_AGAIN_S = 0.5
 
 CALL_S = 150.0
 """Seconds for a host to respond to a request. The host may first have to transfer files, for which
-the agent allows `OBEY_S`."""
+the agent allows `CLEAN_UP_S`."""
 
 NAMED_AFTER_S = 1.5
 """Seconds without a response to `Greet`, after which a message names the host to the user."""
@@ -158,11 +159,11 @@ class PoolHosts(SchedulerPlugin):
 
     def all(self) -> list[PoolHost]:
         """Return the hosts that can start ranks, in the order in which they joined."""
-        return [m for m in self._hosts.values() if m.name and not m.leaves]
+        return [m for m in self._hosts.values() if m.name and not m.is_returned]
 
     def starting(self) -> list[StartingHost]:
         """Return the progress reports of hosts that have joined but cannot start ranks yet."""
-        coming = [m.starting for m in self._hosts.values() if not m.name and not m.leaves]
+        coming = [m.starting for m in self._hosts.values() if not m.name and not m.is_returned]
         return [host for host in coming if host is not None]
 
     def named(self, agent: str) -> PoolHost | None:
@@ -276,8 +277,10 @@ class PoolHosts(SchedulerPlugin):
         """
         if not self._acquiring:
             for host in self._hosts.values():
-                host.leaves = host.leaves or not stays(host)
-            await self._source.give_back({m.agent for m in self._hosts.values() if not m.leaves})
+                host.is_returned = host.is_returned or not stays(host)
+            await self._source.give_back(
+                {m.agent for m in self._hosts.values() if not m.is_returned}
+            )
 
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
@@ -305,9 +308,9 @@ class PoolHosts(SchedulerPlugin):
         finally:
             del host.pending[number]
 
-    def way(self, host: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
-        """Let a host reach a port of this machine. See `Engine.way`."""
-        return self._source.way(host.agent, address)
+    def tunnel(self, host: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
+        """Let a host connect to a port of this machine. See `Engine.tunnel`."""
+        return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
         """Drop each host whose lease has run out. Runs until cancelled."""
@@ -445,7 +448,7 @@ class PoolHosts(SchedulerPlugin):
             except ValueError:
                 self.refused += 1
         host.last_message_at, host.excused_s = time.monotonic(), 0.0
-        self._send(worker, op=HEARD, beat=beat)
+        self._send(worker, op=BEAT_ACK, beat=beat)
 
 
 def slow_import(host: StartingHost) -> str:
@@ -475,13 +478,17 @@ async def require_fit(
         PoolError: A host lacks something. The message names each such host, what it lacks, and
             what to do.
     """
-    new = [host for host in hosts if host.has is None or not host.has.issuperset(modules)]
+    new = [
+        host
+        for host in hosts
+        if host.known_modules is None or not host.known_modules.issuperset(modules)
+    ]
     if not new:
         return
     facts = await ask_all(pool_hosts, new, GetFacts(modules=list(modules), names=False))
     refuse(facts, this_kernel())
     for host in new:
-        host.has = (host.has or set()).union(modules)
+        host.known_modules = (host.known_modules or set()).union(modules)
 
 
 async def ask_all(

@@ -281,7 +281,7 @@ async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
     from taas_magic.engines.keys import Keys
     from taas_magic.host.agent_worker import use_steady_clock
     from taas_magic.pool.controller import Controller
-    from taas_magic.pool.gate import HeadScheduler
+    from taas_magic.pool.gate import PoolScheduler
 
     gc.freeze()
     gc.enable()
@@ -289,7 +289,7 @@ async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
     dask.config.set({**DASK_SETTINGS, "temporary-directory": str(folder)})
     use_steady_clock()
     keys = Keys()
-    async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
+    async with engine.open(PoolScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, words.linger_s)
         made_of, pid = this_kernel(), os.getpid()
         place = PoolAddress(scheduler.address, keys.kernel(), words.project, made_of, pid)

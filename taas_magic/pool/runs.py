@@ -32,6 +32,7 @@ from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AddressesByLoader,
     AnswerInput,
     Detached,
     EndRun,
@@ -47,19 +48,18 @@ from taas_magic.messages import (
     HostEnded,
     InputAnswered,
     InputRequested,
-    LoaderPlaces,
     Note,
     PauseClocks,
     PlaceFetcher,
     RankEvent,
     RankFailure,
+    RanksEnded,
     RankStack,
     Request,
     Restart,
     RunEnded,
     RunStacks,
     SessionState,
-    Settled,
     StateChanged,
 )
 from taas_magic.plan import DataPlan, Plan, senders
@@ -95,7 +95,7 @@ STACKS_S = 15.0
 AGAIN_S = 5.0
 """Seconds between attempts to get hosts that were not available."""
 
-POOLS_OWN = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
+POOL_ONLY_EVENTS = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
 """Events that only the pool's process creates. They are refused from hosts."""
 
 TICK_S = 0.1
@@ -649,14 +649,14 @@ class PoolRun(Share):
         self._cells: list[PoolRun] = []
         self._n_cells = self._n_fetchers = 0
         self._used_at = time.monotonic()
-        self._fetchers: dict[int, LoaderPlaces] = {}
+        self._fetchers: dict[int, AddressesByLoader] = {}
         self._relayed: set[tuple[type[Event], int, float]] = set()
         self._up: dict[int, FetcherStarted] = {}
         """The start event of each fetcher that runs, by its number."""
 
         self._open_requests: dict[int, int] = {}
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
-        self._ways = contextlib.AsyncExitStack()
+        self._tunnels = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._clock = RunClock()
 
@@ -704,7 +704,7 @@ class PoolRun(Share):
         numbers = (fetcher.number + 1 for fetcher in data.fetchers)
         self._n_fetchers = max(self._n_fetchers, *numbers)
 
-    def seats(self) -> list[PoolHost]:
+    def session_hosts(self) -> list[PoolHost]:
         """Return a session's hosts in the order of their ranks.
 
         Raises:
@@ -721,7 +721,7 @@ class PoolRun(Share):
         """See `Share._acquire_hosts`. A cell in a session gets the session's hosts."""
         if self._session is None:
             return await super()._acquire_hosts(count, preferred, patience_s)
-        hosts = self._session.seats()
+        hosts = self._session.session_hosts()
         await self._require_fit(hosts)
         return hosts
 
@@ -820,15 +820,16 @@ class PoolRun(Share):
         return OwnedFiles(self._numbers(part), self.attempt, may_send)
 
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        return not isinstance(event, POOLS_OWN) and _ranks_of(event) <= set(self._numbers(part))
+        is_of_pool = isinstance(event, POOL_ONLY_EVENTS)
+        return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
 
     def _on_host_event(self, part: HostPart, event: Event) -> None:
         self.publish(event)
-        if isinstance(event, Settled) and event.cause == "host":
+        if isinstance(event, RanksEnded) and event.cause == "host":
             first = first_failure(event.failures)
             why = first.message if first else "it cannot run anything"
             self._tasks.start(self._pool_hosts.drop(part.host.address, why))
-        elif isinstance(event, Settled) and event.attempt == self.attempt:
+        elif isinstance(event, RanksEnded) and event.attempt == self.attempt:
             self._report(part, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
@@ -938,8 +939,8 @@ class PoolRun(Share):
         try:
             reach = ""
             if self._run.reach:
-                way = self._pool_hosts.way(part.host, self._run.reach)
-                reach = await self._ways.enter_async_context(way)
+                tunnel = self._pool_hosts.tunnel(part.host, self._run.reach)
+                reach = await self._tunnels.enter_async_context(tunnel)
             spec = ShareSpec(
                 self._for_hosts,
                 part.host_rank,
@@ -970,7 +971,7 @@ class PoolRun(Share):
         self._tasks.start(self._end_late(END_S))
         await self._send_to_all(EndRun(self.run_id))
         await self.wait_until_ended()
-        await self._ways.aclose()
+        await self._tunnels.aclose()
         reports = [part.report for part in there if part.report is not None]
         return [f for report in reports if report.state == "LOST" for f in report.failures]
 
@@ -984,7 +985,7 @@ def _ranks_of(event: Event) -> set[int]:
             return {row.rank for row in event.ranks}
         case RankFailure():
             failures = [event.failure]
-        case Settled() | HostEnded():
+        case RanksEnded() | HostEnded():
             failures = event.failures
         case _:
             return set()

@@ -417,13 +417,13 @@ class Row:
         return not any(finding.level == ERROR for finding in self.findings)
 
 
-Ways = Mapping[str, AbstractContextManager[Shell]]
+Shells = Mapping[str, AbstractContextManager[Shell]]
 """Shells of a pool's hosts, by host name; a shell is connected when it is entered."""
 
 
 def check(
     pools: Iterable[PoolConfig],
-    ways: Callable[[PoolConfig, threading.Event], Ways],
+    shells: Callable[[PoolConfig, threading.Event], Shells],
     here: Kernel,
     packages: Mapping[str, Wanted],
     mark: str = "",
@@ -433,8 +433,8 @@ def check(
 
     Args:
         pools: The pools to check.
-        ways: Function that takes a pool and an event, and returns the pool's shells by host name
-            (`Engine.ways`). `check` sets the event when it ends; shells then give up.
+        shells: Function that takes a pool and an event, and returns the pool's shells by host name
+            (`Engine.shells`). `check` sets the event when it ends; shells then give up.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store; a host that sees it shares the store. "" skips
@@ -445,12 +445,12 @@ def check(
         One row for each host, in the order of the pools and their hosts.
     """
 
-    def ask_one(pool: PoolConfig, host: str, way: AbstractContextManager[Shell] | None) -> Row:
+    def ask_one(pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None) -> Row:
         try:
-            if way is None:
+            if opening is None:
                 facts = of_this_machine(host, packages, mark, modules)
             else:
-                with way as shell:
+                with opening as shell:
                     facts = ask_host(shell, pool.python, packages, modules, mark)
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
@@ -464,8 +464,8 @@ def check(
         for pool in pools:
             if pool.engine == "local":
                 rows.append(executor.submit(ask_one, pool, socket.gethostname(), None))
-            for host, way in ways(pool, stop).items():
-                rows.append(executor.submit(ask_one, pool, host, way))
+            for host, opening in shells(pool, stop).items():
+                rows.append(executor.submit(ask_one, pool, host, opening))
         return [row.result() for row in rows]
     finally:
         stop.set()

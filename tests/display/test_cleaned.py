@@ -17,10 +17,10 @@ from taas_magic.messages import (
     GetStacks,
     PoolStatus,
     RunStacks,
-    Started,
+    StartResponse,
     cleaned,
     event_of,
-    leaves,
+    leaf_subclasses,
     to_bytes,
 )
 from tests.harness import Notebook
@@ -29,7 +29,15 @@ HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9bd\r\n[1] forged\x1b[31m\x08"
 OBEYED = ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\r", "\x08")
 BLOCKS = {"message", "traceback", "why", "error", "store_error", "data"}
 
-SHOWN = [*leaves(Event), RunStacks, PoolStatus, Started, Facts, NodeUpdate, JobUpdate]
+SHOWN = [
+    *leaf_subclasses(Event),
+    RunStacks,
+    PoolStatus,
+    StartResponse,
+    Facts,
+    NodeUpdate,
+    JobUpdate,
+]
 
 
 def hostile(kind: inspect.Type, depth: int = 0) -> Any:

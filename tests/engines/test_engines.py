@@ -14,7 +14,7 @@ from taas_magic.engines import ssh
 from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import PoolError, UsageError
-from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHosts
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(300)]
@@ -74,7 +74,7 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
     async def live() -> None:
         engine = find_engine(pool)
         engine.prepare()  # the first host starts early, the second does not
-        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
+        async with engine.open(PoolScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
             scheduler.add_plugin(watching)
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
@@ -114,7 +114,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
 
     async def ask() -> None:
         engine = find_engine(pool)
-        async with engine.open(HeadScheduler, Keys(), str(tmp_path)) as scheduler:
+        async with engine.open(PoolScheduler, Keys(), str(tmp_path)) as scheduler:
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from taas_magic.host.system import LOOPBACK, address_of, choose_address, facing, name_of
+from taas_magic.host.system import LOOPBACK, address_of, choose_address, local_address_to, name_of
 
 
 def test_names_and_addresses_of_interfaces() -> None:
@@ -36,4 +36,8 @@ def test_then_where_the_host_was_reached() -> None:
 @pytest.mark.parametrize("said", ["", "nonsense", "10.0.0.1 1 192.0.2.1 22"])
 def test_then_the_route_to_the_scheduler(said: str) -> None:
     """A batch job inherits SSH_CONNECTION from another host, the one where it was submitted."""
-    assert choose_address("", {"SSH_CONNECTION": said}, LOOPBACK) == facing(LOOPBACK) == LOOPBACK
+    assert (
+        choose_address("", {"SSH_CONNECTION": said}, LOOPBACK)
+        == local_address_to(LOOPBACK)
+        == LOOPBACK
+    )

@@ -15,7 +15,7 @@ from taas_magic.capture.plain import PlainWriter
 from taas_magic.capture.work import VALUE
 from taas_magic.config import Config
 from taas_magic.errors import RankFailed, ResultError, UsageError
-from taas_magic.host.results import ResultsHeader, Sources, receive
+from taas_magic.host.results import ResultCriteria, ResultsHeader, receive
 from taas_magic.notebook import pools
 from tests.harness import Notebook
 
@@ -238,7 +238,7 @@ def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = Fals
 )
 def test_a_file_of_another_rank_or_attempt_is_not_read(tmp_path: Path, name: str) -> None:
     """The kernel expects results of attempt 1, from ranks 0 and 2 of four ranks."""
-    out, sources = ("x", "y@2"), Sources(attempt=1, world_size=4)
+    out, sources = ("x", "y@2"), ResultCriteria(attempt=1, world_size=4)
     forge(tmp_path / "results" / name, ["x", "y", VALUE], Makes(tmp_path / "made"))
     received = receive(tmp_path / "results", out, sources, {})
     assert received.values == {} and set(received.missing) == {"x", "y"}
@@ -251,15 +251,15 @@ def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> 
     forge(folder / "0-2-0", ["x", VALUE], "of rank 2", is_plain=True)
     forge(folder / "0-2-1", ["y"], "of rank 2", is_plain=True)
     forge(folder / "0-3-0", ["z"], "of rank 3", is_plain=True)
-    received = receive(folder, ("x", "y@2", "z@last"), Sources(attempt=0, world_size=4), {})
+    received = receive(folder, ("x", "y@2", "z@last"), ResultCriteria(attempt=0, world_size=4), {})
     assert received.values == {"x": "of rank 0", "y": "of rank 2", "z": "of rank 3"}
     forge(folder / "0-2-2", ["x"], Makes(tmp_path / "made"), is_plain=True)
     forge(folder / "0-2-3", ["y"], Makes(tmp_path / "made"), is_plain=True)
-    received = receive(folder, ("x", "y@2"), Sources(attempt=0, world_size=4), {})
+    received = receive(folder, ("x", "y@2"), ResultCriteria(attempt=0, world_size=4), {})
     assert received.values == {"x": "of rank 0", "y": "of rank 2"}
     assert not (tmp_path / "made").exists()
     forge(folder / "0-2-4", ["y"], Makes(tmp_path / "made"))
-    received = receive(folder, ("y@2",), Sources(0, world_size=4, untrusted_pool="far"), {})
+    received = receive(folder, ("y@2",), ResultCriteria(0, world_size=4, untrusted_pool="far"), {})
     assert received.values == {"y": "of rank 2"} and not (tmp_path / "made").exists()
 
 

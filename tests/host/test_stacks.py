@@ -21,19 +21,19 @@ from taas_magic.display import head
 from taas_magic.display.head import RunState, text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host import tracebacks
-from taas_magic.host.output import Pump
+from taas_magic.host.output import PipeReader
 from taas_magic.host.spec import LocalShare, Origin, RunSpec, ShareSpec
 from taas_magic.host.stacks import StackMonitor, StackSample, of_fetcher, waits_for
-from taas_magic.host.watch import Ranks, still_since
+from taas_magic.host.watch import Ranks, last_progress_at
 from taas_magic.messages import (
     Event,
     Hang,
     RankFailure,
+    RanksEnded,
     RanksStarted,
     RankStack,
     Restart,
     RunEnded,
-    Settled,
     StackFrame,
 )
 from taas_magic.notebook.magic import run_command
@@ -304,7 +304,7 @@ import sys
 from pathlib import Path
 from taas_magic.host import tracebacks
 
-tracebacks.listen(Path(sys.argv[1]))
+tracebacks.write_stack_on_signal(Path(sys.argv[1]))
 print("up", flush=True)
 while True:
     pass
@@ -340,7 +340,7 @@ def lock_twice():
     print("up", flush=True)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-tracebacks.listen(Path(sys.argv[1]))
+tracebacks.write_stack_on_signal(Path(sys.argv[1]))
 if os.fork() == 0:
     größe()
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -452,15 +452,15 @@ def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
 def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, said, pump = Ranks([0]), threading.Event(), mock.Mock(Pump)
+    ranks, said, reader = Ranks([0]), threading.Event(), mock.Mock(PipeReader)
     plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
     spec = ShareSpec(RunSpec(plan, str(tmp_path), Origin("/", {}, ())), 0, plan.hosts[0])
     share = LocalShare(spec, str(tmp_path), None, "/", {}, ())
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         ranks.started({0: sleeping.pid})
-        pump.last_output_at.return_value = 0.0
+        reader.last_output_at.return_value = 0.0
         monkeypatch.setattr(StackMonitor, "_report_hang", lambda monitor, still_s: said.set())
-        monitor = StackMonitor(share, ranks, pump, tmp_path, print)
+        monitor = StackMonitor(share, ranks, reader, tmp_path, print)
         monitor.is_paused = True  # a rank waits for the user
         for second in range(3, 303, 3):
             monitor.check(time.monotonic() + second)
@@ -468,7 +468,7 @@ def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_ran
         woke = time.monotonic() + 300
         monitor.check(woke)
         assert not said.is_set()
-        assert woke - still_since(ranks.states(), woke) < 10
+        assert woke - last_progress_at(ranks.states(), woke) < 10
         for second in range(3, 63, 3):
             monitor.check(woke + second)
         sleeping.kill()
@@ -571,7 +571,7 @@ def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
     assert of_events(*said).hang
     assert not of_events(*said, hang("gpu2")).hang
     assert not of_events(*said, RunEnded(state="FAILED")).hang
-    settled = Settled(host="gpu2")
+    settled = RanksEnded(host="gpu2")
     assert of_events(*both, settled, hang("gpu1", row(0))).hang
 
 
@@ -581,7 +581,7 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
     [left] = of_events(*both, hang("gpu2", row(2)), lost, hang("gpu1", row(0))).hang
     assert left.host == "gpu1"  # a federation goes on without a lost host
     again = Restart(attempt=1), started("gpu1", 0, 1, attempt=1), started("gpu3", 2, 3, attempt=1)
-    late = Settled(host="gpu1", attempt=0)
+    late = RanksEnded(host="gpu1", attempt=0)
     replaced = *both, lost, *again, late, hang("gpu3", row(2), attempt=1)
     assert not of_events(*replaced).hang
     state = of_events(*replaced, hang("gpu1", row(0), attempt=1))

@@ -21,7 +21,7 @@ from taas_magic.host.watch import (
     is_consequence,
 )
 from taas_magic.leases import STOPPED_S
-from taas_magic.messages import Failure, Note, RankUp
+from taas_magic.messages import Failure, Note, RankTakesInterrupts
 
 
 def ranks(**of_rank_1: Any) -> list[RankState]:
@@ -210,6 +210,6 @@ def test_a_note_of_a_rank_is_no_progress() -> None:
     ranks = watch.Ranks([0])
     [state] = ranks.states()
     ranks.record_message(0, Note(text="waits where nobody listens"))
-    assert state.forward_at == 0.0
-    ranks.record_message(0, RankUp())
-    assert state.forward_at > 0.0
+    assert state.progress_at == 0.0
+    ranks.record_message(0, RankTakesInterrupts())
+    assert state.progress_at > 0.0

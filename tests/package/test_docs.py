@@ -10,7 +10,7 @@ import pytest
 from msgspec import Struct
 
 import taas_magic.api
-from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaves
+from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaf_subclasses
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def test_the_pages_name_files_that_there_are() -> None:
 def test_the_page_of_events_names_their_fields() -> None:
     page, *tables = (ROOT / "docs" / "events.md").read_text().split("\n| field | meaning |\n")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
-    known = {str(kind.__struct_config__.tag): fields(kind) for kind in leaves(Event)}
+    known = {str(kind.__struct_config__.tag): fields(kind) for kind in leaf_subclasses(Event)}
     assert {kind: set(re.findall(r"`(\w+)`", listed)) for kind, listed in rows} == known
     records: tuple[type[Struct], ...] = (Failure, RankCounts, FetcherCounts)
     for kind, table in zip(records, tables, strict=True):

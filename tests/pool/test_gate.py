@@ -43,14 +43,14 @@ from taas_magic.messages import (
     TakeSession,
     WaitForHosts,
     from_bytes,
-    leaves,
+    leaf_subclasses,
     send_request,
     to_bytes,
 )
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from taas_magic.pool import gate, hosts
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.runs import PoolRun
 from taas_magic.store.manifest import (
     ListChanges,
@@ -171,7 +171,7 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
     async def play(pool: Pool) -> None:
         kernels = {name for name in pool.scheduler.handlers if name.startswith("taas_")}
         dasks = set(Scheduler.__dict__) | {"feed", "connection_stream", "register-client"}
-        asked = (dasks | kernels) - gate.MAY[PeerRole.HOST]
+        asked = (dasks | kernels) - gate.ALLOWED_OPERATIONS[PeerRole.HOST]
         before = (await pool.controller.status(GetStatus())).refused
         for op in asked:
             comm = await pool.bad_host()
@@ -196,12 +196,12 @@ def test_who_may_ask_what_and_who_answers(
     by_kernels |= {TakeSession}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     of_hosts |= {AnswerInput, PauseClocks}
-    kinds = {it for it in leaves(Request) if it.__module__.startswith("taas_magic.")}
+    kinds = {it for it in leaf_subclasses(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
     ops = {kind.op() for kind in kinds}
     assert len(ops) == len(kinds)
-    assert gate.MAY[PeerRole.HOST] & ops == {kind.op() for kind in by_hosts}
-    assert gate.MAY[PeerRole.VEHICLE] & ops == {GetAgentKeys.op()}
+    assert gate.ALLOWED_OPERATIONS[PeerRole.HOST] & ops == {kind.op() for kind in by_hosts}
+    assert gate.ALLOWED_OPERATIONS[PeerRole.VEHICLE] & ops == {GetAgentKeys.op()}
 
     async def play(pool: Pool) -> None:
         answered = {op for op in pool.scheduler.handlers if op.startswith("taas_")}
@@ -412,7 +412,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
     async def live() -> None:
         keys = Keys()
         options = {"host": "127.0.0.1", "protocol": "tls://"}
-        async with HeadScheduler(**options, security=Security(**keys.scheduler())) as scheduler:
+        async with PoolScheduler(**options, security=Security(**keys.scheduler())) as scheduler:
             pool = PoolConfig("far", engine="ssh", lease_s=600)
             controller = Controller(scheduler, Nowhere(pool), pool, linger_s=600)
             made = [MadeUp(scheduler.address, keys, name) for name in ("good", "bad")]

@@ -19,7 +19,7 @@ from tornado.iostream import IOStream
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import EndPool, Event, Started, pack
+from taas_magic.messages import EndPool, Event, StartResponse, pack
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import RunDriver
 from taas_magic.pool import process as pool_process
@@ -294,10 +294,10 @@ def test_all_that_wait_hear_what_becomes_of_hosts(
     asked, over = threading.Semaphore(0), threading.Event()
     heard: list[list[str]] = [[], []]
 
-    def call(*request: object) -> Started:
+    def call(*request: object) -> StartResponse:
         asked.release()
         over.wait(WAIT_S)
-        return Started()
+        return StartResponse()
 
     pool = Pool(PoolConfig("local"), tmp_path)
     connection = pool.connect()

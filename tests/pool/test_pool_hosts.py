@@ -19,14 +19,14 @@ from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, share_
 from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.pool.runs import RunClock
 from taas_magic.store.manifest import WriteRunFile
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
-Play = Callable[[HeadScheduler, Controller, PoolHost], Coroutine[Any, Any, None]]
+Play = Callable[[PoolScheduler, Controller, PoolHost], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def named(name: str) -> Request[None]:
 
 
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         said = await controller.pool_hosts.call(member.address, Greet())
         assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
@@ -90,13 +90,13 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
 def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play], None]) -> None:
     """Answers without a call, beats of unknown hosts, and events of unknown runs."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         handlers = scheduler.stream_handlers
         before = (await controller.status(GetStatus())).refused
         handlers["taas_answer"](worker=member.address, id=12345, answer=b"late")
         handlers["taas_answer"](worker="tls://nobody:1", id=1, answer=b"forged")
         handlers["taas_beat"](worker="tls://nobody:1", beat=1)
-        said = messages.encode(messages.Settled(state="SUCCEEDED", host="x"))
+        said = messages.encode(messages.RanksEnded(state="SUCCEEDED", host="x"))
         handlers["taas_event"](worker=member.address, run_id="no-such-run", event=said)
         assert (await controller.status(GetStatus())).refused - before == 4
 
@@ -108,7 +108,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
 ) -> None:
     """If the host still counted as busy, the pool would never give it back and never end."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
         data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
         plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
@@ -126,7 +126,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
 
 
 def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         number = 10**9
         waiting = member.pending[number] = asyncio.get_running_loop().create_future()
         await scheduler.remove_worker(member.address, stimulus_id="test")
@@ -139,7 +139,7 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
 
 
 def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play], None]) -> None:
-    async def play(scheduler: HeadScheduler, controller: Controller, member: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         call, failed = controller.pool_hosts.call, list[str]()
 
         async def fail_first(address: str, request: Request[Any]) -> Any:
@@ -171,7 +171,7 @@ def new_one(known: set[psutil.Process]) -> psutil.Process:
 def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     """docs/faults.md 12: whatever the reason for the silence."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.pool_hosts.acquire(1)
         gone = asyncio.Event()
         with mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()):
@@ -191,7 +191,7 @@ async def failed(task: asyncio.Task[Any]) -> bool:
 def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
     """Two calls wait for a host: one gets the failure, the other one gets the next host."""
 
-    async def play(scheduler: HeadScheduler, controller: Controller, _: PoolHost) -> None:
+    async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
         await controller.pool_hosts.release(lambda host: False)
         known = supervisors()
         takes = [asyncio.create_task(controller.pool_hosts.acquire(1)) for _ in range(2)]
@@ -204,7 +204,7 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
 
 def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
     async def play() -> None:
-        scheduler = HeadScheduler(dashboard=False)
+        scheduler = PoolScheduler(dashboard=False)
         pool_hosts = PoolHosts(scheduler, mock.Mock(Engine), 1, 30)
         for number, runs in enumerate([{"a", "b"}, {"a"}, set(), {"a"}]):
             pool_hosts._hosts[str(number)] = PoolHost(str(number), name=f"h{number}", runs=runs)

@@ -17,7 +17,7 @@ from taas_magic.engines.base import find_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
-from taas_magic.pool.gate import HeadScheduler
+from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost
 from tests.conftest import GONE_WITHIN_S, describe, is_tracker
 from tests.harness import Notebook, below
@@ -111,7 +111,7 @@ def _of_other_pools(names: Sequence[str]) -> set[psutil.Process]:
 class PoolHere:
     """A pool whose scheduler and controller run in this process, with one host."""
 
-    scheduler: HeadScheduler
+    scheduler: PoolScheduler
     controller: Controller
     keys: Keys
     member: PoolHost
@@ -140,7 +140,7 @@ def pool_here(
 @asynccontextmanager
 async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
     engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
-    async with engine.open(HeadScheduler, keys, str(folder)) as scheduler:
+    async with engine.open(PoolScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, linger_s=600)
         [member] = await controller.pool_hosts.acquire(1)
         yield PoolHere(scheduler, controller, keys, member)

@@ -10,7 +10,7 @@ import pytest
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Shell, Ways, check, this_kernel
+from taas_magic.setup.facts import Shell, Shells, check, this_kernel
 from taas_magic.setup.install import packages_needed
 from tests.rig.subshell import SubShell
 
@@ -34,7 +34,7 @@ def refusing(together: threading.Barrier) -> Iterator[Shell]:
 def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Path) -> None:
     together = threading.Barrier(3)
 
-    def ways(pool: PoolConfig, stop: threading.Event) -> Ways:
+    def shells(pool: PoolConfig, stop: threading.Event) -> Shells:
         if pool.engine == "local":
             return {}
         shells = {name: SubShell(tmp_path / name, name) for name in ("a", "c")}
@@ -47,12 +47,12 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
         }
 
     here = this_kernel()
-    rows = check(pools, ways, here, packages_needed(), str(tmp_path))[-3:]
+    rows = check(pools, shells, here, packages_needed(), str(tmp_path))[-3:]
     assert [(row.host, row.is_fit) for row in rows] == [("a", True), ("b", False), ("c", True)]
     assert rows[1].facts is None and rows[1].findings[0].what == "no route"
     assert rows[0].facts is not None and rows[0].facts.sees_store
     if len(pools) > 1:
-        (local,) = check(pools[:1], ways, here, packages_needed())
+        (local,) = check(pools[:1], shells, here, packages_needed())
         assert local.is_fit and local.facts and local.facts.ours == here.ours
 
 
@@ -60,7 +60,7 @@ def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
     """An interrupt stops the connections without waiting for them (docs/faults.md 35)."""
     stopped: list[threading.Event] = []
 
-    def ways(pool: PoolConfig, stop: threading.Event) -> Ways:
+    def shells(pool: PoolConfig, stop: threading.Event) -> Shells:
         stopped.append(stop)
         return {"a": interrupted()}
 
@@ -70,5 +70,5 @@ def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        check([POOL], ways, this_kernel(), {})
+        check([POOL], shells, this_kernel(), {})
     assert stopped[0].is_set()

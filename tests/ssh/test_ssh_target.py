@@ -154,7 +154,7 @@ def test_without_ssh_only_what_the_user_wrote_counts(
     assert note.startswith(f"{file} was not read, because no `ssh` program is installed here")
     with (
         pytest.raises(PoolError) as caught,
-        SshEngine(pool).ways(threading.Event())["gpu1"],
+        SshEngine(pool).shells(threading.Event())["gpu1"],
     ):
         pass
     assert str(caught.value).splitlines()[-1] == note

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
-class CellMeeting:
-    """A wrapper of `init_process_group` that passes it a store with a new prefix on each call."""
+class ProcessGroupPrefixes:
+    """A wrapper of `init_process_group` that gives each new process group a prefix in the store."""
 
     def __init__(self) -> None:
         self._cell = self._groups = 0

@@ -1,4 +1,4 @@
-"""`Pump`: turning what ranks write to their pipes into events, messages and log files."""
+"""`PipeReader`: turning what ranks write to their pipes into events, messages and log files."""
 
 import itertools
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from taas_magic.host import link
-from taas_magic.host.output import MESSAGE_LIMIT_BYTES, MOST_BEGUN, Pump, _MessageStream
+from taas_magic.host.output import MESSAGE_LIMIT_BYTES, MOST_BEGUN, PipeReader, _MessageStream
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Display,
     Event,
     Note,
+    RankErrorSent,
     RankMessage,
     RankRaised,
-    RankReported,
     StoreMessage,
     encode,
 )
@@ -26,12 +26,12 @@ RAISED = RankRaised("ValueError", "bad", ["Traceback", "ValueError: bad"])
 
 
 class Rank:
-    """A pump of one rank, the rank's ends of the pipes, and everything that the pump delivers.
+    """A reader of one rank's pipes, the rank's ends of them, and what the reader delivers.
 
     Attributes:
         log: The rank's log file.
         events: Events for the pool's process.
-        messages: Messages of the rank, and the pump's notes about invalid ones.
+        messages: Messages of the rank, and the reader's notes about invalid ones.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Rank:
         self.messages: list[Event | RankMessage | StoreMessage] = []
         self.heard = threading.Event()
         self._numbers = itertools.count()
-        self.pump = Pump(folder, run, [0], self.events.append, self._take)
+        self.reader = PipeReader(folder, run, [0], self.events.append, self._take)
         self.output = os.open(link.rank_file(folder, 0, "log"), os.O_WRONLY)
         self.message_pipe = os.open(link.rank_file(folder, 0, "messages"), os.O_WRONLY)
 
@@ -64,7 +64,7 @@ class Rank:
     def close(self) -> None:
         os.close(self.output)
         os.close(self.message_pipe)
-        self.pump.close()
+        self.reader.close()
 
 
 @pytest.fixture
@@ -78,17 +78,17 @@ def test_a_traceback_is_in_the_log_once_after_what_was_written_before(rank: Rank
     os.write(rank.output, b"before\nno end")
     rank.say(RAISED)
     rank.say(RankRaised("ValueError", "bad", ["drawn"]))
-    rank.say(RankReported())
+    rank.say(RankErrorSent())
     rank.heard_all(3)
     os.write(rank.output, b"after\n")
-    rank.pump.drain(0)
+    rank.reader.drain(0)
     assert rank.log.read_text() == "before\nno end\nTraceback\nValueError: bad\nafter\n"
 
 
 def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank) -> None:
     os.write(rank.output, b"before\n")
     os.close(rank.output)
-    rank.pump.drain(0)
+    rank.reader.drain(0)
     rank.output = os.dup(rank.message_pipe)
     rank.say(RAISED)
     assert rank.heard.wait(100)
@@ -107,11 +107,11 @@ def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Ra
 def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) -> None:
     for junk in (b"no message\n", b"\xff\n", b"x" * 1_000_000, b"\n. {}\n"):
         os.write(rank.message_pipe, junk)
-    rank.say(RankReported())
+    rank.say(RankErrorSent())
     rank.heard_all(2)
     note, reported = rank.messages
     assert isinstance(note, Note) and note.text.startswith("a process of rank 0 wrote to the pipe")
-    assert reported == RankReported()
+    assert reported == RankErrorSent()
 
 
 def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Rank) -> None:
@@ -121,7 +121,7 @@ def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Ran
     rank.say(cut)
     rank.heard_all(1)
     assert isinstance(rank.messages[0], Display)
-    [begun] = [it._begun for it in rank.pump._streams() if isinstance(it, _MessageStream)]
+    [begun] = [it._begun for it in rank.reader._streams() if isinstance(it, _MessageStream)]
     assert len(begun) <= MOST_BEGUN
 
 
@@ -131,9 +131,9 @@ def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(
     runs = [RunFolder(tmp_path / name) for name in ("session", "cell")]
     for run in runs:
         (run.path / "logs").mkdir(parents=True)
-    pump = Pump(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
-    pump.follow(runs[1], lambda event: None, lambda rank, message: None)
+    reader = PipeReader(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
+    reader.follow(runs[1], lambda event: None, lambda rank, message: None)
     for pipe in (link.rank_file(tmp_path, 0, "log"), link.rank_file(tmp_path, 0, "messages")):
-        # Fails if the pump has closed its end, where a rank would wait forever.
+        # Fails if the reader has closed its end, where a rank would wait forever.
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-    pump.close()
+    reader.close()
