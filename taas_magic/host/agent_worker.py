@@ -320,7 +320,10 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Send heartbeats until cancelled. Until the host can start ranks, they name its import."""
+        """Send heartbeats until cancelled.
+
+        Until the host can start ranks, a heartbeat names the module that the forkserver imports.
+        """
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
             if not self._warming.done():

@@ -648,7 +648,7 @@ class HostFetchers(HostShare):
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
-            sample = stacks.of_fetcher(one.process.pid, one.spec.stacks)
+            sample = stacks.sample_fetcher(one.process.pid, one.spec.stacks)
             found.append(sample.report(FetcherStack, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 

@@ -66,16 +66,23 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 
 
 SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
-"""Requests of the agent to a rank: send its stacks; cut its connections to other ranks."""
+"""Requests of the agent to a rank: to send its stack report; to cut its connections to other ranks.
+
+The number of a cell and a space follow the second one.
+"""
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
     """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
-    send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
+    _send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
 
 
-def send_request(folder: Path, rank: int, what: bytes = SEND_STACKS) -> None:
-    """Send a request to a rank. The default request is to send its stacks."""
+def request_stacks(folder: Path, rank: int) -> None:
+    """Ask a rank to send its stack report."""
+    _send_request(folder, rank, SEND_STACKS)
+
+
+def _send_request(folder: Path, rank: int, what: bytes) -> None:
     with suppress(OSError):  # the rank does not read the pipe, or the pipe is full
         pipe = os.open(rank_file(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
         with open(pipe, "wb", buffering=0) as asked:

@@ -371,7 +371,7 @@ class StackMonitor:
         """Ask ranks for their stacks; wait until all have responded, or `ANSWER_S` have passed."""
         asked = time.monotonic()
         for state in states:
-            link.send_request(self._folder, state.rank)
+            link.request_stacks(self._folder, state.rank)
         awaited = list(states)
         while awaited and time.monotonic() < asked + ANSWER_S:
             time.sleep(_WAIT_S)
@@ -417,7 +417,7 @@ def _cells(path: Path) -> Cells:
         return {}
 
 
-def of_fetcher(pid: int, path: Path) -> StackSample:
+def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
     Args:

@@ -275,9 +275,10 @@ def _turn(patience: _Patience) -> Iterator[None]:
 
 @contextmanager
 def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[None]:
-    """Map errors of a handshake in the block, and close `sock` at the deadline or on `stop`.
+    """Run the block, which does an SSH handshake over `sock`; raise its errors as PoolError.
 
-    Closing `sock` makes the blocked handshake fail.
+    At the deadline, or when `stop` is set, another thread closes `sock`. Then the blocked handshake
+    fails.
     """
     target, done = patience.target, threading.Event()
 

@@ -95,7 +95,8 @@ def folders_of(path: str) -> Iterator[str]:
 class CaseChecker:
     """Finds paths that differ by case alone, and so are equal on a file system that ignores case.
 
-    Of two such paths, the first one is kept as known.
+    It knows the paths that it has accepted. A path is accepted if it differs from no known path by
+    case alone.
     """
 
     def __init__(self) -> None:

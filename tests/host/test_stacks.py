@@ -23,7 +23,7 @@ from taas_magic.display.view import TerminalScreen
 from taas_magic.host import tracebacks
 from taas_magic.host.output import PipeReader
 from taas_magic.host.spec import LocalShare, Origin, RunSpec, ShareSpec
-from taas_magic.host.stacks import StackMonitor, StackSample, of_fetcher, waits_for
+from taas_magic.host.stacks import StackMonitor, StackSample, sample_fetcher, waits_for
 from taas_magic.host.watch import Ranks, last_progress_at
 from taas_magic.messages import (
     Event,
@@ -319,7 +319,7 @@ def test_a_process_that_computes_gets_no_signal(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_RUNNING)
-        samples = [of_fetcher(process.pid, written) for _ in range(20)]
+        samples = [sample_fetcher(process.pid, written) for _ in range(20)]
         process.kill()
     assert {waits_for(sample) for sample in samples} == {"nothing: it is running"}
     assert not any(sample.threads for sample in samples)
@@ -358,7 +358,7 @@ def test_each_fork_has_its_own_stack_and_a_program_gets_no_signal(tmp_path: Path
         process.stdout.readline()
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
         eventually(lambda: {it.status() for it in family} == {psutil.STATUS_SLEEPING})
-        sample = of_fetcher(process.pid, written)
+        sample = sample_fetcher(process.pid, written)
         states = [it.status() for it in family]
         for one in family:
             one.kill()
