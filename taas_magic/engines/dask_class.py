@@ -60,8 +60,8 @@ class DaskClassEngine(Engine):
         processes = pool.options.get("processes", 1)
         if package == _BATCH_PACKAGE and processes != 1:
             raise UsageError(
-                f'pool "{pool.name}": a Dask job is one host here: remove processes, use '
-                f"gpus = {processes}"
+                f'pool "{pool.name}": each Dask job is one host: remove the option "processes", '
+                f"and set gpus = {processes}"
             )
 
     def capacity(self) -> HostCapacity:

@@ -610,7 +610,7 @@ class Controller(SchedulerPlugin):
     async def _answer_host(self, agent: str, request: FileRequest[Any]) -> object:
         run, host = self._runs.get(request.run_id), self.pool_hosts.named(agent)
         if run is None or host is None:
-            raise ProtocolError(f"run {request.run_id} has ended, or never was")
+            raise ProtocolError(f"run {request.run_id} has ended, or is not in this pool")
         return await run.answer(host.address, request)
 
     async def facts(self, request: GetFacts) -> list[Facts]:

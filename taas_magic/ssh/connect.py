@@ -266,7 +266,7 @@ def _turn(patience: _Patience) -> Iterator[None]:
     """
     turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
-        patience.check("others connect to it first")
+        patience.check("waiting for other connections to it")
     try:
         yield
     finally:
@@ -333,7 +333,7 @@ def _open_way(
             timeout=patience.left_s,
         )
     except SSHException as error:
-        raise jump.lost(f"no way from it to {target.address}", error) from error
+        raise jump.lost(f"it cannot connect to {target.address}", error) from error
     undo.callback(channel.close)
     return channel
 

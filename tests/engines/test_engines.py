@@ -142,5 +142,5 @@ def test_gpus_are_counted_without_cuda(
 def test_a_batch_job_with_several_workers_is_refused_before_the_pool_starts() -> None:
     options = {"processes": 12}
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options=options)
-    with pytest.raises(UsageError, match=r"a Dask job is one host here: .* use gpus = 12"):
+    with pytest.raises(UsageError, match=r"each Dask job is one host: .* set gpus = 12"):
         find_engine(pool)
