@@ -397,12 +397,12 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _NextAttempt:
     """A command of the controller to start another attempt."""
 
     spec: ShareSpec
     rendezvous: Rendezvous | None
-    obeyed: threading.Event = field(default_factory=threading.Event)
+    is_clean: threading.Event = field(default_factory=threading.Event)
     """Event that is set when the last attempt's ranks are gone and their files are sent back."""
 
 
@@ -424,9 +424,10 @@ class HostRun(HostShare):
         self._deadline = Deadline(began + timeout_s if timeout_s is not None else None)
         self._attempt: Attempt | None = None
         self._readers: list[PipeReader] = []
-        self._next: _Again | None = None
+        self._next: _NextAttempt | None = None
         self._is_over = False
-        self._gone_wrong: tuple[str, list[Failure]] | None = None
+        self._error_end: tuple[str, list[Failure]] | None = None
+        """State and failures of a share that an error ended; None if its ranks decide its end."""
         self._entries = dict(spec.fetchers)
         self._addresses: Path | None = None
         self._placing = threading.Lock()
@@ -443,9 +444,9 @@ class HostRun(HostShare):
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
         """
         own_rendezvous = _rendezvous_of(spec)
-        self._next = again = _Again(spec, own_rendezvous)
+        self._next = next_attempt = _NextAttempt(spec, own_rendezvous)
         self.wakeup.set()
-        again.obeyed.wait(CLEAN_UP_S)
+        next_attempt.is_clean.wait(CLEAN_UP_S)
         return own_rendezvous.port if own_rendezvous else 0
 
     def stacks(self) -> RunStacks:
@@ -498,11 +499,11 @@ class HostRun(HostShare):
         """Run one attempt, and the next when the controller commands it, until the run is over."""
         self.use_addresses(self.local.folder.path)
         while not self._is_over:
-            if (again := self._next) is not None:
+            if (next_attempt := self._next) is not None:
                 self._next = None
-                self._make_ready(again)
+                self._prepare_attempt(next_attempt)
             attempt = self._start_ranks()
-            self._judge(attempt)
+            self._follow_attempt(attempt)
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
@@ -529,7 +530,7 @@ class HostRun(HostShare):
             own_rendezvous.start()
         return attempt
 
-    def _judge(self, attempt: Attempt) -> None:
+    def _follow_attempt(self, attempt: Attempt) -> None:
         """Check the ranks whenever something changes, until the next attempt or the run's end."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
@@ -544,17 +545,17 @@ class HostRun(HostShare):
         """
         return True
 
-    def _make_ready(self, again: _Again) -> None:
+    def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
         """Take over the next attempt's rendezvous, update this host's files, and report that."""
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = again.rendezvous
+        self._rendezvous = next_attempt.rendezvous
         self._pause(False)  # the rank that asked the user is gone
         try:
-            self._local = self._files.again(again.spec)
-            self.spec = again.spec
+            self._local = self._files.again(next_attempt.spec)
+            self.spec = next_attempt.spec
         finally:
-            again.obeyed.set()
+            next_attempt.is_clean.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Handle a message of a rank. Called by the reader's thread."""
@@ -571,20 +572,20 @@ class HostRun(HostShare):
             self.emit(message)
 
     def _fail(self, error: Exception) -> None:
-        self._gone_wrong = "FAILED", [host_failure(self.host, error)]
+        self._error_end = "FAILED", [host_failure(self.host, error)]
 
     def _record_files_error(self, error: Exception) -> None:
         failure = host_failure(self.host, error)
         self.emit(RankFailure(failure=failure))
-        self._gone_wrong = "LOST", [failure]
+        self._error_end = "LOST", [failure]
 
     def _how_it_ended(self) -> tuple[str, list[Failure]]:
         ended = self._attempt.ended if self._attempt is not None else None
-        return self._gone_wrong or ended or ("INTERRUPTED", [])
+        return self._error_end or ended or ("INTERRUPTED", [])
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        if self._next is not None:  # release `again`, which waits for this
-            self._next.obeyed.set()
+        if self._next is not None:  # release `start_next_attempt`, which waits
+            self._next.is_clean.set()
         parts = self._attempt, self._rendezvous, *self._readers
         return tuple(part.close for part in parts if part is not None)
 

@@ -246,9 +246,9 @@ class StackMonitor:
         self._own_s: dict[int, float] = {}
         self._all_s: dict[int, float] = {}
         self._sampled_at = time.monotonic()
-        self._looks_s = sorted({min(hang_s, COLLECTIVE_S), hang_s})
-        self._looked_s = 0.0
-        self._is_said = self.is_paused = False
+        self._check_at_s = sorted({min(hang_s, COLLECTIVE_S), hang_s})
+        self._checked_at_s = 0.0
+        self._is_reported = self.is_paused = False
         self._collecting = threading.Lock()
 
     def check(self, now: float) -> None:
@@ -269,13 +269,15 @@ class StackMonitor:
             state.progress_at = min(now, state.progress_at + stood_s)
         self._sample(now)
         still_s = now - last_progress_at(self._ranks.states(), now)
-        if still_s < self._looks_s[0]:
-            self._looked_s = 0.0
-            if self._is_said:
-                self._is_said = False
+        if still_s < self._check_at_s[0]:
+            self._checked_at_s = 0.0
+            if self._is_reported:
+                self._is_reported = False
                 self._emit(Hang(attempt=self._attempt, ranks=[]))
-        elif not self._is_said and any(self._looked_s < it <= still_s for it in self._looks_s):
-            self._looked_s = still_s
+        elif not self._is_reported and any(
+            self._checked_at_s < it <= still_s for it in self._check_at_s
+        ):
+            self._checked_at_s = still_s
             threading.Thread(target=self._report_hang, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, StackSample]]:
@@ -329,7 +331,7 @@ class StackMonitor:
             if sample.state != _GONE
         )
         if still_s >= limit_s and not has_moved:
-            self._is_said = True
+            self._is_reported = True
             rows = [structs.replace(row, threads={}, children=[]) for row in self.rows(found)]
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
