@@ -15,7 +15,7 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, share_id
+from taas_magic.host.spec import BEAT, Launch, LaunchFetchers, Origin, RunSpec, share_id
 from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
@@ -174,7 +174,11 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.pool_hosts.acquire(1)
         gone = asyncio.Event()
-        with mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()):
+        with (
+            mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()),
+            # a beat that arrives now would end the silence
+            mock.patch.dict(scheduler.stream_handlers, {BEAT: lambda **beat: None}),
+        ):
             member.last_message_at -= 10_000
             await asyncio.wait_for(gone.wait(), 100)
         assert member.address not in scheduler.workers
