@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos [--faults 1000] [--seed 1] [--tls] [--rest 5]
     python -m benchmarks.chaos --processes 500 [--only "kill agent"] [--seed 1]
-    python -m benchmarks.chaos --session 100 [--only "stop rank"] [--seed 1]
+    python -m benchmarks.chaos --session 100 [--detach] [--only "stop rank"] [--seed 1]
     python -m benchmarks.chaos --first-cells 200 [--deed "kill pool"] [--seed 1]
     python -m benchmarks.chaos --runs 300
 
@@ -12,8 +12,9 @@
   for so many seconds on average. The stream, the weights and the ledger must not change.
 - `--processes` kills or stops a process of a kernel's tree while a cell runs. The cell must end,
   and the next cell must run.
-- `--session` does the same with the cells of a session, and also interrupts the kernel. If the
-  session has ended, the next cell must say in one line how to start it again.
+- `--session` does the same with the cells of a session with a fetcher, and also interrupts
+  processes. If the session has ended, the next cell must say in one line how to start it again.
+  With `--detach`, the session is detached: a new kernel takes it over when the kernel was killed.
 - `--first-cells` starts a kernel in each round. At a random moment between the loading of the
   extension and the end of the second cell, it kills the pool's process, ends the pool, or
   interrupts, restarts or kills the kernel. Each cell must succeed or say clearly why it failed.
@@ -36,7 +37,7 @@ from taas_magic.host.agent_worker import REST_IDLE_S
 from taas_magic.pool.controller import FIRST_S
 from tests.chaos.first_cells import DEEDS, FirstCells
 from tests.chaos.harm import play
-from tests.chaos.tree import CELLS, HARMS, NEXT, SESSION, Chaos, Program, memory_of
+from tests.chaos.tree import CELLS, DETACHED, HARMS, NEXT, SESSION, Chaos, Program, memory_of
 from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--processes", type=int, metavar="ROUNDS")
     parser.add_argument("--session", type=int, metavar="ROUNDS")
+    parser.add_argument("--detach", action="store_true")
     parser.add_argument("--only", choices={*HARMS, *SESSION.harms}, action="append")
     parser.add_argument("--first-cells", type=int, metavar="ROUNDS")
     parser.add_argument("--deed", choices=DEEDS, action="append")
@@ -66,8 +68,8 @@ def main() -> None:
     if asked.processes:
         harm_processes(asked.processes, asked.seed, CELLS, tuple(asked.only or HARMS))
     elif asked.session:
-        harms = tuple(asked.only or SESSION.harms)
-        harm_processes(asked.session, asked.seed, SESSION, harms)
+        program = DETACHED if asked.detach else SESSION
+        harm_processes(asked.session, asked.seed, program, tuple(asked.only or program.harms))
     elif asked.first_cells:
         harm_first_cells(asked.first_cells, asked.seed, tuple(asked.deed or DEEDS))
     elif asked.runs:
@@ -92,8 +94,9 @@ def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, .
         with contextlib.suppress(KeyboardInterrupt):  # prints the results so far
             chaos.play(rounds, say=_say)
     result = chaos.result
-    counts = ", ".join(f"{count} x {harm}" for harm, count in sorted(result.harms.items()))
-    print(f"{counts}\n{result} after {GONE_S:.0f} s ({time.perf_counter() - started:.0f} s)")
+    print(result.table())
+    took_s = time.perf_counter() - started
+    print(f"seed {seed}: {result} after {GONE_S:.0f} s ({took_s:.0f} s)")
     for line in result.late + result.broken + result.left:
         print(f"    {line}")
 

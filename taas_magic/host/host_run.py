@@ -55,6 +55,7 @@ from taas_magic.host.system import (
     named,
 )
 from taas_magic.host.watch import Deadline, Ranks, Verdict, decide, failure_of, guilty, host_failure
+from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     AnswerInput,
     EndRun,
@@ -626,12 +627,21 @@ class _Running:
     Attributes:
         why: Reason of its failure, as the fetcher reported it; "" if it reported none.
         said_writes: Whether the user was told that its writes to the project store are dropped.
+        stopped_at: Time since which the process is stopped (SIGSTOP); None if it is not.
     """
 
     spec: FetcherSpec
     process: Any
     why: str = ""
     said_writes: bool = False
+    stopped_at: float | None = None
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped (SIGSTOP)."""
+        try:
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
 
 
 class HostFetchers(HostShare):
@@ -671,6 +681,7 @@ class HostFetchers(HostShare):
                 self._end(control)
             for one in self._running.values():
                 self._check_for_writes(one)
+                self._kill_if_stopped(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield the description of each fetcher to start on this host."""
@@ -741,6 +752,15 @@ class HostFetchers(HostShare):
         if names := sorted(os.listdir(kept_out)):
             one.said_writes = True
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
+
+    def _kill_if_stopped(self, one: _Running) -> None:
+        """Kill a fetcher that has been stopped for `STOPPED_S`, so that it can start again."""
+        now = time.monotonic()
+        since = one.stopped_at if one.stopped_at is not None else now
+        one.stopped_at = since if one.is_stopped() else None
+        if one.stopped_at is not None and now - since >= STOPPED_S:
+            one.why = f"it was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
+            one.process.kill()
 
     def _end(self, control: connection.Connection) -> None:
         one = self._running.pop(control)

@@ -204,6 +204,14 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         """The run's folder on the notebook's machine."""
         return RunFolder(Path(self.run_dir))
 
+    def for_session(self) -> "RunSpec":
+        """Return a cell's run without the settings that its session's ranks have already.
+
+        The environment and the import path of these ranks do not change after their start.
+        """
+        origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
+        return structs.replace(self, origin=origin)
+
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return the part of the run that all its hosts need.
 

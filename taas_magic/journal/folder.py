@@ -49,7 +49,7 @@ from taas_magic.messages import (
     Progress,
     RankReport,
 )
-from taas_magic.shared_files import lock, replacing
+from taas_magic.shared_files import is_free, lock, replacing
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class RunFolder:
             (folder.path / "logs").mkdir(mode=0o700, parents=True)
             folder.path.chmod(0o700)
             (folder.path / "plan.json").write_bytes(messages.pack(plan, indent=1))
-            (folder.path / "cell.py").write_text(messages.escaped(cell), encoding="utf-8")
+            folder._cell.write_text(messages.escaped(cell), encoding="utf-8")
         return folder
 
     @contextlib.contextmanager
@@ -267,6 +267,28 @@ class RunFolder:
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
             yield
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep `prune` from removing the folder during the block, even if the run has ended.
+
+        Several processes may use a folder at the same time. The use ends with the process.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        with self._cell.open("rb") as file:
+            lock(file.fileno(), shared=True, wait=True)
+            yield
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process uses the folder (`in_use`)."""
+        return self._cell.exists() and not is_free(self._cell, 0)
+
+    @property
+    def _cell(self) -> Path:
+        return self.path / "cell.py"
 
     def read_events(self) -> Iterator[Event]:
         """Yield all events in the journal so far.
@@ -535,8 +557,9 @@ def _folders() -> list[RunFolder]:
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Remove the folders of the oldest ended runs beyond a number and a total size.
 
-    Runs that may still be active are kept. A folder without a readable plan is removed, unless it
-    is new. Several kernels may call this at the same time.
+    Runs that may still be active are kept, and so are folders in use (`RunFolder.in_use`). A folder
+    without a readable plan is removed, unless it is new. Several kernels may call this at the same
+    time.
 
     Args:
         keep_runs: Number of newest runs to keep.
@@ -561,7 +584,7 @@ def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
         folder.plan()
     except (ValueError, FileNotFoundError):
         return time.time() - folder.path.stat().st_mtime > _YOUNG_S
-    return is_beyond and summary(folder).state in ENDED_STATES
+    return is_beyond and summary(folder).state in ENDED_STATES and not folder.is_in_use
 
 
 def _size_bytes(path: Path) -> int:

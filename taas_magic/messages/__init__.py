@@ -89,6 +89,7 @@ from taas_magic.messages.ranks import (
 from taas_magic.messages.requests import (
     AgentKeys,
     AgentSettings,
+    AllowRestarts,
     AnswerInput,
     Detach,
     EndPool,
@@ -130,6 +131,7 @@ __all__ = [
     "AddressesByLoader",
     "AgentKeys",
     "AgentSettings",
+    "AllowRestarts",
     "AnswerInput",
     "AnyEvent",
     "CellNames",

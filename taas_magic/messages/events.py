@@ -292,7 +292,7 @@ class RunEnded(Event, tag="ended", kw_only=True):
         first: The failure to blame; None if there is none.
         elapsed_s: Seconds that the run took.
         why: Reason for the end if the run itself could not report it, for example because the
-            pool's process is gone; else "".
+            pool's process is gone, or because the pool ended an idle session; else "".
         attempt: Number of the last attempt, whose results count.
     """
 

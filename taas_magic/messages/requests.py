@@ -152,6 +152,18 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
     run_id: str
 
 
+class AllowRestarts(Request[None]):
+    """A kernel tells the pool of a session's fetchers that the session runs another cell.
+
+    The fetchers may then start again once more. Those that have all ended start again now.
+
+    Attributes:
+        session: Run id of the session.
+    """
+
+    session: str
+
+
 class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 

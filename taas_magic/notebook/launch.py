@@ -319,7 +319,7 @@ def carry_out(
                 start_session(
                     session, connection, spec.origin, driver.cell_text(), config, interrupts
                 )
-                connection = session.connection
+                connection, spec = session.connection, spec.for_session()
             driver.start(
                 connection, spec, fetchers.pop_events() if fetchers else [], view, interrupts
             )

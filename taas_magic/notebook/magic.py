@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from taas_magic.capture.work import CellWork
+    from taas_magic.notebook.runs import Run
 
 
 @magics_class
@@ -110,6 +111,12 @@ class TaasMagics(Magics):
         # If the module was not imported, there is no session.
         found = sys.modules.get("taas_magic.notebook.sessions")
         return [session.name for session in found.live()] if found is not None else []
+
+    def detached_sessions(self) -> list[str]:
+        """Return the names of detached sessions that this kernel does not have, for completion."""
+        from taas_magic.notebook import sessions
+
+        return [flags.session for _, flags in sessions.left_sessions()]
 
     def runs(self) -> list[str]:
         """Return the ids of the newest runs, for Tab completion."""
@@ -399,22 +406,58 @@ def _attach(words: Sequence[str], settings: Config) -> str:
 
     from taas_magic.notebook import attach, launch, runs, sessions
 
-    name = _optional_word("attach", words)
-    left = sessions.left_session(name) if name is not None else None
-    run = left or runs.to_attach(name, Path.cwd(), sessions.is_kept)
+    name, shell = _optional_word("attach", words), get_ipython()
+    for session in sessions.live():
+        if session.name == name:
+            raise UsageError(f"session {name} is in this kernel. Use it: %%taas --session {name}")
+    run = sessions.running(name) if name is not None else None
+    try:
+        run = run or runs.to_attach(name, Path.cwd(), sessions.is_kept)
+    except UsageError:
+        if name is not None and (ended := sessions.ended_text(name)):
+            raise UsageError(ended) from None
+        raise
     if run.is_active and sessions.flags_of(run) is not None:
-        if (shell := get_ipython()) is None:
-            raise UsageError(f"%taas attach {name}: only a notebook's kernel can have a session")
-        session = launch.take_session(run, shell, settings)
-        assert session.plan is not None
-        names = sorted(name for name in session.names.owned if not name.startswith("_"))
-        return (
-            f"Session {session.name} is in this kernel now: {session.plan.world_size} ranks with "
-            f"{', '.join(names) or 'no variables'}. Use it: %%taas --session {session.name}"
-        )
+        if shell is not None:
+            return _take_session(run, shell, settings)
+        run = _cell_to_watch(run)
     launch.last_run = run
     attach.attach(run)
     return ""
+
+
+def _take_session(run: "Run", shell: "InteractiveShell", settings: Config) -> str:
+    from taas_magic.notebook import launch
+
+    session = launch.take_session(run, shell, settings)
+    assert session.plan is not None
+    names = sorted(name for name in session.names.owned if not name.startswith("_"))
+    return (
+        f"Session {session.name} is in this kernel now: {session.plan.world_size} ranks with "
+        f"{', '.join(names) or 'no variables'}. Use it: %%taas --session {session.name}"
+    )
+
+
+def _cell_to_watch(session: "Run") -> "Run":
+    """Return the cell that a session runs, for a terminal, and print what else the user can do.
+
+    Args:
+        session: The session's own run.
+
+    Raises:
+        UsageError: The session runs no cell.
+    """
+    from taas_magic.notebook import sessions
+
+    name = session.plan.session
+    todo = (
+        f"Only the kernel of a notebook can take over session {name}: run `%taas attach {name}` "
+        f"there. In a terminal, `python -m taas_magic end {name}` ends it"
+    )
+    if (cell := sessions.running_cell(session)) is None:
+        raise UsageError(f"session {name} runs no cell, so there is nothing to show. {todo}")
+    _print_line(f"This is the cell that session {name} runs. {todo}.")
+    return cell
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
@@ -701,7 +744,8 @@ _LISTED_RUNS = 20
 _LOGS_VALUES = ("--rank", "--tail", "--grep")
 """Flags whose value is not completed."""
 
-_OF_A_RUN = ("attach", "detach", "stop", "stacks", "ranks", "report")
+_OF_A_RUN = ("stop", "stacks", "ranks", "report")
+_OF_A_SESSION = ("vars", "debug", "restart", "end")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
@@ -753,10 +797,13 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return word, []
     if before[0] in ("warm", "down"):
         return _beginning(word, known.pools())
-    if before[0] == "debug":
-        return _beginning(word, [*known.sessions(), "--rank"])
-    if before[0] in ("vars", "end", "restart"):
-        return _beginning(word, known.sessions())
+    if before[0] in _OF_A_SESSION:
+        names = [*known.sessions(), *known.detached_sessions()]
+        return _beginning(word, [*names, "--rank"] if before[0] == "debug" else names)
+    if before[0] == "attach":
+        return _beginning(word, [*known.detached_sessions(), *known.runs()])
+    if before[0] == "detach":
+        return _beginning(word, [*known.sessions(), *known.runs()])
     if before[0] == "pools":
         return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":

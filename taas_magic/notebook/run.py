@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from IPython.core.getipython import get_ipython
-from msgspec import structs
 
 from taas_magic.display.head import RunState
 from taas_magic.display.view import NoView, View
@@ -26,7 +25,7 @@ from taas_magic.errors import (
     StoreError,
     interrupted,
 )
-from taas_magic.host.spec import RunSpec, fetcher_failed, share_id
+from taas_magic.host.spec import RunSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import Flow
@@ -37,10 +36,8 @@ from taas_magic.messages import (
     Event,
     FetcherEnded,
     FetcherReport,
-    FetcherStarted,
     Halt,
     InputRequested,
-    LoaderAddresses,
     Note,
     Prefilling,
     Relay,
@@ -215,9 +212,8 @@ class RunFetchers:
 
     Fetchers may run in another pool than the ranks. Their events are passed on to the pool of the
     ranks, which writes the run's journal and tells the ranks' hosts where the fetchers listen. The
-    process of their own pool owns the fetchers: they end with it. If all fetchers end before their
-    run does, they are started again, at most `--max-restarts` times. In a session, fetchers stay
-    after the cell, and are started again at most once for each cell.
+    process of their own pool owns the fetchers: they end with it. If all of them have ended, that
+    process starts them again. In a session, fetchers stay after the cell.
 
     Args:
         pool: Pool that runs the fetchers.
@@ -237,8 +233,6 @@ class RunFetchers:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False
-        self._ended: set[int] = set()
-        self._restarts, self._max_restarts = 0, spec.plan.max_restarts
         self._wait = Wait(pool)
         self._connection: PoolConnection | None = None
         self._beginning = Background(self._begin)
@@ -259,39 +253,8 @@ class RunFetchers:
 
     def record_event(self, event: Event) -> None:
         """Record an event from or about a fetcher, and queue it for the pool of the ranks."""
-        if isinstance(event, FetcherStarted):
-            self._ended.discard(event.number)
-        elif isinstance(event, FetcherEnded) and event.entry:
-            self._ended.add(event.number)
-            event = self._restart_if_all_ended(event)
         self._listen(event)
         self._events.put(event)
-
-    def _restart_if_all_ended(self, last: FetcherEnded) -> FetcherEnded:
-        """Start the fetchers again if all have ended and a restart is left.
-
-        Returns:
-            `last`; if the fetchers are started again, a copy that tells ranks to wait for them.
-        """
-        plan = self._spec.plan
-        are_all = plan.data is not None and len(self._ended) == len(plan.data.fetchers)
-        if not last.entry or not are_all or self._closing or self._restarts == self._max_restarts:
-            return last
-        self._restarts += 1
-        count = f"{self._restarts} of {self._max_restarts}"
-        self.record_event(Note(text=f"all fetchers have ended and start again (restart {count})"))
-        threading.Thread(target=self._start_again, name="taas-fetchers", daemon=True).start()
-        soon = {name: LoaderAddresses(fetchers=plan.cpus) for name in last.entry}
-        return structs.replace(last, entry=soon)
-
-    def _start_again(self) -> None:
-        """Start the fetchers again; if that fails, report each as failed."""
-        try:
-            self._launch(self.record_event)
-        except PoolError as error:
-            plan, self._restarts = self._spec.plan, self._max_restarts
-            for fetcher in plan.data.fetchers if plan.data is not None else ():
-                self.record_event(fetcher_failed(plan, fetcher, f"not started again: {error}"))
 
     def pop_events(self) -> list[Event]:
         """Return the queued events, and remove them from the queue."""
@@ -318,9 +281,15 @@ class RunFetchers:
         """Name of the pool that runs the fetchers."""
         return self._pool.name
 
-    def allow_restart(self) -> None:
-        """Let the fetchers be started again once more, if all end."""
-        self._restarts, self._max_restarts = 0, 1
+    @property
+    def connection(self) -> PoolConnection | None:
+        """The connection to the process of their pool; None before it is open."""
+        return self._connection
+
+    def leave(self) -> None:
+        """Leave the fetchers to their pool, because another kernel has taken their session over."""
+        self._closing = True
+        self._close(is_detached=True)
 
     def release(self) -> list[Event]:
         """End the fetchers, which no rank of their session needs any more.
@@ -369,11 +338,6 @@ class RunFetchers:
             self._connection = self._pool.open(data.pool_hosts, tell, self._wait)
         else:
             self._connection = self._pool.connect(wait=self._wait)
-        self._launch(listen)
-
-    def _launch(self, listen: Callable[[Event], None]) -> None:
-        """Start the fetchers, unless the run is closing."""
-        assert self._connection is not None
         if not self._closing:
             self._connection.launch_fetchers(self._spec, listen)
         if self._closing:

@@ -24,6 +24,7 @@ from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
 from taas_magic.messages import (
+    AllowRestarts,
     CellNames,
     Detach,
     Detached,
@@ -31,6 +32,7 @@ from taas_magic.messages import (
     Note,
     RanksKilled,
     Relay,
+    Request,
     RunEnded,
     pack,
     unpack,
@@ -145,9 +147,9 @@ class Session:
             return headline(ended.first)
         if self._is_taken:
             return "another kernel has taken it over"
-        if self._notes:
-            return self._notes[-1]
-        return (ended.why if ended is not None else "") or "it was ended"
+        if ended is not None and ended.why:
+            return ended.why
+        return self._notes[-1] if self._notes else "it was ended"
 
     def lost_names(self) -> str:
         """Return a list of the variables that ended with the ranks, as text for a message."""
@@ -182,8 +184,8 @@ class Session:
         The first cell's plan decides which hosts run the ranks.
         """
         self._loaded, self._changes = set(), []
-        for fetchers in self._fetchers.values():
-            fetchers.allow_restart()
+        if self._n_fetchers:
+            self._allow_restarts()
         if self.plan is None:
             self.plan = structs.replace(
                 plan,
@@ -307,9 +309,16 @@ class Session:
 
     def keep_fetchers(self, fetchers: RunFetchers) -> None:
         """Keep the fetchers of the cell that runs, until no rank needs them any more."""
-        fetchers.allow_restart()
         self._fetchers[self._cells] = fetchers
         fetchers.forward_events(self.connection, self.run_id)
+
+    def _allow_restarts(self) -> None:
+        """Tell the pools of the session's fetchers, in the background, that another cell begins."""
+        of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
+        for connection in {self._connection, *of_fetchers} - {None}:
+            assert connection is not None
+            request = partial(_call, connection, AllowRestarts(self.run_id))
+            threading.Thread(target=request, name="taas-restarts", daemon=True).start()
 
     def count_cell(self) -> int:
         """Return the number of the session's next cell, counted from 1."""
@@ -358,10 +367,13 @@ class Session:
             self._closing = [*(one for one in self._closing if one.is_alive()), thread]
 
     def _release(self, fetchers: list[RunFetchers]) -> None:
+        if self._is_taken:  # the other kernel's cells use them
+            for each in fetchers:
+                each.leave()
+            return
         events = [event for each in fetchers for event in each.release()]
-        with suppress(PoolError):  # the session has ended with its pool's process
-            if not self.has_ended:
-                self.connection.call(Relay(self.run_id, events))
+        if not self.has_ended:
+            _call(self.connection, Relay(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
         # rank 0 comes last, so that its report on a name replaces those of other ranks
@@ -428,6 +440,15 @@ class Session:
                 self._connection.forget(self.run_id)
 
 
+def _call(connection: PoolConnection, request: Request[None]) -> None:
+    """Send a request to a pool's process. Do nothing if the process has ended.
+
+    The session has then ended, too, and its next cell says so.
+    """
+    with suppress(PoolError):
+        connection.call(request)
+
+
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     """Return the session that a cell runs in; None if the cell has no `--session`.
 
@@ -472,6 +493,8 @@ def _why_none(name: str, known: Session | None) -> str:
         return known.death(may_have_died=False)
     if left_session(name) is not None:
         return f'A detached session "{name}" is running: `%taas attach {name}` takes it over'
+    if said := ended_text(name):
+        return said
     hint = closest(name, [each.name for each in live()])
     return f'There is no session "{name}"{hint}. Start it: %%taas --gpus 2 --session {name}'
 
@@ -527,6 +550,53 @@ def left_session(name: str, project: Path | None = None) -> Run | None:
     """
     for run, flags in left_sessions():
         if flags.session == name and project in (None, Path(run.context.project)):
+            return run
+    return None
+
+
+def running(name: str) -> Run | None:
+    """Return the session with this name that another kernel has or had; None if none is running.
+
+    Detached sessions come first, because this kernel can take them over.
+    """
+    if (left := left_session(name)) is not None:
+        return left
+    own = {session.run_id for session in live()}
+    for run in runs.newest():
+        flags = flags_of(run)
+        if flags is not None and flags.session == name and run.run_id not in own and run.is_active:
+            return run
+    return None
+
+
+def ended_text(name: str) -> str:
+    """Return why the newest detached session with this name ended, and how to start it again.
+
+    Returns "" if there was no such session, or if it is running.
+    """
+    for run in runs.newest():
+        flags = flags_of(run)
+        if flags is not None and flags.session == name and flags.detach:
+            if run.is_active:
+                return ""
+            why = run.error or "it was ended"
+            return (
+                f'detached session "{name}" has ended: {why}. Start it again: '
+                f"%%taas --gpus {flags.gpus} --session {name} --detach"
+            )
+    return ""
+
+
+def running_cell(session: Run) -> Run | None:
+    """Return the cell that a session runs now; None if it runs none.
+
+    Args:
+        session: The session's own run.
+    """
+    name, pool_folder = session.plan.session, session.context.pool_folder
+    for run in runs.newest():
+        is_other = run.is_active and run.run_id != session.run_id
+        if is_other and run.plan.session == name and run.context.pool_folder == pool_folder:
             return run
     return None
 

@@ -6,6 +6,7 @@ address.py     the file by which a kernel finds the pool's process
 gate.py        the scheduler and its port: authentication of peers, checks of their messages
 controller.py  starts, follows and ends runs; writes their journals; counts the hosts' GPU hours
 runs.py        the ranks of a run in all its attempts, and its fetchers, on all their hosts
+restarts.py    decides whether fetchers that have ended start again
 hosts.py       the pool's hosts: membership, leases, requests to their agents
 detached.py    work for a detached run that its kernel would otherwise do
 """

@@ -31,6 +31,7 @@ from taas_magic.host.spec import (
 )
 from taas_magic.journal.folder import RunFolder, Writer
 from taas_magic.messages import (
+    AllowRestarts,
     AnswerInput,
     Detach,
     Detached,
@@ -286,6 +287,7 @@ class Controller(SchedulerPlugin):
                 Detach: self.detach,
                 TakeSession: self.take_session,
                 TakeFetchers: self.take_fetchers,
+                AllowRestarts: self.allow_restarts,
                 Halt: self.halt,
                 AnswerInput: self.answer_input,
                 GetStatus: self.status,
@@ -331,6 +333,8 @@ class Controller(SchedulerPlugin):
 
                 run = PoolRun(spec, owner, self.pool_hosts, publish, over, session)
                 run.send_event = send_event
+                for fetchers in self._fetchers_of_session(run_id):  # of the session's first cell
+                    run.count_fetchers(fetchers)
                 if session is not None:
                     until_end.enter_context(session.in_use(run))
                 hosts = await self._start(run, request.fetcher_events)
@@ -357,8 +361,9 @@ class Controller(SchedulerPlugin):
     def _end_idle_sessions(self) -> None:
         for run in list(self._runs.values()):
             if isinstance(run, PoolRun) and run.is_idle and not run.is_halted:
-                idle = f"it had no cell for {run.idle_for_s:.0f} s (session_idle_s in taas.toml)"
-                run.publish(Note(text=f"session {run.plan.session} ends: {idle}"))
+                run.why_halted = (
+                    f"it had no cell for {run.idle_for_s:.0f} s (session_idle_s in taas.toml)"
+                )
                 self._tasks.start(run.halt("interrupt"))
 
     async def detach(self, request: Detach) -> str:
@@ -392,10 +397,14 @@ class Controller(SchedulerPlugin):
         if not isinstance(run, PoolRun) or run.is_halted:
             return SessionState(error="it has ended")
         if not run.stays:
-            return SessionState(error="it was started without --detach and belongs to its kernel")
+            name = run.plan.session
+            todo = f"`%taas detach {name}` in that kernel lets other kernels take it over"
+            return SessionState(error=f"it belongs to another kernel, without --detach; {todo}")
         if request.owner not in self._kernels.connected:
             return SessionState(error="the notebook's kernel is gone")
         if run.owner and run.owner != request.owner:
+            for fetchers in self._fetchers_of_session(run.run_id):
+                self._leave(fetchers, run)
             run.send_event(encode(Detached()))
         run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
         state, run.left_cell = run.state(), ""
@@ -410,28 +419,35 @@ class Controller(SchedulerPlugin):
         """Let a detached session, a cell that it runs, or its fetchers continue without the kernel.
 
         Args:
-            share: The session itself, the cell, or the fetchers. The kernel, which was its owner,
-                is gone.
+            share: The session itself, the cell, or the fetchers. Its owner, a kernel, is gone, or
+                another kernel takes the session over.
             session: The session.
         """
         share.owner = ""
         if isinstance(share, PoolFetchers):
-            share.publish = lambda event: self._tasks.start(session.relay([event]))
+            self._relay_to(session, share)
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
             session.left_cell = share.run_id
             self._fetchers_of[share.run_id] = _no_fetchers  # the cell's end calls `notify`
             self._tasks.start(share.refuse_input())
 
+    def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
+        """Send all events of fetchers on this pool to their run, and not to a kernel.
+
+        The earlier events are sent again, because the kernel may not have relayed all of them.
+        """
+        fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
+        self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
+
     async def _end_fetchers(self, run: PoolRun) -> None:
         """End the fetchers of a detached run, or those that a session has without a kernel."""
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
                 await end_fetchers()
-        for share in list(self._runs.values()):
-            is_fetching = isinstance(share, PoolFetchers) and not share.owner
-            if is_fetching and share.session_id == run.run_id:
-                await share.halt("kill")
+        for fetchers in self._fetchers_of_session(run.run_id):
+            if not fetchers.owner:
+                await fetchers.halt("kill")
 
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
@@ -446,11 +462,9 @@ class Controller(SchedulerPlugin):
         data_id = share_id(run.run_id)
         here = self._runs.get(data_id)
         if isinstance(here, PoolFetchers):
-            fetchers = here
-            fetchers.owner = ""
-            fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
-            await run.relay(fetchers.lifecycle_events)
-            return partial(fetchers.halt, "kill")
+            here.owner = ""
+            self._relay_to(run, here)
+            return partial(here.halt, "kill")
         if run.plan.data is None:
             return _no_fetchers
         folder = Path(run.folder.context().data_folder)
@@ -518,27 +532,33 @@ class Controller(SchedulerPlugin):
             The response for the kernel: the names of the hosts, or the error.
         """
         owner, run_id = request.owner, share_id(request.run.plan.run_id)
-        if before := self._runs.get(run_id):
-            # A `Halt` for the old fetchers would also end new ones on a host.
-            await before.wait_until_ended()
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
         session = self._runs.get(request.run.session)
-        if isinstance(session, PoolRun) and request.run.plan.data is not None:
-            session.count_fetchers(request.run.plan.data)
+        if isinstance(session, PoolRun):
+            session.count_fetchers(fetch)
 
         async def carry_out() -> None:
             await fetch.carry_out()
-            if self._runs.get(fetch.run_id) is fetch:
-                del self._runs[fetch.run_id]
+            del self._runs[run_id]
 
         try:
             hosts = await self._start(fetch)
-        except PoolError as error:
+        except (PoolError, OSError) as error:
             await fetch.halt("kill")
             return StartResponse(error=self._kernels.why_not_started(error))
         finally:
             self._tasks.start(carry_out())
         return StartResponse(hosts=hosts)
+
+    async def allow_restarts(self, request: AllowRestarts) -> None:
+        """Let the fetchers of a session on this pool start again once more, for its next cell."""
+        for fetchers in self._fetchers_of_session(request.session):
+            fetchers.allow_restart()
+
+    def _fetchers_of_session(self, session_id: str) -> list[PoolFetchers]:
+        """Return the fetchers on this pool that run the loaders of a session."""
+        shares = [share for share in self._runs.values() if share.session_id == session_id]
+        return [share for share in shares if isinstance(share, PoolFetchers)]
 
     async def _start(self, share: Share, fetcher_events: Sequence[Event] = ()) -> list[str]:
         """Register and start a run's ranks or fetchers.

@@ -64,6 +64,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import DataPlan, Plan, senders
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
+from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
@@ -354,6 +355,10 @@ class Share(ABC):
         """
         self._how_halted = how
         self._halted.set()
+        await self._order_end(how)
+
+    async def _order_end(self, how: str) -> None:
+        """Order all hosts to end the ranks or fetchers; end a host itself that does not obey."""
         self._tasks.start(self._end_late(HALT_S))
         await self._send_to_all(Halt(self.run_id, how))
 
@@ -512,7 +517,11 @@ class Share(ABC):
 
 
 class PoolFetchers(Share):
-    """The fetchers of a run, on one pool."""
+    """The fetchers of a run, on one pool.
+
+    If all of them have ended, they start again, up to `--max-restarts` times. In a session, they
+    stay until they are halted, and start again at most once for each cell (`allow_restart`).
+    """
 
     fetches = True
 
@@ -524,11 +533,25 @@ class PoolFetchers(Share):
         """Start and end events of the fetchers so far. If a run is detached, the new owner of its
         fetchers needs them."""
 
+        self._restarts = FetcherRestarts(run.plan, 1 if run.session else run.plan.max_restarts)
+        self._starts = 0
+        """Number of restarts that have begun and not ended."""
+
+        self._keeping = contextlib.ExitStack()
+
     async def start(self) -> list[str]:
         """See `Share.start`.
 
         If one host fails, fetchers may run on others. So the caller must then call `halt`.
+
+        Raises:
+            OSError: The run folder cannot be read.
         """
+        if self._run.session:  # the fetchers may start again when their cell has ended long ago
+            await asyncio.to_thread(self._keeping.enter_context, self.folder.in_use())
+        return await self._start_all()
+
+    async def _start_all(self) -> list[str]:
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(host, number) for number, host in enumerate(chosen)]
         self._parts = {part.host.address: part for part in parts}
@@ -540,9 +563,39 @@ class PoolFetchers(Share):
         return [host.name for host in chosen]
 
     async def carry_out(self) -> None:
-        """Wait until the fetchers have ended on all hosts; then refuse requests for files."""
-        await self.wait_until_ended()
+        """Wait until the fetchers have ended and will not start again; then refuse requests."""
+        while self._running() or self._may_start_again():
+            self._changed.clear()
+            await self._changed.wait()
+        self._keeping.close()
         await self._files.close()
+
+    def _may_start_again(self) -> bool:
+        return self._starts > 0 or (bool(self._run.session) and not self.is_halted)
+
+    def allow_restart(self) -> None:
+        """Allow one restart for the next cell of the session.
+
+        If all fetchers ended earlier, start them again now.
+        """
+        if not self.is_halted:
+            self._publish_all(*self._restarts.allow_one())
+
+    async def _start_again(self) -> None:
+        """Start all fetchers when the earlier ones are gone from their hosts."""
+        try:
+            await self.wait_until_ended()
+            await self._start_all()
+        except PoolError as error:
+            await self._order_end("kill")
+            self._restarts.refuse()
+            for fetcher in self._data.fetchers:
+                self._publish_event(
+                    fetcher_failed(self.plan, fetcher, f"not started again: {error}")
+                )
+        finally:
+            self._starts -= 1
+            self._changed.set()
 
     async def halt(self, how: str) -> None:
         """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
@@ -552,7 +605,9 @@ class PoolFetchers(Share):
         Args:
             how: Ignored: "interrupt" kills the fetchers too.
         """
+        self._restarts.refuse()
         await super().halt("kill")
+        self._changed.set()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.wait_until_ended(), FETCHERS_END_S)
 
@@ -576,10 +631,22 @@ class PoolFetchers(Share):
         self._publish_event(event)
 
     def _publish_event(self, event: Event) -> None:
-        """Publish an event. Add start and end events to `lifecycle_events`."""
-        if isinstance(event, FetcherStarted | FetcherEnded):
-            self.lifecycle_events.append(event)
-        self.publish(event)
+        self._publish_all(*self._restarts.record(event))
+
+    def _publish_all(self, events: Iterable[Event], starts_again: bool) -> None:
+        """Publish events. Add start and end events to `lifecycle_events`.
+
+        Args:
+            events: The events.
+            starts_again: Whether to start all fetchers again.
+        """
+        for event in events:
+            if isinstance(event, FetcherStarted | FetcherEnded):
+                self.lifecycle_events.append(event)
+            self.publish(event)
+        if starts_again:
+            self._starts += 1
+            self._tasks.start(self._start_again())
 
     def _lost(self, part: HostPart, why: str) -> None:
         numbers, host = self._numbers(part), part.host.name
@@ -643,6 +710,9 @@ class PoolRun(Share):
         self.stays = False
         """Whether this is a detached session, which goes on without its kernel."""
 
+        self.why_halted = ""
+        """Why the pool's process has halted the run, for the user; "" if it has not."""
+
         self.left_cell = ""
         """Run id of the session's newest cell that has lost its kernel; "" for none."""
 
@@ -699,10 +769,11 @@ class PoolRun(Share):
         cell = self._cells[-1].run_id if self._cells else self.left_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
 
-    def count_fetchers(self, data: DataPlan) -> None:
+    def count_fetchers(self, fetchers: PoolFetchers) -> None:
         """Record the numbers of a cell's fetchers, so that later cells use other numbers."""
-        numbers = (fetcher.number + 1 for fetcher in data.fetchers)
-        self._n_fetchers = max(self._n_fetchers, *numbers)
+        data = fetchers.plan.data
+        numbers = (fetcher.number + 1 for fetcher in (data.fetchers if data else ()))
+        self._n_fetchers = max(self._n_fetchers, *numbers, 0)
 
     def session_hosts(self) -> list[PoolHost]:
         """Return a session's hosts in the order of their ranks.
@@ -748,6 +819,7 @@ class PoolRun(Share):
             failures=failures,
             first=first_failure(failures),
             elapsed_s=time.monotonic() - self._started,
+            why=self.why_halted,
             attempt=self.attempt,
         )
 

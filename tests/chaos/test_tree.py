@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.tree import CELLS, SESSION, Chaos, Program
+from tests.chaos.tree import CELLS, DETACHED, Chaos, Program
 from tests.conftest import GONE_WITHIN_S
 from tests.frontend import Scene
 
 ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "5"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
+PROGRAMS = {"cells": CELLS, "detached session": DETACHED}
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", [CELLS, SESSION], ids=["cells", "session"])
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene, program: Program) -> None:
     harmed = Chaos(scene, SEED, program, program.harms, END_S, GONE_WITHIN_S)
     result = harmed.play(ROUNDS, print)

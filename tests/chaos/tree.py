@@ -4,15 +4,16 @@ After each harm, the cell must end and the next cell must run. After a while, no
 of the harmed processes may be left.
 """
 
+import os
 import random
 import re
 import secrets
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -37,8 +38,8 @@ MODULES = {
     "supervisor": "taas_magic.host.supervisor",
 }
 PLACES = ("kernel", *MODULES, "forkserver", "rank", "fetcher", "worker")
-DATA_PLACES = ("fetcher", "worker")
 HARMS = tuple(f"{deed} {place}" for place in PLACES for deed in ("kill", "stop"))
+SESSION_HARMS = (*HARMS, "interrupt kernel", "interrupt rank", "interrupt fetcher")
 
 LOADER = """
 import taas, torch
@@ -59,37 +60,67 @@ class Program:
     """The cells of a round.
 
     Attributes:
-        start: Cell that runs first, and again after each end of the kernel or of the session.
+        start: Cells that run first, and again after each end of the kernel or of the session.
         cell: Cell that is running when the harm is done.
         next: Cell that must succeed afterwards.
         way_out: Part of the one-line error that `next` may raise instead; "" if it must succeed.
         harms: The possible harms.
+        back: Cells that run in a new kernel after the old one was killed; empty for `start`.
     """
 
-    start: str
+    start: tuple[str, ...]
     cell: str
     next: str
     way_out: str
     harms: tuple[str, ...]
+    back: tuple[str, ...] = ()
 
 
-CELLS = Program(LOADER, TRAIN, NEXT, "", HARMS)
-SESSION = Program(
-    start="""%%taas --gpus 2 --session exp
+CELLS = Program((LOADER,), TRAIN, NEXT, "", HARMS)
+START_SESSION = """%%taas --gpus 2 --session exp --cpus 1
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-""",
+"""
+SESSION = Program(
+    start=(LOADER, START_SESSION),
     cell="""%%taas --session exp
 print("pid", os.getpid(), flush=True)
-for _ in range(40):
+for batch in loader:
     time.sleep(0.05)
     dist.all_reduce(torch.ones(1))
 """,
-    next="%%taas --session exp\nprint('the next one')",
+    next="""%%taas --session exp
+first = next(iter(loader))
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+print("the next one")
+""",
     way_out="Start it",
-    harms=("interrupt kernel", *(harm for harm in HARMS if harm.split()[1] not in DATA_PLACES)),
+    harms=SESSION_HARMS,
 )
 """If the session has ended, the next cell raises a one-line error with the way to restart it."""
+
+DETACHED = replace(
+    SESSION,
+    start=(LOADER, START_SESSION.replace("--session exp", "--session exp --detach")),
+    back=("%taas attach exp",),
+)
+"""A detached session. After a kernel is killed, the next kernel takes the session over."""
+
+
+@dataclass
+class Outcomes:
+    """What followed harms of one kind.
+
+    Attributes:
+        rounds: Number of rounds with this harm.
+        ran: Number of rounds in which the next cell ran.
+        said: Number of rounds in which the next cell said how to start the session again.
+    """
+
+    rounds: int = 0
+    ran: int = 0
+    said: int = 0
 
 
 @dataclass
@@ -97,20 +128,32 @@ class Result:
     """The result of all rounds.
 
     Attributes:
-        harms: Number of rounds with each harm.
+        harms: The outcomes of each harm.
         late: Harms after which the cell did not end in time.
         broken: Harms after which the next cell failed, each with the error.
         left: Processes and files that were left.
     """
 
-    harms: Counter[str] = field(default_factory=Counter)
+    harms: defaultdict[str, Outcomes] = field(default_factory=lambda: defaultdict(Outcomes))
     late: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
+    @property
+    def rounds(self) -> int:
+        """Number of rounds so far."""
+        return sum(outcomes.rounds for outcomes in self.harms.values())
+
+    def table(self) -> str:
+        """Return a table with one row for each harm."""
+        rows = [f"{'harm':20} rounds  next cell ran  said how to start again"]
+        for harm, seen in sorted(self.harms.items()):
+            rows.append(f"{harm:20} {seen.rounds:6}  {seen.ran:13}  {seen.said:23}")
+        return "\n".join(rows)
+
     def __str__(self) -> str:
         return (
-            f"{self.harms.total()} rounds; not ended in time: {len(self.late)}; "
+            f"{self.rounds} rounds; not ended in time: {len(self.late)}; "
             f"next cell not fine: {len(self.broken)}; left over: {len(self.left)}"
         )
 
@@ -152,8 +195,8 @@ class Chaos:
             say: Function that is called with one line for each round.
         """
         with self._scene.kernel(**{TOKEN: self._token}) as frontend:
-            frontend.run(self._program.start)
-            while self.result.harms.total() < rounds:
+            self._run(frontend, self._program.start)
+            while self.result.rounds < rounds:
                 self._round(frontend, say)
         self.result.left += left_after(self._all_left, self._gone_s)
         return self.result
@@ -164,20 +207,20 @@ class Chaos:
         if self._random.random() < COLD:
             frontend.run("%taas down")
             if self._program.way_out:  # the session has ended with its pool
-                frontend.run(self._program.start)
+                self._run(frontend, self._program.start)
         request = frontend.send(self._program.cell)
         with suppress(AssertionError):  # the moment has come, or the cell has ended
             frontend.wait(lambda: request in frontend.replies, delay_s)
         victims = list(self._find(frontend, harm.split()[1]))
         if victims:
-            self.result.harms[harm] += 1
+            self.result.harms[harm].rounds += 1
             which = self._random.choice(victims)
             began = time.monotonic()
             with self._harmed(harm, which):
                 self._finish(frontend, request, harm)
             took_s = time.monotonic() - began
             self._check_next(frontend, harm)
-            say(f"{self.result.harms.total()}: {harm} after {delay_s:.1f} s, took {took_s:.1f} s")
+            say(f"{self.result.rounds}: {harm} after {delay_s:.1f} s, took {took_s:.1f} s")
         else:
             self._finish(frontend, request, harm)
         self._look_for_old(frontend, harm)
@@ -199,7 +242,7 @@ class Chaos:
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
             frontend.client.wait_for_ready(timeout=WAIT_S)
-            frontend.run(self._program.start)
+            self._run(frontend, self._program.back or self._program.start)
             return
         try:
             frontend.finish(request, self._end_s)
@@ -209,15 +252,22 @@ class Chaos:
             frontend.manager.interrupt_kernel()
             frontend.finish(request, self._end_s)
 
+    def _run(self, frontend: Frontend, cells: tuple[str, ...]) -> None:
+        for cell in cells:
+            frontend.run(cell)
+
     def _check_next(self, frontend: Frontend, harm: str) -> None:
         """Run the next cell. If it says how to start the session again, do that."""
+        outcomes = self.result.harms[harm]
         request = frontend.send(self._program.next)
         if frontend.finish(request)["status"] == "ok" and "the next" in frontend.text(request):
+            outcomes.ran += 1
             return
         [error] = frontend.contents(request, "error")
         said, way_out = error["evalue"], self._program.way_out
         if way_out and way_out in said and "\n" not in said:
-            frontend.run(self._program.start)
+            outcomes.said += 1
+            self._run(frontend, self._program.start)
             return
         self.result.broken.append(f"{harm}: {error['evalue']}")
 
@@ -288,13 +338,13 @@ def _place_of(process: psutil.Process) -> str:
             return place
     if FORKSERVER not in said:
         return ""
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
         above = [words(parent) for parent in process.parents()]
         depth = sum(FORKSERVER in text for text in above)
         if depth == 0:
             return "forkserver"
         if depth == 1:
-            return "fetcher" if process.children() else "rank"
+            return "fetcher" if "/fetcher-" in os.readlink(f"/proc/{process.pid}/fd/1") else "rank"
         return "worker"
     return ""
 

@@ -1,7 +1,9 @@
 """Detached runs: they outlive their kernel, and other kernels attach or stop them."""
 
+import os
 import random
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -121,7 +123,7 @@ class Numbers(Dataset):
         return i
 numbers = taas.register(DataLoader(Numbers(), batch_size=1, num_workers=1), name="numbers")
 """
-FED = """%%taas --gpus 1 --cpus 1 {pool} --out seen --detach
+FED = """%%taas --gpus 1 --cpus 1 {pool} --out seen --max-restarts 1 --detach
 seen = [int(batch) for batch in numbers]
 """
 TWO_POOLS = """
@@ -146,6 +148,9 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
         killed.run(FED.format(pool=pool))
         run = next(runs.newest())
         assert run.state == "RUNNING"
+        eventually(lambda: run.head.flow.fetchers)
+        [fetcher] = run.head.flow.fetchers.values()
+        os.kill(fetcher.pid, signal.SIGKILL)  # its pool starts another one
         kill(killed)
     assert run.wait(WAIT_S) == {"seen": list(range(60))}
     told = project / "told"

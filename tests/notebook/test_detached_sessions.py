@@ -1,5 +1,8 @@
 """Detached sessions: they outlive their kernel, and another kernel takes them over or ends them."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -8,12 +11,12 @@ import pytest
 from tests.frontend import Frontend, kernel
 from tests.harness import left_of
 from tests.notebook.test_detach import kill
+from tests.notebook.test_kernel import completions
 from tests.notebook.test_sessions import (
     LOADER,
     error,
     fetchers_of,
     notes,
-    printed,
     ranks_of,
     value,
 )
@@ -27,10 +30,14 @@ import torch
 rank, pid, lr = int(os.environ["RANK"]), os.getpid(), 0.1
 weights = torch.arange(3.0)
 """
-WAITS = """%%taas --session exp --out done
-print("begun", rank, flush=True)
+TERMINAL = [sys.executable, "-m", "taas_magic", "attach", "exp"]
+UNTIL = """
 while not os.path.exists("{go}"):
     time.sleep(0.05)
+"""
+WAITS = f"""%%taas --session exp --out done
+print("begun", rank, flush=True)
+{UNTIL}
 done = rank + 10
 """
 
@@ -66,10 +73,18 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert 'a detached session "exp" of this notebook' in said
     assert "%taas attach exp takes it over" in other.text(other.run("%taas sessions"))
 
-    # the cell has continued; `%taas attach` shows its output
+    assert {"exp"} == set(completions(other.client, "%taas attach e"))
+    assert {"exp"} == set(completions(other.client, "%taas end e"))
+
+    # the cell has continued; `%taas attach` shows its output, also in a terminal
     request = other.send("import taas\nlr = 5\ndef twice(x): return 2 * x\n%taas attach exp")
     other.wait(lambda: other.text(request).count("begun") == 2)
-    go.touch()
+    with subprocess.Popen(TERMINAL, stdout=subprocess.PIPE, text=True) as terminal:
+        assert terminal.stdout is not None
+        assert "the cell that session exp runs" in terminal.stdout.readline()
+        go.touch()
+        assert terminal.stdout.read().count("begun") == 2
+    assert terminal.returncode == 0
     assert other.finish(request)["status"] == "ok"
     assert "Session exp is in this kernel now: 2 ranks with " in other.text(request)
     assert value(other, "taas.last_run.out") == {"done": 10}
@@ -79,19 +94,49 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     request = other.run(f"%%taas --session exp --out same@all\n{cell}")
     assert value(other, "same") == [(True, 0.2, [0.0, 1.0, 2.0]), (True, 0.2, [1.0, 2.0, 3.0])]
     assert "cells of this session assigned `lr`" in notes(other, request)
+    # the fetcher starts again, although its kernel is gone and the folders of ended runs, too
+    other.run("from taas_magic.journal import folder\nfolder.prune(keep_runs=0, keep_bytes=0)")
+    fetcher, *ranks = processes
+    fetcher.kill()
+    assert not left_of([fetcher])
     request = other.run(
         "%%taas --session exp --out got@all\ngot = [b.tolist() for b in batches], lr"
     )
     assert "`lr`" not in notes(other, request)
     left = [n for batches, _ in value(other, "got") for batch in batches for n in batch]
     assert sorted([*left, *(n for first in begun for n in first)]) == list(range(32))
+    fetchers = fetchers_of(other, 1)
 
-    # a third kernel takes the session over, and is also killed
+    # a third kernel takes the session over with the second one's fetchers, and is also killed
+    other.run(LOADER.replace("loader", "more"))
+    other.run("%%taas --session exp --cpus 1\nbatches = iter(more)\nfirst = next(batches)")
+    fetchers = fetchers_of(other, 2)
     with kernel(project, TAAS_WARM="0") as third:
         third.run("%taas attach exp")
-        assert printed(third, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+        third.run("%%taas --session exp --out got@all\ngot = 1 + len(list(batches))")
+        assert value(third, "got") == [8, 8]
         assert "another kernel has taken it over" in error(other, "%%taas --session exp\npass")
         kill(third)
+    processes = [*fetchers, *ranks]
     assert all(process.is_running() for process in processes)
+    done = subprocess.run(TERMINAL, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and "run `%taas attach exp` there" in done.stderr
     other.run("%taas end exp")
     assert not left_of(processes)
+
+
+def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
+    kernel_of_its_own: Frontend, tmp_path: Path
+) -> None:
+    project, go, other = tmp_path / "project", tmp_path / "go", kernel_of_its_own
+    (project / "taas.toml").write_text("[runs]\nsession_idle_s = 3\n")
+    with kernel(project, TAAS_WARM="0") as killed:
+        cell = killed.send(f"{START}print('pid', pid)\n{UNTIL.format(go=go)}")
+        killed.wait(lambda: killed.text(cell).count("pid") == 2)
+        ranks = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", killed.text(cell))]
+        kill(killed)
+    go.touch()
+    assert not left_of(ranks)
+    said = error(other, "%taas attach exp")
+    assert 'detached session "exp" has ended: it had no cell for 3 s' in said
+    assert "%%taas --gpus 2 --session exp --detach" in said

@@ -24,6 +24,18 @@ pid = os.getpid()
 """
 
 
+SIZES = """
+from taas_magic.messages import to_bytes
+from taas_magic.pool.client import PoolConnection
+
+sizes, launch = [], PoolConnection.launch
+def measured(connection, run, *about):
+    sizes.append(len(to_bytes(run)))
+    return launch(connection, run, *about)
+PoolConnection.launch = measured
+"""
+
+
 @pytest.fixture
 def session(frontend_of_module: Frontend) -> Iterator[Frontend]:
     """Yield a kernel with a session `exp` of two ranks; end the session after the test."""
@@ -71,6 +83,12 @@ def test_variables_modules_and_the_process_group_stay(session: Frontend) -> None
     assert printed(session, f"%%taas --session exp\n{cell}") == ["3.0 True"]  # on both ranks
     session.run("%%taas --session exp --out x,stays@all\npass")
     assert value(session, "x.item(), stays") == (3.0, [[0, True], [1, True]])
+    # the ranks do not get again what they have: a variable of the notebook's environment
+    session.run(f"import os\nos.environ['BIG'] = 'x' * 100_000\n{SIZES}")
+    session.run("%%taas --session exp\npass")
+    session.run("del os.environ['BIG']\nPoolConnection.launch = launch")
+    [size] = value(session, "sizes")
+    assert size < 20_000
 
 
 def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:

@@ -23,6 +23,7 @@ from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
+    AllowRestarts,
     AnswerInput,
     Detach,
     EndPool,
@@ -193,7 +194,7 @@ def test_who_may_ask_what_and_who_answers(
     by_hosts |= {ListChanges, PublishFiles}
     by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
-    by_kernels |= {TakeSession}
+    by_kernels |= {TakeSession, AllowRestarts}
     of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
     of_hosts |= {AnswerInput, PauseClocks}
     kinds = {it for it in leaf_subclasses(Request) if it.__module__.startswith("taas_magic.")}

@@ -1,0 +1,66 @@
+"""Decide whether a run's fetchers start again after all of them have ended."""
+
+import time
+
+from msgspec import structs
+
+from taas_magic.messages import Event, FetcherEnded, FetcherStarted, LoaderAddresses, Note
+from taas_magic.plan import Plan
+
+
+class FetcherRestarts:
+    """Decides whether the fetchers of a run start again. It starts nothing itself.
+
+    Args:
+        plan: Plan of the run.
+        most: Number of restarts that are allowed.
+    """
+
+    def __init__(self, plan: Plan, most: int) -> None:
+        self._plan, self._most, self._used = plan, most, 0
+        self._ended: set[int] = set()
+        self._last: FetcherEnded | None = None
+
+    def allow_one(self) -> tuple[list[Event], bool]:
+        """Allow one restart from now on, however many there were.
+
+        Returns:
+            As `record`. If all fetchers ended earlier, they start again now.
+        """
+        self._used, self._most = 0, 1
+        if self._last is None or not self._may_start_again():
+            return [], False
+        return self._start_again(structs.replace(self._last, time=time.time()))
+
+    def refuse(self) -> None:
+        """Allow no further restart until the next call of `allow_one`."""
+        self._most = self._used
+
+    def record(self, event: Event) -> tuple[list[Event], bool]:
+        """Record an event of a fetcher.
+
+        Returns:
+            The events to publish in its place, and whether the caller must start all fetchers.
+        """
+        if isinstance(event, FetcherStarted):
+            self._ended.discard(event.number)
+        if not isinstance(event, FetcherEnded) or not event.entry:
+            return [event], False
+        self._ended.add(event.number)
+        self._last = event
+        return self._start_again(event) if self._may_start_again() else ([event], False)
+
+    def _may_start_again(self) -> bool:
+        data = self._plan.data
+        have_all_ended = data is not None and len(self._ended) == len(data.fetchers)
+        return have_all_ended and self._used < self._most
+
+    def _start_again(self, last: FetcherEnded) -> tuple[list[Event], bool]:
+        assert last.entry
+        self._used += 1
+        self._ended.clear()
+        count = f"{self._used} of {self._most}"
+        note = Note(text=f"all fetchers have ended and start again (restart {count})")
+        # this entry tells the ranks to wait for the new fetchers
+        soon = {name: LoaderAddresses(fetchers=self._plan.cpus) for name in last.entry}
+        return [note, structs.replace(last, entry=soon)], True
