@@ -443,7 +443,7 @@ class Session:
 def _call(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process. Do nothing if the process has ended.
 
-    The session has then ended, too, and its next cell says so.
+    The session has ended with it, and the next cell says so.
     """
     with suppress(PoolError):
         connection.call(request)

@@ -110,7 +110,7 @@ DETACHED = replace(
 
 @dataclass
 class Outcomes:
-    """What followed harms of one kind.
+    """Numbers of rounds with one harm, by what the next cell did.
 
     Attributes:
         rounds: Number of rounds with this harm.
