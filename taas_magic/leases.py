@@ -31,7 +31,8 @@ STOPPED_S = 5.0
 """Seconds that a process may be stopped (SIGSTOP).
 
 If a rank is stopped for longer, the run fails. If a fetcher is stopped for longer, it is killed. If
-a fetcher's worker is stopped for longer, it is killed and replaced. If a forkserver is stopped for longer, it is killed and its host is replaced.
+a fetcher's worker is stopped for longer, it is killed and replaced. If a forkserver is stopped for
+longer, it is killed and its host is replaced.
 """
 
 HOST_END_S = 10.0
