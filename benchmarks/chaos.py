@@ -89,6 +89,7 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
 
 def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, ...]) -> None:
     started = time.perf_counter()
+    _say(f"seed {seed}")
     with _scene() as scene:
         chaos = Chaos(scene, seed, program, harms, END_S, GONE_S)
         with contextlib.suppress(KeyboardInterrupt):  # prints the results so far

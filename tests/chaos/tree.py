@@ -65,7 +65,7 @@ class Program:
         next: Cell that must succeed afterwards.
         way_out: Part of the one-line error that `next` may raise instead; "" if it must succeed.
         harms: The possible harms.
-        back: Cells that run in a new kernel after the old one was killed; empty for `start`.
+        back: Cell that runs in a new kernel after the old one was killed; "" runs `start` again.
     """
 
     start: tuple[str, ...]
@@ -73,7 +73,7 @@ class Program:
     next: str
     way_out: str
     harms: tuple[str, ...]
-    back: tuple[str, ...] = ()
+    back: str = ""
 
 
 CELLS = Program((LOADER,), TRAIN, NEXT, "", HARMS)
@@ -103,7 +103,7 @@ print("the next one")
 DETACHED = replace(
     SESSION,
     start=(LOADER, START_SESSION.replace("--session exp", "--session exp --detach")),
-    back=("%taas attach exp",),
+    back="%taas attach exp",
 )
 """A detached session. After a kernel is killed, the next kernel takes the session over."""
 
@@ -242,7 +242,12 @@ class Chaos:
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
             frontend.client.wait_for_ready(timeout=WAIT_S)
-            self._run(frontend, self._program.back or self._program.start)
+            if not self._program.back:
+                self._run(frontend, self._program.start)
+            elif (error := self._try(frontend, self._program.back)) is not None:
+                if not self._has_way_out(error):
+                    self.result.broken.append(f"{harm}: {self._program.back}: {error}")
+                self._run(frontend, self._program.start)
             return
         try:
             frontend.finish(request, self._end_s)
@@ -257,19 +262,28 @@ class Chaos:
             frontend.run(cell)
 
     def _check_next(self, frontend: Frontend, harm: str) -> None:
-        """Run the next cell. If it says how to start the session again, do that."""
+        """Run the next cell, and count whether it ran or said how to start the session again."""
         outcomes = self.result.harms[harm]
-        request = frontend.send(self._program.next)
-        if frontend.finish(request)["status"] == "ok" and "the next" in frontend.text(request):
+        if (error := self._try(frontend, self._program.next)) is None:
             outcomes.ran += 1
-            return
-        [error] = frontend.contents(request, "error")
-        said, way_out = error["evalue"], self._program.way_out
-        if way_out and way_out in said and "\n" not in said:
+        elif self._has_way_out(error):
             outcomes.said += 1
             self._run(frontend, self._program.start)
-            return
-        self.result.broken.append(f"{harm}: {error['evalue']}")
+        else:
+            self.result.broken.append(f"{harm}: {error}")
+
+    def _try(self, frontend: Frontend, cell: str) -> str | None:
+        """Run a cell; return its error, or None if it succeeded."""
+        request = frontend.send(cell)
+        if frontend.finish(request)["status"] == "ok":
+            return None
+        [error] = frontend.contents(request, "error")
+        return str(error["evalue"])
+
+    def _has_way_out(self, error: str) -> bool:
+        """Return whether an error says in one line how to start the session again."""
+        way_out = self._program.way_out
+        return bool(way_out) and way_out in error and "\n" not in error
 
     def _find(self, frontend: Frontend, place: str) -> Iterator[psutil.Process]:
         if place == "kernel":
