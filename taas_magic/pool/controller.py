@@ -394,8 +394,10 @@ class Controller(SchedulerPlugin):
     async def take_session(self, request: TakeSession) -> SessionState:
         """Give a detached session to a kernel, and take it away from the kernel that has it."""
         run = self._runs.get(request.run_id)
-        if not isinstance(run, PoolRun) or run.is_halted:
+        if not isinstance(run, PoolRun):
             return SessionState(error="it has ended")
+        if run.is_halted:
+            return SessionState(error=f"it ends, because {run.why_halted or 'it was halted'}")
         if not run.stays:
             name = run.plan.session
             todo = f"`%taas detach {name}` in that kernel lets other kernels take it over"

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.eventually import eventually
 from tests.frontend import Frontend, kernel
 from tests.harness import left_of
 from tests.notebook.test_detach import kill
@@ -137,6 +138,7 @@ def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
         kill(killed)
     go.touch()
     assert not left_of(ranks)
+    eventually(lambda: other.text(other.run("%taas sessions")) == "no sessions\n")
     said = error(other, "%taas attach exp")
     assert 'detached session "exp" has ended: it had no cell for 3 s' in said
     assert "%%taas --gpus 2 --session exp --detach" in said
