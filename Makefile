@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test unit slow-test debian lint docs bench clean
+.PHONY: demo test unit coverage slow-test debian lint docs bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
@@ -24,7 +24,14 @@ test: lint debian
 unit: .venv/.test
 	$(BIN)/python -m pytest -q -n auto -m "not process" $(PYTEST_ARGS)
 
-# The same on one core, whatever the machine has.
+# All tests, and the share of the package's lines that they and the processes that they start run.
+coverage: lint debian
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+# All tests on one core, whatever the machine has.
 slow-test: lint debian
 	tests/rig/slow.sh 100 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 

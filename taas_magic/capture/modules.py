@@ -211,7 +211,7 @@ def patches(
             continue
         prefix = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
         members = vars(owner)
-        for name in members if is_class else [name for name in attributes if name in members]:
+        for name in list(members) if is_class else [name for name in attributes if name in members]:
             value = members[name]
             if is_notebooks(value) and not re.search(rf"\.{name}\s*=(?!=)", cell):
                 found.append(f"{prefix}.{name}")
