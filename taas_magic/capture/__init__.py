@@ -1,16 +1,16 @@
 """Find the notebook objects that a cell needs, and pickle them for the ranks and back.
 
-work.py           the two kinds of work: a cell, and the call of a function
-names.py          find the names and modules that a cell uses; pure
-modules.py        ship the project's own modules as source; find the installed modules needed
-pickling.py       convert values to bytes and shared memory, and back
-reducers.py       reduce objects that pickle handles badly; torch's storages; paths
-culprit.py        find the path to an object that cannot be pickled
-plain.py          convert plain data to bytes that can be read without running code
-changes.py        find the captured values that a cell changed in rank 0
-known.py          choose the variables to send to the ranks of a session
-digest.py         digests that tell whether two plain values are equal
-home.py           pickle results in a rank and load them in the notebook
-process_state.py  copy process settings: warning filters, loggers, torch's settings, ...
-payload.py        capture, write and read the work with everything it needs
+work.py               the two kinds of work: a cell, and the call of a function
+names.py              find the names and modules that a cell uses; pure
+modules.py            ship the project's own modules as source; find the installed ones needed
+pickling.py           convert values to bytes and shared memory, and back
+reducers.py           reduce objects that pickle handles badly; torch's storages; paths
+culprit.py            find the path to an object that cannot be pickled
+plain.py              convert plain data to bytes that can be read without running code
+changes.py            find the captured values that a cell changed in rank 0
+session_variables.py  choose the variables to send to the ranks of a session
+digest.py             digests that tell whether two plain values are equal
+home.py               pickle results in a rank and load them in the notebook
+process_state.py      copy process settings: warning filters, loggers, torch's settings, ...
+payload.py            capture, write and read the work with everything it needs
 """

@@ -45,8 +45,8 @@ _LISTED = 10
 State = tuple[Any, ...]
 
 
-class Watch:
-    """Digests of a payload's values before the cell, to compare with the values after it.
+class ChangeDetector:
+    """Detector of captured values that a cell changes, by digests from before the cell.
 
     Args:
         values: The notebook's values by name, small ones first.
@@ -118,7 +118,7 @@ def _sentence(names: list[str]) -> str:
     )
 
 
-class _NotWatchedError(Exception):
+class _TooCostlyError(Exception):
     """Raised if digesting the values would exceed the cost limit `_BUDGET`."""
 
 
@@ -131,7 +131,7 @@ class _Budget:
     def spend(self, cost: int) -> None:
         self._left -= cost
         if self._left < 0:
-            raise _NotWatchedError
+            raise _TooCostlyError
 
 
 class _Digest:
@@ -224,12 +224,12 @@ def _description(obj: Any) -> Any:
             return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
-        case _ if is_users(kind):
+        case _ if is_user_class(kind):
             return name, _attributes(obj), *_items(obj)
     return (name,)
 
 
-def is_users(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Return whether a class is defined in the notebook or in the project's modules."""
     return kind.__module__ == "__main__" or is_shipped(kind.__module__)
 
@@ -284,7 +284,7 @@ def _parts_of_function(function: types.FunctionType) -> State:
 
 
 def _attributes_of_class(cls: type) -> dict[str, Any]:
-    if not is_users(cls) or issubclass(cls, Enum):
+    if not is_user_class(cls) or issubclass(cls, Enum):
         return {}
     plain = {name: v for name, v in vars(cls).items() if not name.startswith("__")}
     return {name: v for name, v in plain.items() if type(v) in _PLAIN}

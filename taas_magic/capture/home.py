@@ -22,7 +22,7 @@ from taas_magic.capture.reducers import LruCache, notebooks_own
 
 
 @dataclass(frozen=True)
-class Scope:
+class RankNamespace:
     """The namespace of a rank, and the names in it that still have the notebook's values.
 
     Attributes:
@@ -33,7 +33,7 @@ class Scope:
     names: dict[str, Any] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 
-    def is_cells(self, name: str) -> bool:
+    def is_set_by_cell(self, name: str) -> bool:
         """Return whether the cell has set `name`."""
         return name in self.names and name not in self.kept and not name.startswith("__")
 
@@ -52,7 +52,7 @@ class SentVariable(NamedTuple):
 
 
 @dataclass
-class Loaded:
+class LoadedResults:
     """Results loaded in the notebook.
 
     Attributes:
@@ -64,14 +64,14 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
 
-class HomePickler(ValuePickler):
+class ResultPickler(ValuePickler):
     """Pickler for results. It adds the cell's variables that a result uses before the result.
 
     Attributes:
         problems: Reasons why variables that a result uses could not be sent, by name.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RankNamespace) -> None:
         super().__init__(scope.names, "notebook")
         self.scope = scope
         self.problems: dict[str, str] = {}
@@ -110,7 +110,7 @@ class HomePickler(ValuePickler):
         with self.undoing() as undo:
             self.needs.clear()
             self.add(value())
-            missing = [n for n in self.needs if n not in self._met and self.scope.is_cells(n)]
+            missing = [n for n in self.needs if n not in self._met and self.scope.is_set_by_cell(n)]
             if missing:
                 undo()
         for name in missing:
@@ -170,8 +170,8 @@ def load(
     buffers: Sequence[PickleBuffer | memoryview],
     namespace: dict[str, Any],
     out: Collection[str] = (),
-) -> Loaded:
-    """Load the results of a `HomePickler`, and connect them to the notebook's namespace.
+) -> LoadedResults:
+    """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
     Args:
         stream: The pickle.
@@ -186,7 +186,7 @@ def load(
     notes: list[str] = []
     for loaded in load_each(stream, buffers, namespace):
         if not isinstance(loaded, SentVariable):
-            return Loaded(loaded, notes)
+            return LoadedResults(loaded, notes)
         name, value, owner = loaded
         is_free = not hasattr(builtins, name)
         if name in namespace:

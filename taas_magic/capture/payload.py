@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct, structs
 
 from taas_magic.capture import process_state
-from taas_magic.capture.changes import Watch
+from taas_magic.capture.changes import ChangeDetector
 from taas_magic.capture.culprit import Destination, type_name
-from taas_magic.capture.known import RankNames, VariablesToSend
 from taas_magic.capture.modules import (
     ModuleSource,
     collect,
@@ -41,6 +40,7 @@ from taas_magic.capture.pickling import (
     read_archive,
     write_archive,
 )
+from taas_magic.capture.session_variables import RankVariables, VariablesToSend
 from taas_magic.capture.work import (
     CallShape,
     CellWork,
@@ -175,10 +175,10 @@ class _Gathering:
 
     def _travels(self, name: str) -> bool:
         is_chosen = self.only is None or name in self.only
-        return is_chosen and is_users(name, self._namespace)
+        return is_chosen and is_user_variable(name, self._namespace)
 
 
-def is_users(name: str, namespace: Mapping[str, Any]) -> bool:
+def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
     """Return whether a name is a variable that the user set in the notebook."""
     return name in namespace and not belongs_to_ipython(name, namespace)
 
@@ -214,7 +214,7 @@ class CellSource(NamedTuple):
     label: str
 
 
-class Contents(Struct, frozen=True, kw_only=True):
+class PayloadDescription(Struct, frozen=True, kw_only=True):
     """Description of a payload that can be read without unpickling any value.
 
     Attributes:
@@ -244,7 +244,7 @@ class Contents(Struct, frozen=True, kw_only=True):
         return frozenset(captured.name for captured in self.captured) - self.stores
 
 
-class Payload(Contents, frozen=True, kw_only=True):
+class Payload(PayloadDescription, frozen=True, kw_only=True):
     """Everything that the ranks of a run get from the notebook.
 
     Attributes:
@@ -291,7 +291,7 @@ class Settings:
         process_state.apply(process_state.without_device(self.state))
 
 
-class LoadedPayload(Contents, frozen=True, kw_only=True):
+class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     """A payload that a rank has read; the user's values are not unpickled yet."""
 
     archive: Archive
@@ -331,8 +331,8 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
         process_state.apply(state)
         return work
 
-    def watch(self, namespace: Mapping[str, Any], out: Collection[str]) -> Watch:
-        """Return a `Watch` that finds the captured values that the cell changes.
+    def change_detector(self, namespace: Mapping[str, Any], out: Collection[str]) -> ChangeDetector:
+        """Return a detector of the captured values that the cell changes.
 
         Call it after `load_into`.
 
@@ -342,7 +342,7 @@ class LoadedPayload(Contents, frozen=True, kw_only=True):
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
-        return Watch(values, out, self.stores, self.updates)
+        return ChangeDetector(values, out, self.stores, self.updates)
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
@@ -362,7 +362,7 @@ def capture(
     source_of: Callable[[str], CellSource | None],
     problems: list[str] | None = None,
     to: Destination = "ranks",
-    known: RankNames | None = None,
+    known: RankVariables | None = None,
     send: Collection[str] = (),
     needs: Collection[str] = (),
     imports: Collection[str] = (),
@@ -403,7 +403,7 @@ def capture(
             state,
             send=send,
             to=to,
-            travels=lambda name: is_users(name, namespace),
+            travels=lambda name: is_user_variable(name, namespace),
             refuse=gathering.refuse,
         )
         gathering.only, why = choice.why, choice.why
@@ -484,7 +484,9 @@ def _notes(
 
 def write(payload: Payload, path: Path) -> None:
     """Write a payload atomically to a file that only its owner can read."""
-    about = Contents(**{name: getattr(payload, name) for name in Contents.__struct_fields__})
+    about = PayloadDescription(
+        **{name: getattr(payload, name) for name in PayloadDescription.__struct_fields__}
+    )
     write_archive(path, payload.data, about)
 
 
@@ -502,7 +504,7 @@ def read(path: Path) -> LoadedPayload:
         CaptureError: The file is no payload.
     """
     mapped = read_archive(path)
-    about = unpack(mapped.meta, Contents)
+    about = unpack(mapped.meta, PayloadDescription)
     return LoadedPayload(**structs.asdict(about), archive=mapped)
 
 

@@ -1,10 +1,10 @@
 """A rank's client of the data service: connections to the fetchers of one loader, and requests.
 
-The client requests each batch from the fetcher that prepares it ahead (`sharding.home`). If a
-connection fails, the client sends the pending requests to another fetcher, which gives the same
-responses. It sends nothing to the failed fetcher for a while (a *pause*), which is longer after
-each failure in a row. If no fetcher has responded for `fetch_s`, the client raises `RunLost`
-instead of waiting forever.
+The client requests each batch from the fetcher that prepares it ahead
+(`sharding.assigned_worker`). If a connection fails, the client sends the pending requests to
+another fetcher, which gives the same responses. It sends nothing to the failed fetcher for a while
+(a *pause*), which is longer after each failure in a row. If no fetcher has responded for `fetch_s`,
+the client raises `RunLost` instead of waiting forever.
 """
 
 import ssl
@@ -17,11 +17,17 @@ from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
 from taas_magic.data.connection import FetcherLink, Silent, is_of_the_cell
-from taas_magic.data.dataset import Raised
+from taas_magic.data.dataset import UserErrorReport
 from taas_magic.data.memory import Blocks
-from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind, Response, ResponseKind
+from taas_magic.data.protocol import (
+    EpochDescription,
+    LoaderRequest,
+    RequestKind,
+    Response,
+    ResponseKind,
+)
 from taas_magic.data.service import Directory
-from taas_magic.data.sharding import VOID, SlotRequest, home
+from taas_magic.data.sharding import VOID, SlotRequest, assigned_worker
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderAddresses
@@ -110,7 +116,7 @@ class Route:
         found = self._found
         if preferred is not None and preferred in self._up():
             return preferred
-        wanted, _ = home(slot, streams, found.fetchers, found.workers // found.fetchers)
+        wanted, _ = assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._up()
@@ -118,7 +124,9 @@ class Route:
         up = [number for number in up if number not in self._reasons] or up
         if wanted in up or not up:
             return wanted
-        return up[home(slot // found.workers if streams is None else slot, streams, len(up), 1)[0]]
+        turn = slot // found.workers if streams is None else slot
+        number, _ = assigned_worker(turn, streams, len(up), 1)
+        return up[number]
 
     @property
     def patience_s(self) -> float:
@@ -275,7 +283,7 @@ class Delivered(NamedTuple):
     units: int
     batch: Any = None
     size: int = 0
-    failure: Raised | None = None
+    failure: UserErrorReport | None = None
     order: int = 0
 
 
@@ -321,9 +329,9 @@ class Client:
     def held_bytes(self) -> int:
         """Size of the memory that holds batches or is kept for the next batches."""
         links = list(self._links.values())
-        return self._blocks.held_bytes + sum(link.lent.held_bytes for link in links)
+        return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
-    def open(self, epoch: int) -> Opened:
+    def open(self, epoch: int) -> EpochDescription:
         """Begin an epoch; return a fetcher's description of it, with length and order hash.
 
         The fetcher is the first that has started.
@@ -430,7 +438,7 @@ class Client:
             return body
         if response.kind is not ResponseKind.ERROR:
             raise ProtocolError(f"a request was answered with {response.kind.name}")
-        raised: Raised = encode.from_bytes(bytes(body))
+        raised: UserErrorReport = encode.from_bytes(bytes(body))
         raised.reraise()
 
     def _await(self, request: LoaderRequest) -> tuple[Response, memoryview]:

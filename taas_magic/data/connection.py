@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
-from taas_magic.data.memory import Blocks, Lent
+from taas_magic.data.memory import Blocks, BorrowedSpans
 from taas_magic.data.protocol import FromServer, LoaderRequest, ProtocolState, Response, Role
 from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
@@ -78,7 +78,7 @@ class FetcherLink:
     Attributes:
         pending: Requests that were sent and have no response yet, in order.
         unsent: Requests that the next call of `request` will send.
-        lent: Spans of the fetcher's shared memory that this process reads.
+        borrowed: Spans of the fetcher's shared memory that this process reads.
 
     Raises:
         OSError: The fetcher cannot be reached.
@@ -101,9 +101,9 @@ class FetcherLink:
         self._connect_until = time.monotonic() + connect_s
         self._socket = self._connect(tls, connect_s)
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
-        self.lent = Lent(self._socket.close)
+        self.borrowed = BorrowedSpans(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
-        self.close = weakref.finalize(self, self.lent.close)
+        self.close = weakref.finalize(self, self.borrowed.close)
         """Close the connection as soon as this process reads no shared memory of the fetcher.
 
         Until then the fetcher does not reuse that memory.
@@ -123,7 +123,7 @@ class FetcherLink:
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages with their bodies, and report released spans of shared memory."""
         parts = [protocol.pack(message, len(body)) + body for message, body in messages]
-        if gone := self.lent.pop_released():
+        if gone := self.borrowed.pop_released():
             parts.insert(0, protocol.pack(protocol.Free(gone)))
         if self._is_tls:
             self._socket.settimeout(None)
@@ -174,8 +174,8 @@ class FetcherLink:
             message, body = whole
             if isinstance(message, Response) and (shared := message.shared) is not None:
                 if shared.is_new:
-                    self.lent.add(shared.place.arena, self._inbox.descriptor())
-                body = self.lent.map_span(shared.place, shared.size)
+                    self.borrowed.add(shared.place.arena, self._inbox.descriptor())
+                body = self.borrowed.map_span(shared.place, shared.size)
             if not self._cancelled:
                 yield message, body
             elif isinstance(message, protocol.Cancelled):

@@ -20,8 +20,15 @@ from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data.definitions import Definitions
 from taas_magic.data.generators import own_generators
-from taas_magic.data.order import Epoch, Order, call_set_epoch, dump_beside, load_beside, seed_all
-from taas_magic.data.protocol import Opened
+from taas_magic.data.order import (
+    Epoch,
+    Order,
+    call_set_epoch,
+    dump_without_dataset,
+    load_with_dataset,
+    seed_all,
+)
+from taas_magic.data.protocol import EpochDescription
 from taas_magic.data.sharding import seed_of
 
 OPEN_EPOCHS = 2
@@ -49,7 +56,7 @@ By comparing the records, the cursor finds an attribute in which the dataset cou
 _OURS = str(Path(__file__).parent)
 
 
-class Ended(Exception):
+class NoBatch(Exception):
     """Exception that says that a slot has no batch, because the epoch or the stream has ended."""
 
 
@@ -83,7 +90,7 @@ class LoaderParts:
     def shown(self) -> bytes:
         """Pickle the attributes that ranks may read, without the dataset."""
         order = self.sampler, self.batch_sampler, self.generator
-        return dump_beside((*order, self.collate_fn, self.worker_init_fn), self.dataset)
+        return dump_without_dataset((*order, self.collate_fn, self.worker_init_fn), self.dataset)
 
 
 class Plain(IterableDataset[Any]):
@@ -111,7 +118,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
 def order_start(loader: Any) -> bytes:
     """Pickle the state of a loader's samplers and generator, from which a run starts its order."""
     loader = as_data_loader(loader)
-    return dump_beside(_order_of(loader), loader.dataset)
+    return dump_without_dataset(_order_of(loader), loader.dataset)
 
 
 def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
@@ -129,7 +136,7 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
         start: Samplers and generator to use, pickled by `order_start`; None for the current ones.
     """
     loader = as_data_loader(loader)
-    order = _order_of(loader) if start is None else load_beside(start, loader.dataset)
+    order = _order_of(loader) if start is None else load_with_dataset(start, loader.dataset)
     rest = [getattr(loader, it.name) for it in fields(LoaderParts)[4:]]
     return LoaderParts(loader.dataset, *order, *rest)
 
@@ -149,7 +156,7 @@ def load(payload: bytes) -> LoadedLoader:
     return LoadedLoader(loader, Definitions(found))
 
 
-class Source:
+class BatchSource:
     """The user's dataset in a worker, with all that is needed to prepare any batch of it.
 
     Args:
@@ -164,7 +171,7 @@ class Source:
         streams: Number of streams of an iterable-style loader; None for a map-style one.
 
     Raises:
-        Failed: `worker_init_fn` raised an exception.
+        UserCodeFailed: `worker_init_fn` raised an exception.
     """
 
     def __init__(
@@ -193,23 +200,23 @@ class Source:
             after = own_generators(self.loader.dataset)
             self._generator = next((path for path in after if path not in before), "")
 
-    def open(self, epoch: int) -> Opened:
+    def open(self, epoch: int) -> EpochDescription:
         """Return an epoch's description; for a map-style loader, run its sampler for that.
 
         Raises:
-            Failed: The sampler raised an exception.
+            UserCodeFailed: The sampler raised an exception.
         """
         if self._order is not None:
             self._at = f"epoch {epoch}, its order"
             order = self._guarded(self._enter, epoch)
-            return Opened(order.batches, None, order.digest, generator=self._generator)
+            return EpochDescription(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
             # With a local loader the dataset would count its epochs; here each epoch starts with a
             # fresh copy, so that the counter does not advance.
             counters = (cursor.counter for cursor in self._cursors.values())
             counter = next(filter(None, counters), "")
-        return Opened(None, self.streams, 0, counter=counter)
+        return EpochDescription(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
         """Return the hash of this worker's order of an epoch; 0 for an iterable-style loader."""
@@ -232,8 +239,8 @@ class Source:
             indices: Indices of the batch's samples; None for those of this worker's own order.
 
         Raises:
-            Ended: The slot has no batch.
-            Failed: The dataset, the sampler or `collate_fn` raised an exception.
+            NoBatch: The slot has no batch.
+            UserCodeFailed: The dataset, the sampler or `collate_fn` raised an exception.
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
@@ -244,7 +251,7 @@ class Source:
         """Return `dataset[index]`.
 
         Raises:
-            Failed: The dataset raised an exception.
+            UserCodeFailed: The dataset raised an exception.
         """
         self._at = f"dataset[{index!r}]"
         dataset: Any = self.loader.dataset
@@ -295,17 +302,17 @@ class Source:
         """Return the result of user code, run with this worker's `get_worker_info()`.
 
         Raises:
-            Ended: `work` raised it.
-            Failed: `work` raised any other exception, except KeyboardInterrupt.
+            NoBatch: `work` raised it.
+            UserCodeFailed: `work` raised any other exception, except KeyboardInterrupt.
         """
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
         try:
             return work(*arguments)
-        except (Ended, Failed, KeyboardInterrupt):
+        except (NoBatch, UserCodeFailed, KeyboardInterrupt):
             raise
         except BaseException as error:  # includes sys.exit, which would end the worker silently
             where = f'in {self._where} (loader "{self._name}", {self._at})'
-            raise Failed(error, where) from None
+            raise UserCodeFailed(error, where) from None
         finally:
             torch_worker._worker_info = before
 
@@ -316,7 +323,7 @@ class Source:
             try:
                 indices = order.indices[slot]
             except IndexError:
-                raise Ended from None
+                raise NoBatch from None
         dataset: Any = self.loader.dataset
         seed_all(seed_of(self._seed, epoch, slot))
         if self.loader.batch_sampler is None:
@@ -356,7 +363,7 @@ class Source:
         while cursor.item < item:
             try:
                 self._advance(cursor)
-            except Ended:
+            except NoBatch:
                 raise
             except Exception:
                 continue  # the error belongs to an earlier slot
@@ -465,12 +472,12 @@ class Cursor:
         """Return the stream's next batch.
 
         Raises:
-            Ended: The stream has ended.
+            NoBatch: The stream has ended.
         """
         if self._ended:
             # Free the dataset, but keep the cursor: ranks may request more slots at the end.
             self.loader = self.definitions = self.info = self._samples = None
-            raise Ended
+            raise NoBatch
         if self.item <= _LOOKS_AT_INTS:
             self._ints.append(_ints_of(self.loader.dataset))
         at = self.item
@@ -494,7 +501,7 @@ class Cursor:
         """Return the next batch's samples, or the next sample if `batch_size` is None.
 
         Raises:
-            Ended: The stream has no further batch.
+            NoBatch: The stream has no further batch.
         """
         count, items = self.loader.batch_size, list[Any]()
         while len(items) < (count or 1):
@@ -505,7 +512,7 @@ class Cursor:
                 break
         is_short = count is not None and self.loader.drop_last and len(items) < count
         if not items or is_short:
-            raise Ended
+            raise NoBatch
         return items[0] if count is None else items
 
 
@@ -580,19 +587,19 @@ def _ints_of(dataset: Any) -> dict[str, int]:
     return {name: value for name, value in attributes.items() if type(value) is int}
 
 
-class Failed(Exception):
+class UserCodeFailed(Exception):
     """Exception that says that the user's code raised one.
 
     `raised` describes the user's exception. It can be sent to a rank and raised again there.
     """
 
     def __init__(self, error: BaseException, where: str) -> None:
-        self.raised = Raised.of(error, where)
+        self.raised = UserErrorReport.of(error, where)
         super().__init__(self.raised.text)
 
 
 @dataclass(frozen=True)
-class Raised:
+class UserErrorReport:
     """Description of an exception of the user's code, which can be sent to a rank.
 
     The rank raises the exception again, as DataLoader does.
@@ -607,10 +614,10 @@ class Raised:
     kind: type[BaseException]
     text: str
     where: str
-    parts: tuple["Raised", ...] = ()
+    parts: tuple["UserErrorReport", ...] = ()
 
     @classmethod
-    def of(cls, error: BaseException, where: str) -> "Raised":
+    def of(cls, error: BaseException, where: str) -> "UserErrorReport":
         """Return the description of a caught exception.
 
         Args:
@@ -627,7 +634,7 @@ class Raised:
         text = "".join(traceback.format_exception(type(error), error, frames))
         return cls(type(error), text, where, tuple(cls.of(part, where) for part in parts))
 
-    def plain(self) -> "Raised":
+    def plain(self) -> "UserErrorReport":
         """Return a copy with the type RuntimeError, which can always be sent."""
         return replace(self, kind=RuntimeError, parts=())
 

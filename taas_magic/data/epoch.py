@@ -19,14 +19,14 @@ from msgspec import structs
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.client import Client, Delivered
-from taas_magic.data.protocol import Opened
+from taas_magic.data.protocol import EpochDescription
 from taas_magic.data.sharding import (
     UNHINTED,
     VOID,
     EpochPosition,
     EpochSchedule,
     NoSlot,
-    Part,
+    RankShare,
     ScoutedSchedule,
     SlotRequest,
 )
@@ -149,7 +149,7 @@ class EpochIterator(Iterator[Any]):
         self._loader, self.epoch, self.after, self._turn = loader, epoch, place, turn
         self.order = order
         self._client: Client | None = None
-        self.opened: Opened | None = None
+        self.opened: EpochDescription | None = None
         self._steps: Iterator[Step] | None = None
         self._thread: ReceiveThread | None = None
         self._line = -1
@@ -258,11 +258,11 @@ class EpochIterator(Iterator[Any]):
             about = loader.name, self._turn, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin(*about)
         left = None if feed.units is None else feed.units - loader.counts.spent
-        part = Part(feed.rank, feed.world_size, loader.shape.uneven, left)
+        part = RankShare(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
         return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
 
-    def _agreed(self, client: Client, opened: Opened) -> Opened:
+    def _agreed(self, client: Client, opened: EpochDescription) -> EpochDescription:
         """Make all ranks use the same order of the epoch.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
@@ -372,8 +372,8 @@ class EpochRequests:
     def __init__(
         self,
         client: Client,
-        opened: Opened,
-        part: Part,
+        opened: EpochDescription,
+        part: RankShare,
         place: EpochPosition,
         window_bytes: int,
         compare: Callable[[int, int], None] = lambda slot, order: None,

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
-from taas_magic.data.order import load_beside
+from taas_magic.data.order import load_with_dataset
 from taas_magic.data.server import OwnServers
 from taas_magic.data.service import BatchLedger, Directory, machine
 from taas_magic.data.sharding import EpochPosition, FetcherShare, Uneven
@@ -78,7 +78,7 @@ class LoaderShape:
         varies: Whether the number of batches may change from epoch to epoch.
         has_own_sampler: Whether the sampler or batch sampler is not one of torch's, so that its
             order may differ between processes.
-        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.Part`).
+        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.RankShare`).
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
         attributes: Small attributes of the dataset, by name.
@@ -248,7 +248,7 @@ class RemoteLoader(DataLoader[Any]):
         They are copies of those of the registered loader.
         """
         if self._shown is None:
-            self._shown = load_beside(bytes(self.shape.shown), self.dataset)
+            self._shown = load_with_dataset(bytes(self.shape.shown), self.dataset)
         return self._shown
 
     @property

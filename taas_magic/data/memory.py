@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from taas_magic.data.protocol import SharedPlace, aligned
+from taas_magic.data.protocol import SharedSpan, aligned
 
 _STEPS = 8
 """Number of block sizes between a power of two and the next one."""
@@ -143,8 +143,8 @@ class Arena(Mapping):
         self._spans.give_back(offset)
 
 
-class Lent:
-    """A rank's record of the batches (spans) that it reads in a fetcher's shared memory.
+class BorrowedSpans:
+    """Spans of a fetcher's shared memory, each with one batch, that a rank reads.
 
     A span is in use as long as the rank has a tensor in it. Afterwards `pop_released` returns the
     span, so that the rank can tell the fetcher to reuse the memory.
@@ -156,8 +156,8 @@ class Lent:
     def __init__(self, on_unused: Callable[[], object]) -> None:
         self._on_unused = on_unused
         self._arenas: dict[int, Mapping] = {}
-        self._read: dict[SharedPlace, weakref.ref[Any]] = {}
-        self._gone: deque[SharedPlace] = deque()
+        self._read: dict[SharedSpan, weakref.ref[Any]] = {}
+        self._gone: deque[SharedSpan] = deque()
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
@@ -169,17 +169,17 @@ class Lent:
         """
         self._arenas[arena] = Mapping(descriptor)
 
-    def map_span(self, place: SharedPlace, size: int) -> memoryview:
+    def map_span(self, place: SharedSpan, size: int) -> memoryview:
         """Return the memory of a batch; its span is in use until the last view of it is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
-        owner.lent = self  # keeps the connection open while the span is in use
+        owner.borrowed = self  # keeps the connection open while the span is in use
         self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
         return memoryview(owner).cast("B")
 
-    def pop_released(self) -> list[SharedPlace]:
+    def pop_released(self) -> list[SharedSpan]:
         """Return the spans that are no longer in use and that no earlier call has returned."""
-        places: list[SharedPlace] = []
+        places: list[SharedSpan] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
@@ -195,7 +195,7 @@ class Lent:
         """Size of the fetcher's shared memory that this process has accessed."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
-    def _let_go(self, place: SharedPlace) -> None:
+    def _let_go(self, place: SharedSpan) -> None:
         """Record that the last view of a span was deleted."""
         del self._read[place]
         self._gone.append(place)

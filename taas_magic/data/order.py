@@ -50,7 +50,7 @@ class Epoch(NamedTuple):
             length.
     """
 
-    indices: "Unsized | Packed | list[Any]"
+    indices: "UnsizedBatches | PackedBatches | list[Any]"
     batches: int | None
     digest: int
 
@@ -68,7 +68,7 @@ class Order:
         self._workers = loader.num_workers
         self._persists = bool(self._workers and loader.persistent_workers)
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._starts = {0: dump_beside((sampler, loader.generator), self._dataset)}
+        self._starts = {0: dump_without_dataset((sampler, loader.generator), self._dataset)}
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
@@ -96,7 +96,7 @@ class Order:
         """Run the sampler for an epoch, and return the order."""
         sampler, generator, indices = self._begin(number)
         if not _has_length(sampler):
-            unsized = Unsized(lambda: self._begin(number)[2])
+            unsized = UnsizedBatches(lambda: self._begin(number)[2])
             return Epoch(unsized, None, unsized.digest)
         packed, digest = _pack(indices)
         self._save_state_after(number, sampler, generator)
@@ -118,7 +118,7 @@ class Order:
         """Save the state of sampler and generator after an epoch, as the start of the next one."""
         if not self._forgets():
             call_set_epoch(sampler, 0, "sampler")
-            self._starts[number + 1] = dump_beside((sampler, generator), self._dataset)
+            self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Prepare the sampler for the beginning of an epoch, and seed all random generators.
@@ -127,7 +127,7 @@ class Order:
             The sampler, its generator, and the iterator over the epoch's batches.
         """
         start = self._starts[0] if self._forgets() else self._starts[number]
-        sampler, generator = load_beside(start, self._dataset)
+        sampler, generator = load_with_dataset(start, self._dataset)
         call_set_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
         # Draw random numbers in the order of a local DataLoader: the sampler's iterator, the base
@@ -165,7 +165,7 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
         value = getattr(value, inner, None)
 
 
-class Unsized:
+class UnsizedBatches:
     """Sequence of the batches of a sampler without a length, which runs only as far as needed.
 
     The latest batches are kept; for an earlier one the sampler is started again. Between two
@@ -225,7 +225,7 @@ class Unsized:
         self._rest, self._random = self._begin(), _random_state()
 
 
-class Packed:
+class PackedBatches:
     """Compact sequence of batches, each a list of indices (int or numpy's int64).
 
     An index takes 8 bytes; in a list of lists it would take 36.
@@ -265,9 +265,9 @@ class Packed:
         return True
 
 
-def _pack(drawn: Iterable[Any]) -> tuple[Packed | list[Any], int]:
+def _pack(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
     """Return the indices of a sampler's batches in compact form, if possible, and their hash."""
-    packed, others = Packed(), list[Any]()
+    packed, others = PackedBatches(), list[Any]()
     for batch in drawn:
         if others or not packed.append_if_exact(batch):
             others.append(_copied(batch))
@@ -297,22 +297,22 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
-def dump_beside(value: object, dataset: object) -> bytes:
+def dump_without_dataset(value: object, dataset: object) -> bytes:
     """Pickle `value` without the dataset to which it may refer.
 
-    The pickle has a placeholder in place of each reference to `dataset`; see `load_beside`.
+    The pickle has a placeholder in place of each reference to `dataset`; see `load_with_dataset`.
     """
-    pickler = _PicklerBeside(dataset)
+    pickler = _PicklerWithoutDataset(dataset)
     pickler.add(value)
     return pickler.pickled().data
 
 
-def load_beside(data: bytes, dataset: object) -> Any:
-    """Unpickle the result of `dump_beside`, with `dataset` in place of the placeholders."""
-    return _UnpicklerBeside(data, dataset).load()
+def load_with_dataset(data: bytes, dataset: object) -> Any:
+    """Unpickle the result of `dump_without_dataset`, with `dataset` for the placeholders."""
+    return _UnpicklerWithDataset(data, dataset).load()
 
 
-class _PicklerBeside(ValuePickler):
+class _PicklerWithoutDataset(ValuePickler):
     """Pickler for a sampler without its dataset: it writes a placeholder for the dataset."""
 
     def __init__(self, dataset: object) -> None:
@@ -323,7 +323,7 @@ class _PicklerBeside(ValuePickler):
         return "dataset" if value is self._dataset else None
 
 
-class _UnpicklerBeside(pickle.Unpickler):
+class _UnpicklerWithDataset(pickle.Unpickler):
     """Unpickler for a sampler without its dataset: it puts a dataset where the placeholder is."""
 
     def __init__(self, data: bytes, dataset: object) -> None:

@@ -19,7 +19,7 @@ allowed and how large message and body may be; anything else is a `ProtocolError
                             ◄─────  Cancel          cancels all pending requests
     Cancelled               ─────►                  after the last response to cancelled requests
 
-A server sends `Orders` to a worker, and the worker sends lists of `Reply`.
+A server sends `CommandBatch` to a worker, and the worker sends lists of `Reply`.
 """
 
 import enum
@@ -71,8 +71,8 @@ class ResponseKind(enum.IntEnum):
     """Kind of a response, which says what its body is.
 
     BATCH (a batch), PEEKED (only the batch's units, no body), VOID (the slot has no batch), OPENED
-    (an epoch's `Opened`), VALUE (an encoded object), ERROR (an exception of the user's code), LOST
-    (a text: workers ended each time they prepared the batch).
+    (an `EpochDescription`), VALUE (an encoded object), ERROR (an exception of the user's code),
+    LOST (a text: workers ended each time they prepared the batch).
     """
 
     BATCH = 11
@@ -105,7 +105,7 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
     detail: bytes = b""
 
 
-class Opened(Struct, frozen=True, array_like=True):
+class EpochDescription(Struct, frozen=True, array_like=True):
     """Description of an epoch before its first batch.
 
     Attributes:
@@ -160,7 +160,7 @@ class Requests(Struct, frozen=True, array_like=True, tag=5):
     slots: tuple[_Count, ...]
 
 
-class SharedPlace(NamedTuple):
+class SharedSpan(NamedTuple):
     """Position of a batch in shared memory.
 
     Attributes:
@@ -175,7 +175,7 @@ class SharedPlace(NamedTuple):
 class Free(Struct, frozen=True, array_like=True, tag=6):
     """Message of a rank that it no longer reads some batches in shared memory."""
 
-    places: list[SharedPlace]
+    places: list[SharedSpan]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=7):
@@ -198,7 +198,7 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
             does not have it yet.
     """
 
-    place: SharedPlace
+    place: SharedSpan
     size: _Count
     is_new: bool
 
@@ -472,7 +472,7 @@ class Command(Struct, frozen=True, array_like=True, gc=False):
     has_file: bool = False
 
 
-class Orders(Struct, frozen=True, array_like=True):
+class CommandBatch(Struct, frozen=True, array_like=True):
     """Message of a server to a worker, with commands and memory to reuse.
 
     Attributes:
@@ -508,4 +508,4 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
     cpu_s: float = 0.0
 
 
-read_opened = msgspec.msgpack.Decoder(Opened).decode
+read_opened = msgspec.msgpack.Decoder(EpochDescription).decode

@@ -28,7 +28,13 @@ from msgspec import structs
 from taas_magic.data import protocol, worker
 from taas_magic.data.dataset import OPEN_EPOCHS
 from taas_magic.data.memory import largest_file_bytes
-from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
+from taas_magic.data.protocol import (
+    EpochDescription,
+    LoaderRequest,
+    Reply,
+    RequestKind,
+    ResponseKind,
+)
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle
 from taas_magic.errors import signal_name
@@ -127,7 +133,7 @@ class PrefetchOrder:
     def __init__(self, share: FetcherShare, is_filled: Callable[[], bool] = lambda: True) -> None:
         self._share, self._is_filled = share, is_filled
         self._is_asked = False
-        self._opened: dict[int, Opened | None] = {}
+        self._opened: dict[int, EpochDescription | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
         self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
@@ -162,7 +168,7 @@ class PrefetchOrder:
             self._epoch, self._slot = epoch, slot + 1
             self.restart()
 
-    def opened(self, epoch: int, opened: Opened | None) -> None:
+    def opened(self, epoch: int, opened: EpochDescription | None) -> None:
         """Record an epoch's description, which has its length; None if the sampler raised."""
         self._opened[epoch] = opened
 
@@ -206,7 +212,9 @@ class PrefetchOrder:
         """
         return self._is_asked or self._is_filled()
 
-    def _slots(self, worker: int, epoch: int, opened: Opened, first_slot: int) -> Iterator[int]:
+    def _slots(
+        self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
+    ) -> Iterator[int]:
         """Yield the slots of an epoch that a worker prepares, up to the epoch's end if known."""
         for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
@@ -241,7 +249,7 @@ class Buffer:
     Args:
         budget_bytes: Memory limit of all responses.
         ahead: Batches to prepare when no connection waits.
-        home: Returns the number of the worker that must prepare a request; None for any worker.
+        worker_for: Returns the number of the worker that must prepare a request; None for any.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -252,9 +260,10 @@ class Buffer:
         self,
         budget_bytes: int,
         ahead: PrefetchOrder,
-        home: Callable[[LoaderRequest], int | None] = lambda request: None,
+        worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
     ) -> None:
-        self._budget_bytes, self.ahead, self._home = budget_bytes, ahead, home
+        self._budget_bytes, self.ahead = budget_bytes, ahead
+        self._worker_for = worker_for
         self._entries: dict[LoaderRequest, _Entry] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
@@ -457,12 +466,12 @@ class Buffer:
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns."""
-        homes = [home for home in (worker, None) if home in self._queues]
-        if not homes:
+        owners = [it for it in (worker, None) if it in self._queues]
+        if not owners:
             return None
-        chosen = next(iter(next(iter(self._queues[homes[0]].values()))))
+        chosen = next(iter(next(iter(self._queues[owners[0]].values()))))
         if follows is not None and chosen.kind is RequestKind.GET:
-            queues = [queue for home in homes for queue in self._queues[home].values()]
+            queues = [queue for it in owners for queue in self._queues[it].values()]
             # Finish the oldest epoch first: ranks that are behind have few requests left in it.
             epoch = min(next(iter(queue)).epoch for queue in queues)
             chosen = next(one for queue in queues for one in queue if one.epoch == epoch)
@@ -501,27 +510,27 @@ class Buffer:
             entry: The request's state.
             at_once: Whether to put the request first in the connection's queue.
         """
-        home = self._home(request)
-        queues = self._queues.setdefault(home, OrderedDict())
+        worker = self._worker_for(request)
+        queues = self._queues.setdefault(worker, OrderedDict())
         queue = queues.get(who)
         if queue is None or at_once:
             queues[who] = {request: None, **(queue or {})}
         else:
             queue[request] = None
-        entry.queued = home, who
+        entry.queued = worker, who
 
     def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
         """Remove a request from its queue, if it is queued."""
         if entry.queued is None:
             return
-        home, who = entry.queued
+        worker, who = entry.queued
         entry.queued = None
-        queues = self._queues[home]
+        queues = self._queues[worker]
         del queues[who][request]
         if not queues[who]:
             del queues[who]
         if not queues:
-            del self._queues[home]
+            del self._queues[worker]
 
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
@@ -588,7 +597,9 @@ class Scheduler:
         # Use half of the file size: spans that ranks still read fragment the arena.
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
-        self.buffer = Buffer(budget_bytes, PrefetchOrder(served.share, self._is_filled), self._home)
+        self.buffer = Buffer(
+            budget_bytes, PrefetchOrder(served.share, self._is_filled), self._worker_for
+        )
         self._streams: int | None = None
         self._positions: dict[int, dict[int, int]] = {}
         self._tries: dict[LoaderRequest, int] = {}
@@ -665,7 +676,7 @@ class Scheduler:
             request = self.buffer.choose_ahead(one.number)
         return request
 
-    def _home(self, request: LoaderRequest) -> int | None:
+    def _worker_for(self, request: LoaderRequest) -> int | None:
         """Return the number of the worker that must prepare a request; None for any worker."""
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -674,7 +685,7 @@ class Scheduler:
         has_indices = kind is RequestKind.GET and request.detail
         if kind is RequestKind.SAMPLE or has_indices:
             return None
-        return self._served.share.home(request.slot, self._streams)[1]
+        return self._served.share.assigned_worker(request.slot, self._streams)[1]
 
     def _follows(self, request: LoaderRequest) -> bool:
         """Return whether a worker can prepare a batch without restarting the batch's stream."""
@@ -775,7 +786,7 @@ class Scheduler:
         self._hang_up(one)
         self._suspects.add(number)
         self._start(number)
-        how = f"left with exit code {exitcode}"
+        how = f"ended with exit code {exitcode}"
         if exitcode < 0:
             how = f"was killed by {signal_name(exitcode)}"
         if ended.was_stopped:

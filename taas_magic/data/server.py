@@ -44,7 +44,7 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
     SharedBody,
-    SharedPlace,
+    SharedSpan,
 )
 from taas_magic.data.scheduler import Prepared, Scheduler
 from taas_magic.data.service import Tls, peer_uid
@@ -149,7 +149,7 @@ class RankConnection:
         self._form: _Form | None = None
         self._slot, self._alike = 0, list[Prepared]()
         self.out_bytes = 0
-        self.lent: dict[SharedPlace, Prepared] = {}
+        self.lent: dict[SharedSpan, Prepared] = {}
         self.lent_bytes = 0
         self.arenas: set[int] = set()
         self.waits_to_send = False
@@ -232,7 +232,7 @@ class RankConnection:
             part, prepared, _ = out[0]
             out[0] = memoryview(part)[size:], prepared, -1
 
-    def give_back(self, place: SharedPlace) -> None:
+    def give_back(self, place: SharedSpan) -> None:
         """Release a span of shared memory that the rank no longer reads."""
         prepared = self.lent.pop(place, None)
         if prepared is not None:
@@ -301,7 +301,7 @@ class RankConnection:
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
         if worker is None or not fits or not self.is_unix or prepared.is_shared:
             return None, -1
-        place = SharedPlace(worker.arena, prepared.reply.offset)
+        place = SharedSpan(worker.arena, prepared.reply.offset)
         self.lent[place] = prepared
         self.lent_bytes += size
         is_new = worker.arena not in self.arenas

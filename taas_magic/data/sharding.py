@@ -50,7 +50,7 @@ def seed_of(seed: int, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1
 
 
-def home(
+def assigned_worker(
     slot: int, streams: int | None, fetchers: int, workers: int, stride: int = 1
 ) -> tuple[int, int]:
     """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
@@ -79,9 +79,9 @@ def home(
 class FetcherShare:
     """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
 
-    Batches are identified by their slot: the number of the batch in the epoch's order. `home` is
-    the formula. In a run without fetchers, each rank is the only fetcher of its own batches: then
-    `first` is the rank and `stride` is the world size.
+    Batches are identified by their slot: the number of the batch in the epoch's order. The function
+    `assigned_worker` is the formula. In a run without fetchers, each rank is the only fetcher of
+    its own batches: then `first` is the rank and `stride` is the world size.
 
     Attributes:
         index: Index of this fetcher.
@@ -99,9 +99,9 @@ class FetcherShare:
     first: int = 0
     units: int | None = None
 
-    def home(self, slot: int, streams: int | None) -> tuple[int, int]:
+    def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
         """Return the index of the fetcher, and the number of its worker, that prepare a batch."""
-        return home(slot, streams, self.fetchers, self.workers, self.stride)
+        return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
         """Yield the slots whose batches a worker of this fetcher prepares; never ends.
@@ -115,7 +115,11 @@ class FetcherShare:
             step = self.stride * self.fetchers * self.workers
             begin = self.first + self.stride * (self.index * self.workers + worker)
             return itertools.count(begin + step * max(0, -(-(first_slot - begin) // step)), step)
-        mine = [one for one in range(streams) if self.home(one, streams) == (self.index, worker)]
+        mine = [
+            one
+            for one in range(streams)
+            if self.assigned_worker(one, streams) == (self.index, worker)
+        ]
         items = itertools.count(first_slot // streams) if mine else ()
         slots = (item * streams + stream for item in items for stream in mine)
         return (slot for slot in slots if slot >= first_slot)
@@ -130,7 +134,7 @@ def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankShare:
     """Rule for which of a loader's batches one rank gets.
 
     Attributes:
@@ -185,7 +189,12 @@ class EpochPosition(NamedTuple):
 class EpochSchedule:
     """One rank's schedule for an epoch of known length whose batches count one unit each."""
 
-    def __init__(self, part: Part, batches: int, place: EpochPosition = EpochPosition()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        part: RankShare,
+        batches: int,
+        place: EpochPosition = EpochPosition(),  # noqa: B008
+    ) -> None:
         self._part, self._batches = part, batches
         self._rank, self._world_size = part.rank, part.world_size
         self._next = self._first = place.position // part.world_size
@@ -253,7 +262,7 @@ class ScoutedSchedule:
 
     def __init__(
         self,
-        part: Part,
+        part: RankShare,
         batches: int | None,
         streams: int,
         place: EpochPosition = EpochPosition(),  # noqa: B008

@@ -28,7 +28,7 @@ import torch
 
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
-from taas_magic.data.dataset import Ended, Failed, Source, load, own_units
+from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, load, own_units
 from taas_magic.data.memory import Arena, Mapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import UNHINTED, VOID, FetcherShare
@@ -76,7 +76,7 @@ _LOOK_S = 1.0
 """Seconds between checks whether a worker has been stopped (SIGSTOP)."""
 
 _pack = msgspec.msgpack.Encoder().encode
-_read_orders = msgspec.msgpack.Decoder(protocol.Orders).decode
+_read_commands = msgspec.msgpack.Decoder(protocol.CommandBatch).decode
 _read_replies = msgspec.msgpack.Decoder(list[Reply]).decode
 
 _log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class WorkerHandle:
         commands, self._commands = self._commands, []
         files, self._files = self._files, []
         frees, self.frees = self.frees[:_MOST_FREES], self.frees[_MOST_FREES:]
-        message = _pack(protocol.Orders(commands, frees, oldest_epoch))
+        message = _pack(protocol.CommandBatch(commands, frees, oldest_epoch))
         try:
             if files:
                 socket.send_fds(self.socket, [message], files)
@@ -239,19 +239,19 @@ class Worker:
         self, served: ServedLoader, number: int, sock: socket.socket, arena: int, loader: Any = None
     ) -> None:
         self._served, self._socket, self._arena = served, sock, Arena(arena)
-        self._source: Source | Failed
+        self._source: BatchSource | UserCodeFailed
         self._hold_back_s = 0.0
         try:
-            self._source = Source(
+            self._source = BatchSource(
                 served.payload, served.name, served.seed, served.where, number, loader
             )
             if self._source.streams is None:
                 self._hold_back_s = _HOLD_BACK_S
-        except Failed as failure:
+        except UserCodeFailed as failure:
             self._source = failure
         except (Exception, SystemExit) as error:
             where = f'in {served.where} (loader "{served.name}", while it was being unpickled)'
-            self._source = Failed(error, where)
+            self._source = UserCodeFailed(error, where)
         self._replies: list[Reply] = []
         self._replied, self._cpu = 0.0, time.thread_time()
 
@@ -264,21 +264,21 @@ class Worker:
             message, files, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, _MOST_DEPTH)
             if not message:
                 return
-            self._obey(_read_orders(message), files)
+            self._execute(_read_commands(message), files)
             self._send_replies()
 
-    def _obey(self, orders: protocol.Orders, files: list[int]) -> None:
+    def _execute(self, message: protocol.CommandBatch, files: list[int]) -> None:
         """Execute one message of the server.
 
         Args:
-            orders: The message.
+            message: The message.
             files: Descriptors of the files with the requests' details.
         """
-        for offset in orders.frees:
+        for offset in message.frees:
             self._arena.free(offset)
-        if isinstance(self._source, Source):
-            self._source.forget_before(orders.oldest_epoch)
-        for command in orders.commands:
+        if isinstance(self._source, BatchSource):
+            self._source.forget_before(message.oldest_epoch)
+        for command in message.commands:
             request = command.request
             if command.has_file:
                 with os.fdopen(files.pop(0), "rb") as file:
@@ -301,7 +301,7 @@ class Worker:
                 offset, room = self._arena.allocate(body.body_bytes)
             except OSError as error:
                 where = f"with {self._where(request)}"
-                kind, body, units, order = _failed(Failed(error, where))
+                kind, body, units, order = _failed(UserCodeFailed(error, where))
                 offset, room = self._arena.allocate(body.body_bytes)
             is_summed = self._served.sums and kind is ResponseKind.BATCH
             body_sum = body.copy_to(room, is_summed)
@@ -326,32 +326,34 @@ class Worker:
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
         """Return the response to a request; an ERROR or VOID response instead of an exception."""
         try:
-            if isinstance(self._source, Failed):
+            if isinstance(self._source, UserCodeFailed):
                 raise self._source
             prepared = self._answer(self._source, request)
             if (size := prepared[1].body_bytes) > protocol.MAX_BATCH_BYTES:
                 # Ranks would reject the response and repeat the request forever.
                 most_gb, where = protocol.MAX_BATCH_BYTES / 1e9, self._where(request)
                 text = f"it has {size / 1e9:.1f} GB, but a batch can have at most {most_gb:.1f} GB"
-                raise Failed(ValueError(text), f"with {where}")
+                raise UserCodeFailed(ValueError(text), f"with {where}")
             return prepared
-        except Ended:
+        except NoBatch:
             # Send this worker's order hash: if the sampler of the worker that opened the epoch
             # gave more batches, the client sees that the orders differ.
-            order = self._source.digest(request.epoch) if isinstance(self._source, Source) else 0
+            order = (
+                self._source.digest(request.epoch) if isinstance(self._source, BatchSource) else 0
+            )
             return ResponseKind.VOID, encode.NOTHING, VOID, order
-        except Failed as failure:
+        except UserCodeFailed as failure:
             return _failed(failure)
         except Exception as error:
             where = f"while {self._where(request)} was being pickled"
-            return _failed(Failed(error, where))
+            return _failed(UserCodeFailed(error, where))
 
-    def _answer(self, source: Source, request: LoaderRequest) -> "_Prepared":
+    def _answer(self, source: BatchSource, request: LoaderRequest) -> "_Prepared":
         """Return the response to a request.
 
         Raises:
-            Ended: The requested slot has no batch.
-            Failed: The user's code raised an exception.
+            NoBatch: The requested slot has no batch.
+            UserCodeFailed: The user's code raised an exception.
         """
         kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
         if kind is RequestKind.GET:
@@ -366,7 +368,7 @@ class Worker:
             opened = source.open(epoch)
             if self._served.share.units is not None:
                 # An exception here is raised again when a rank requests the batch.
-                with suppress(Ended, Failed):
+                with suppress(NoBatch, UserCodeFailed):
                     counted = own_units(source.prepare(epoch, 0)) is not None
                     opened = msgspec.structs.replace(opened, counted=counted)
             return ResponseKind.OPENED, encode.raw(_pack(opened)), 1, 0
@@ -395,7 +397,7 @@ def _is_compared(item: int) -> bool:
     return item & (item - 1) == 0
 
 
-def _failed(failure: Failed) -> _Prepared:
+def _failed(failure: UserCodeFailed) -> _Prepared:
     """Return an ERROR response, from which the rank raises the user's exception again."""
     try:
         body = encode.as_bytes(failure.raised)

@@ -174,7 +174,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {rank_ranges(sorted(ranks))}"
 
 
-def stood(failures: Sequence[Failure]) -> list[str]:
+def rank_positions(failures: Sequence[Failure]) -> list[str]:
     """Return text with the notebook lines at which ranks were when `--timeout` ended the run.
 
     Ranks that were at the same notebook line share one line of the result.
@@ -230,7 +230,7 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
     words = f"the run ended as {ended.state}" + (f": {why}" if why else "")
     words = headline(first) if first else words
     is_timeout = first is not None and first.how == "timeout"
-    lines = stood(failures) if is_timeout else details(first) if first else []
+    lines = rank_positions(failures) if is_timeout else details(first) if first else []
     summary, more = others(first, failures)
     lines += [f"{summary}:", *(f"    {line}" for line in more)] if summary else []
     if first and _is_of_store(first):

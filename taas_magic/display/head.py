@@ -531,7 +531,7 @@ def filling(flow: Flow) -> str:
 
 def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> list[Fact]:
     """Return the facts about one loader; see `loader_lines` for the arguments."""
-    batches, bound = int(loader.total("batches")), f" of {units:,}" if units else ""
+    batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
     if loader.units != batches:
         facts = [("batches", f"{batches:,} · {loader.units:,}{bound} units")]
@@ -548,10 +548,10 @@ def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> lis
 
 def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
     """Yield the facts about buffers that are in use; a run without fetchers has no buffer."""
-    if budget := int(loader.stock("budget_bytes")):
-        ready = f"{int(loader.stock('ready')):,} ({size_text(int(loader.stock('ready_bytes')))}"
-        yield "ready", f"{ready} of {size_text(budget)})"
-    if held := int(loader.total("held_bytes")):
+    if budget := int(loader.fetcher_total("budget_bytes")):
+        batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
+        yield "ready", f"{batches:,} ({size_text(size)} of {size_text(budget)})"
+    if held := int(loader.rank_total("held_bytes")):
         yield "in ranks", size_text(held)
 
 

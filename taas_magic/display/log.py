@@ -276,7 +276,7 @@ class LogText:
         self._plan, self._limit_bytes = plan, limit_bytes
         self._logs_dir = run_dir / "logs"
         self._host_of: dict[int, str] = {}
-        self._folder = LineMerger(sum(map(plan.shows_lines, range(plan.world_size))))
+        self._merger = LineMerger(sum(map(plan.shows_lines, range(plan.world_size))))
         self._pieces: list[str] = []
         self._dropped: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._note_pause_s = DROPPED_NOTE_S
@@ -299,7 +299,7 @@ class LogText:
         """Add the lines that a rank printed."""
         if self._plan.shows_lines(event.rank):
             self._host_of[event.rank] = event.host
-            self._add(self._folder.push(event.rank, event.lines, now))
+            self._add(self._merger.push(event.rank, event.lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
         """Count the lines that a rank's host did not send."""
@@ -321,13 +321,13 @@ class LogText:
 
     def due(self, now: float) -> None:
         """Add the lines that have waited long enough."""
-        self._add(self._folder.due(now))
+        self._add(self._merger.due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
     def flush(self) -> None:
         """Add the lines that still wait for other ranks."""
-        self._add(self._folder.flush())
+        self._add(self._merger.flush())
 
     def close(self, now: float) -> None:
         """Add all waiting lines, and the number of lines that were left out."""
@@ -336,7 +336,7 @@ class LogText:
 
     def next_due(self) -> float:
         """Return the time at which `due` will add lines; infinity while no line waits."""
-        return min(self._folder.next_due(), self._note_at if self._dropped else math.inf)
+        return min(self._merger.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
     def has_text(self) -> bool:

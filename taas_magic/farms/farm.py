@@ -197,7 +197,7 @@ class Farm:
         self._process, place = _start(terms, self.folder)
         self.state.slots = place.slots
         self._client = _connect(place)
-        self._shelf = _Shelf(self._client)
+        self._stored_parts = _StoredParts(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
         self._lock = threading.RLock()
@@ -394,13 +394,13 @@ class Farm:
             name = f"{title}-{next(self._numbers)}"
             jobs.append(Job(self, name, work.args, dict(work.kwargs), self.folder / "jobs" / name))
             told.append(JobCall(name, work.shape, fresh, setting))
-            shared = self._shelf.part(captured, is_shared=len(packed) > 1)
-            parts.append([shared, *map(self._shelf.part, call.parts)])
+            shared = self._stored_parts.part(captured, is_shared=len(packed) > 1)
+            parts.append([shared, *map(self._stored_parts.part, call.parts)])
         names = [job.name for job in jobs]
         for job in jobs:
             self.state.add(job)
         with self._lock, warnings.catch_warnings():
-            # Dask advises to scatter large arguments, which the shelf already does
+            # Dask advises to scatter large arguments, which `_StoredParts` already does
             warnings.filterwarnings("ignore", message="Sending large graph")
             # all jobs in one message: for Dask, submitting a job costs as much as running it
             futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
@@ -503,7 +503,7 @@ class Farm:
         """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
-        self._shelf.drop(parts)
+        self._stored_parts.drop(parts)
         return future
 
     def _fail(self, job: Job, future: "Future") -> None:
@@ -589,7 +589,7 @@ class Farm:
             self._ended.put(said)
 
 
-class _Shelf:
+class _StoredParts:
     """The large arguments and payloads of jobs, each stored once in the farm's process.
 
     Usable from any thread.

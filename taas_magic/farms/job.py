@@ -29,7 +29,13 @@ import torch
 from taas_magic.capture import payload, pickling
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.work import FunctionWork
-from taas_magic.farms.messages import INLINE_BYTES, Blob, JobOutcome, JobProcessState, PlacedCall
+from taas_magic.farms.messages import (
+    INLINE_BYTES,
+    JobOutcome,
+    JobProcessState,
+    PlacedCall,
+    SharedBytes,
+)
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.rank import flush
 from taas_magic.store.guard import StoreProtection, apply_rule
@@ -174,7 +180,7 @@ def _called(told: PlacedCall) -> Any:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     kept = told.payload
-    held = Blob(kept) if isinstance(kept, bytes) else None
+    held = SharedBytes(kept) if isinstance(kept, bytes) else None
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
     loaded = payload.read(Path(path))
     tracebacks.register_sources(loaded.sources)

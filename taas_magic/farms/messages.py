@@ -40,7 +40,7 @@ The farm's process stores large parts under these names.
 """
 
 
-class Blob:
+class SharedBytes:
     """Bytes in memory that other processes of this host can map by a path."""
 
     def __init__(self, data: Any) -> None:

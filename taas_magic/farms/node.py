@@ -34,7 +34,6 @@ from taas_magic.farms.messages import (
     CANCELLED,
     INLINE_BYTES,
     TOPIC,
-    Blob,
     JobCall,
     JobEnded,
     JobOutcome,
@@ -44,6 +43,7 @@ from taas_magic.farms.messages import (
     NodeSettings,
     NodeUpdate,
     PlacedCall,
+    SharedBytes,
 )
 from taas_magic.host import forkserver
 from taas_magic.host.activity import wait_for_start
@@ -231,7 +231,10 @@ class Slots:
             slot.cancel()
 
     async def run(
-        self, call: JobCall, parts: Awaitable[list[bytes | Blob]], say: Callable[[JobUpdate], None]
+        self,
+        call: JobCall,
+        parts: Awaitable[list[bytes | SharedBytes]],
+        say: Callable[[JobUpdate], None],
     ) -> JobOutcome:
         """Run a job in a free slot; Dask never runs more jobs at a time than there are slots.
 
@@ -250,7 +253,7 @@ class Slots:
         slot = self._running[name] = self._free.pop()
         try:
             brought = await parts
-            first, *others = [it.path if isinstance(it, Blob) else it for it in brought]
+            first, *others = [it.path if isinstance(it, SharedBytes) else it for it in brought]
             outcome = await slot.run(
                 PlacedCall(call, str(files), first, others),
                 lambda state, text: say(JobUpdate(name, node, state, text)),

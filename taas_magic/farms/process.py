@@ -99,21 +99,21 @@ async def _run_farm(terms: FarmSettings) -> None:
     keys, loop = Keys(), asyncio.get_running_loop()
     secure = Security(**keys.scheduler())
     async with FarmScheduler(host=LOOPBACK, protocol="tls://", security=secure) as scheduler:
-        fleet = Fleet(terms, keys, scheduler)
-        scheduler.add_plugin(fleet)
-        keeping = asyncio.ensure_future(fleet.maintain())
+        nodes = NodeManager(terms, keys, scheduler)
+        scheduler.add_plugin(nodes)
+        keeping = asyncio.ensure_future(nodes.maintain())
 
         def wait_for_end() -> None:
             sys.stdin.readline()
             loop.call_soon_threadsafe(keeping.cancel)
 
-        place = FarmAddress(scheduler.address, keys.kernel(), fleet.slots)
+        place = FarmAddress(scheduler.address, keys.kernel(), nodes.slots)
         sys.stdout.write(messages.pack(place).decode() + "\n")
         sys.stdout.flush()
         threading.Thread(target=wait_for_end, name="taas-lease", daemon=True).start()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
-        await fleet.close()
+        await nodes.close()
 
 
 class FarmScheduler(Scheduler):
@@ -172,8 +172,8 @@ class _NodeRun:
     wait: Wait | None = None
 
 
-class Fleet(SchedulerPlugin):
-    """Starts and ends the nodes of a farm, so that jobs find free slots; a plugin of the scheduler.
+class NodeManager(SchedulerPlugin):
+    """Plugin of the scheduler that starts and ends a farm's nodes, so that jobs find free slots.
 
     Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 

@@ -17,10 +17,10 @@ from taas_magic.farms.messages import (
     DROP,
     INLINE_BYTES,
     TOPIC,
-    Blob,
     JobCall,
     JobUpdate,
     Part,
+    SharedBytes,
 )
 from taas_magic.host.agent_worker import ClosedWorker
 
@@ -42,10 +42,10 @@ class NodeWorker(ClosedWorker):
         super().__init__(*args, plugins=[_Changes(self)], **kwargs)
         self.slots = slots
         self.results: dict[str, dict[str, Any]] = {}
-        self._parts: dict[str, asyncio.Future[Blob]] = {}
+        self._parts: dict[str, asyncio.Future[SharedBytes]] = {}
         self.stream_handlers[DROP] = self._drop
 
-    async def part(self, part: Part) -> bytes | Blob:
+    async def part(self, part: Part) -> bytes | SharedBytes:
         """Return the content of one part of a job's payload or arguments.
 
         Args:
@@ -58,9 +58,11 @@ class NodeWorker(ClosedWorker):
             self._parts[part] = asyncio.ensure_future(self._fetch_part(part))
         return await self._parts[part]
 
-    async def _fetch_part(self, name: str) -> Blob:
+    async def _fetch_part(self, name: str) -> SharedBytes:
         try:
-            return await asyncio.to_thread(Blob, await getattr(self.scheduler, ASK)(name=name))
+            return await asyncio.to_thread(
+                SharedBytes, await getattr(self.scheduler, ASK)(name=name)
+            )
         except BaseException:
             self._drop(name)  # the next job tries again
             raise

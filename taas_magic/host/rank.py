@@ -42,9 +42,9 @@ from traitlets import Any as AnyTrait
 from traitlets.config import Config
 
 from taas_magic.capture import payload
-from taas_magic.capture.changes import Watch
+from taas_magic.capture.changes import ChangeDetector
 from taas_magic.capture.digest import plain_digest
-from taas_magic.capture.home import Scope
+from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import ModuleSource, claim_taas, install
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import CellSource
@@ -462,15 +462,15 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         tracebacks.send(link, tracebacks.failure_of(error))
         return False
     out = {name_of(text) for text in spec.share.plan.out}
-    watch = loaded.watch(namespace, out) if rank == 0 else None
+    changes = loaded.change_detector(namespace, out) if rank == 0 else None
     # created before the cell runs, because the cell may change the environment
-    scope = Scope(namespace, loaded.kept)
+    scope = RankNamespace(namespace, loaded.kept)
     sender = _sender(folder, os.environ, link, spec, scope)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(work, loaded.sources)
     if spec.share.plan.rehearse and link.is_own:
         link.send(_rehearsed())
-    return _report(shell, result, link, sender, spec.share.plan.out, watch)
+    return _report(shell, result, link, sender, spec.share.plan.out, changes)
 
 
 def _rehearsed() -> Rehearsed:
@@ -485,7 +485,11 @@ def _rehearsed() -> Rehearsed:
 
 
 def _sender(
-    folder: RunFolder, environ: Mapping[str, str], link: Link, spec: ProcessSpec, scope: Scope
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    link: Link,
+    spec: ProcessSpec,
+    scope: RankNamespace,
 ) -> results.ResultSender:
     return results.ResultSender(
         folder.results,
@@ -502,7 +506,7 @@ def _report(
     link: Link,
     sender: results.ResultSender,
     out: Sequence[str],
-    watch: Watch | None = None,
+    changes: ChangeDetector | None = None,
     *,
     is_session: bool = False,
 ) -> bool:
@@ -514,7 +518,7 @@ def _report(
         link: The rank's connection to its agent.
         sender: Writer of results.
         out: Values of `--out`, such as "loss@all".
-        watch: Detector of changes that the cell made to the notebook's values, which are reported
+        changes: Detector of changes that the cell made to the notebook's values, which are reported
             as notes. None to report no changes.
         is_session: Whether the rank belongs to a session: `sys.exit(0)` then only ends the cell.
     """
@@ -524,7 +528,7 @@ def _report(
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # If all ranks exit so, the run succeeds; else this is a failure.
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
-    for text in watch.notes(shell.user_ns) if watch and link.is_own and failure is None else ():
+    for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
         link.send(Note(text=text))
     if link.is_own and result.error_before_exec is None:
         failed = failure is not None
@@ -593,7 +597,7 @@ class _SessionCells:
             return False
         sets = self._assigned_by(work) if order.takes_part else set()
         self._kept = (self._kept | loaded.kept) - sets
-        scope = Scope(self._namespace, self._kept)
+        scope = RankNamespace(self._namespace, self._kept)
         sender = _sender(folder, self._environ, link, self._spec, scope)
         before = {name: id(value) for name, value in self._names().items()}
         if order.takes_part:

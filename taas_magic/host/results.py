@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from taas_magic.capture import home, pickling
 from taas_magic.capture.culprit import culprit, refusal, type_name
-from taas_magic.capture.home import HomePickler, Scope
+from taas_magic.capture.home import RankNamespace, ResultPickler
 from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
@@ -176,20 +176,20 @@ def _load(
         received.missing |= dict.fromkeys(names, why)
 
 
-class _ResultPickler(HomePickler):
-    """A pickler for results.
+class _TorchResultPickler(ResultPickler):
+    """A pickler for results that unwraps DistributedDataParallel and refuses sharded tensors.
 
     Attributes:
         unwrapped: Whether a DistributedDataParallel was replaced by its `module`.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RankNamespace) -> None:
         super().__init__(scope)
         self.unwrapped = False
         self._sharded = _sharded_types()
 
     def probe(self, value: Any) -> None:
-        _ResultPickler(self.scope).dump(value)
+        _TorchResultPickler(self.scope).dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -221,7 +221,7 @@ class ResultSender:
         folder: Path,
         environ: Mapping[str, str],
         note: Callable[[str], None],
-        scope: Scope,
+        scope: RankNamespace,
         untrusted_pool: str = "",
     ) -> None:
         self._folder, self._note, self._untrusted_pool = folder, note, untrusted_pool
@@ -293,7 +293,7 @@ class ResultSender:
         """Write values, and record those that cannot be written as missing."""
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
-            pickler = _ResultPickler(self._scope)
+            pickler = _TorchResultPickler(self._scope)
             try:
                 plain = _as_plain({name: value})
                 if plain is None and self._untrusted_pool:
@@ -310,7 +310,7 @@ class ResultSender:
 
     def _put_group(self, values: Mapping[str, Any]) -> None:
         """Write values that share objects to one file."""
-        pickler = _ResultPickler(self._scope)
+        pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
             if plain is not None:
@@ -458,7 +458,7 @@ def _shown(names: Iterable[str]) -> str:
     return f"--out {listed}" if listed else "run.result"
 
 
-def _unpicklable(name: str, value: Any, pickler: _ResultPickler, error: Exception) -> str:
+def _unpicklable(name: str, value: Any, pickler: _TorchResultPickler, error: Exception) -> str:
     """Return the reason why a value cannot be pickled, and what to send instead."""
     name = "run.result" if name == VALUE else name
     path, offender = culprit(name, value, pickler.probe)

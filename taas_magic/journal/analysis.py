@@ -92,7 +92,7 @@ class LoaderFlow:
     began: dict[int, FetcherCounts] = field(default_factory=dict)
     until: dict[int, FetcherCounts] = field(default_factory=dict)
 
-    def total(self, name: str) -> float:
+    def rank_total(self, name: str) -> float:
         """Return the sum of a count over all ranks.
 
         Args:
@@ -100,7 +100,7 @@ class LoaderFlow:
         """
         return math.fsum(getattr(counts, name) for counts in self.ranks.values())
 
-    def stock(self, name: str) -> float:
+    def fetcher_total(self, name: str) -> float:
         """Return the sum of a count over all fetchers, such as of the batches in their buffers.
 
         Args:
@@ -110,13 +110,13 @@ class LoaderFlow:
 
     def sums(self, now: float) -> Point:
         """Return the current sums of all ranks' counts, as a point with the time `now`."""
-        return Point(now, *(self.total(name) for name in Point._fields[1:]))
+        return Point(now, *(self.rank_total(name) for name in Point._fields[1:]))
 
     @property
     def units(self) -> int:
         """Units that the ranks received; if they resumed from a loader's state, since its start."""
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
-        return int(self.total("units")) + resumed
+        return int(self.rank_total("units")) + resumed
 
     @property
     def shares(self) -> dict[int, float]:
@@ -299,7 +299,7 @@ def advice(flow: Flow) -> str:
     waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
-    return advise(load_of(flow, max(waited, key=lambda loader: loader.total("waited_s"))))
+    return advise(load_of(flow, max(waited, key=lambda loader: loader.rank_total("waited_s"))))
 
 
 def advise(load: Load) -> str:
@@ -437,7 +437,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     return Load(
         name=loader.name,
         waited=sums.share,
-        first=min(sums.share, _share(loader.total("first_s"), sums.span_s)),
+        first=min(sums.share, _share(loader.rank_total("first_s"), sums.span_s)),
         ranks=len(loader.ranks),
         fetchers=len(fetchers),
         workers=sum(stats.workers for stats in last.values()),
@@ -448,7 +448,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
         own_hosts=own_hosts,
         room=math.inf if own_hosts or not cores else cores // max([1, *workers]),
         crosses=len(hosts | rank_hosts) > 1,
-        receiving=_share(loader.total("receive_cpu_s"), loader.total("receive_s")),
+        receiving=_share(loader.rank_total("receive_cpu_s"), loader.rank_total("receive_s")),
         mb_per_s=sums.rate(sums.bytes) / 1e6,
     )
 

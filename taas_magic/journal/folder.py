@@ -502,7 +502,7 @@ def summary(folder: RunFolder) -> RunSummary:
     made = (folder.path / "plan.json").stat().st_mtime
     reader = JournalReader(folder.events)
     ended, is_active = reader.end(), True
-    if ended is None and not is_kept(folder):
+    if ended is None and not has_live_owner(folder):
         # The end may have been written since the first look. Or a kernel wrote it for a pool that
         # hung, and the pool added events after it.
         ended, is_active = reader.end(whole=True), False
@@ -518,7 +518,7 @@ def summary(folder: RunFolder) -> RunSummary:
     return RunSummary("LOST", begun, last.time - begun if last else 0.0, why=LOST_WHY)
 
 
-def is_kept(folder: RunFolder) -> bool:
+def has_live_owner(folder: RunFolder) -> bool:
     """Return whether the kernel or pool process that will record the run's end is alive."""
     for path in (folder.events, folder.path / "plan.json"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

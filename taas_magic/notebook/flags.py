@@ -30,7 +30,7 @@ _POOL = re.compile(r"#!\s*(?!python|i?pypy|sh$|bash$)([A-Za-z][\w.-]*)\s*")
 _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
 
-def head(lines: list[str]) -> tuple[str, int] | None:
+def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
     """Parse the comments at the top of a cell (`#!pool` and `#pragma taas`).
 
     Without a pragma, `#!name` counts only in the cell's first line: further down it is a comment.
@@ -52,7 +52,7 @@ def head(lines: list[str]) -> tuple[str, int] | None:
 
 def transform_pragma(lines: list[str]) -> list[str]:
     """Turn a cell with taas comments at its top into a `%%taas` cell; an IPython transformer."""
-    found = head(lines)
+    found = parse_top_comments(lines)
     if found is None:
         return lines
     flags, used = found
@@ -61,7 +61,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 def nothing_below(raw_cell: str) -> str:
     """Return the error message for a cell with nothing below its `%%taas` or taas comments."""
-    found = head(raw_cell.splitlines())
+    found = parse_top_comments(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
         return "The cell has only its first line: there is nothing to run."
@@ -76,7 +76,7 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
     lines = raw_cell.splitlines()
-    used = (head(lines) or ("", 0))[1]
+    used = (parse_top_comments(lines) or ("", 0))[1]
     how = "uses only its first lines" if used else "runs in the notebook itself, not as ranks"
     with suppress(tokenize.TokenError, SyntaxError):  # read up to the first invalid line
         for token in tokenize.generate_tokens(io.StringIO(raw_cell).readline):
@@ -183,11 +183,8 @@ def ranks(text: str) -> frozenset[int]:
 
 
 def some_ranks(text: str) -> tuple[int, ...]:
-    """Parse rank numbers such as `0`, `1,3` or `0,2-5`."""
-    found = ranks(text)
-    if found is None:
-        raise ValueError(text)
-    return tuple(sorted(found))
+    """Parse rank numbers such as `0`, `1,3` or `0,2-5`. Return an empty tuple for `all`."""
+    return tuple(sorted(ranks(text)))
 
 
 def variables(text: str) -> tuple[str, ...]:
@@ -607,7 +604,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
     given = [word.partition("=")[0] for word in words]
     for name in BY_NAME:
         if given.count(name) > 1 and name not in REPEATED:
-            raise UsageError(f"{name} is there twice; give it once")
+            raise UsageError(f"{name} was given twice; give it once")
     settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
     settings["shared_writes"] = tuple(settings.get("shared_writes", ()))

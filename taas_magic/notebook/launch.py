@@ -17,9 +17,9 @@ from msgspec import structs
 
 from taas_magic import registry
 from taas_magic.capture import modules, payload, process_state
-from taas_magic.capture.known import RankNames
 from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import CellSource, Payload
+from taas_magic.capture.session_variables import RankVariables
 from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
 from taas_magic.config import Config, size_text
 from taas_magic.data import service
@@ -563,7 +563,7 @@ def out_problem(
     flags: Flags,
     captured: Payload,
     shell: "InteractiveShell",
-    known: RankNames | None = None,
+    known: RankVariables | None = None,
 ) -> str | None:
     """Return the problem with `--out`, as far as it is detectable before the cell runs.
 

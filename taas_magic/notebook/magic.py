@@ -69,7 +69,7 @@ class TaasMagics(Magics):
         """Read taas.toml anew, so that an edit takes effect with the next cell."""
         return load_config(self._folder)
 
-    def remember(self, info: Any) -> None:
+    def on_cell_start(self, info: Any) -> None:
         """Store the cell's text, and call the functions in `between_cells.before_cell`.
 
         Also print a warning for each misplaced pragma. Handles IPython's event `pre_run_cell`.
@@ -80,7 +80,7 @@ class TaasMagics(Magics):
         for line in misplaced_pragma(info.raw_cell):
             _print_line(line)
 
-    def after(self, result: Any) -> None:
+    def on_cell_end(self, result: Any) -> None:
         """Print hints about a cell that has ended. Handles IPython's event `post_run_cell`.
 
         One hint is for cells that install PyPI's package `taas`. The other is for names that the
@@ -90,9 +90,7 @@ class TaasMagics(Magics):
             _print_line(TAAS_IS_HERE)
         name = _missing_name(result.error_in_exec)
         if name in between_cells.set_in_ranks:
-            _print_line(
-                f"`{name}` was set in an earlier %%taas cell; bring it back with --out {name}"
-            )
+            _print_line(f"`{name}` was set in an earlier %%taas cell; return it with --out {name}")
 
     def variables(self) -> list[str]:
         """Return the names of the user's variables, for Tab completion."""
@@ -256,8 +254,8 @@ def load(shell: "InteractiveShell") -> None:
     tab = _matcher(magics)
 
     def remove() -> None:
-        shell.events.unregister("pre_run_cell", magics.remember)
-        shell.events.unregister("post_run_cell", magics.after)
+        shell.events.unregister("pre_run_cell", magics.on_cell_start)
+        shell.events.unregister("post_run_cell", magics.on_cell_end)
         release_taas()
         shell.input_transformers_cleanup.remove(transform_pragma)
         shell.Completer.custom_matchers.remove(tab)
@@ -265,8 +263,8 @@ def load(shell: "InteractiveShell") -> None:
             shell.magics_manager.magics[kind].pop("taas", None)
 
     shell.register_magics(magics)
-    shell.events.register("pre_run_cell", magics.remember)
-    shell.events.register("post_run_cell", magics.after)
+    shell.events.register("pre_run_cell", magics.on_cell_start)
+    shell.events.register("post_run_cell", magics.on_cell_end)
     shell.input_transformers_cleanup.insert(0, transform_pragma)
     shell.Completer.custom_matchers.append(tab)
     _loaded[shell] = remove

@@ -32,7 +32,15 @@ from taas_magic.notebook.run import Background, Interrupts
 from taas_magic.notebook.runs import Run
 from taas_magic.pool.client import Pool, PoolConnection, Wait, ask_pool
 from taas_magic.setup import facts
-from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Kernel, Row, Wanted
+from taas_magic.setup.facts import (
+    ERROR,
+    REMARK,
+    WARNING,
+    Finding,
+    HostCheck,
+    KernelVersions,
+    RequiredPackage,
+)
 
 _T = TypeVar("_T")
 
@@ -253,10 +261,10 @@ def ask_hosts(
     asked: Sequence[PoolConfig],
     up: Mapping[str, Sequence[HostStatus]],
     config: Config,
-    packages: Mapping[str, Wanted] = MappingProxyType({}),
+    packages: Mapping[str, RequiredPackage] = MappingProxyType({}),
     modules: Sequence[str] = (),
     mark: str = "",
-) -> list[Row]:
+) -> list[HostCheck]:
     """Ask the hosts of pools whether they are fit for runs, without allocating any host.
 
     Args:
@@ -289,7 +297,7 @@ def ask_hosts(
             todo = f"%taas warm {pool.name} requests one now"
             todo = f"Hosts are checked when a run requests them; {todo}"
             none_up = Finding(REMARK, "no host is up", todo)
-            found.append(Row(pool.name, "", None, (none_up,)))
+            found.append(HostCheck(pool.name, "", None, (none_up,)))
     return found
 
 
@@ -307,7 +315,9 @@ class CheckReport(str):
         return as_html(self)
 
 
-def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], str]) -> CheckReport:
+def report(
+    rows: Sequence[HostCheck], here: KernelVersions, means: Mapping[tuple[str, str], str]
+) -> CheckReport:
     """Return the report of `%taas pools --check`. The findings of a host are listed below it.
 
     Args:
@@ -332,7 +342,7 @@ def report(rows: Sequence[Row], here: Kernel, means: Mapping[tuple[str, str], st
     return CheckReport("\n".join([*shown, fit]))
 
 
-def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
+def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
     """Return the cells of a host's row in the table, in the order of `_HEAD`.
 
     Args:
@@ -362,7 +372,7 @@ def _cells(row: Row, here: Kernel, means: str) -> tuple[str, ...]:
     )
 
 
-def _ours(seen: Facts, here: Kernel) -> str:
+def _ours(seen: Facts, here: KernelVersions) -> str:
     """Return where a host has taas-magic's packages: installed, in its cache, or not yet."""
     from taas_magic.setup.install import what_to_bring
 

@@ -22,7 +22,7 @@ from taas_magic.journal.analysis import LoaderFlow
 from taas_magic.messages import Event, Rehearsed, WrittenFile
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import Flags, Plan, Prefill, split_name
-from taas_magic.setup.facts import ERROR, Row
+from taas_magic.setup.facts import ERROR, HostCheck
 from taas_magic.store import rule as store
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Findings:
     flags: Flags
     plan: Plan | None = None
     problems: list[str] = field(default_factory=list)
-    host_rows: Sequence[Row] = ()
+    host_rows: Sequence[HostCheck] = ()
     captured: Sequence[Captured] = ()
     travels_bytes: int = 0
     loader_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
 
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: Findings
-) -> list[Row]:
+) -> list[HostCheck]:
     """Return the checks of the hosts of pools; add a failure to `found.problems`."""
     if not asked:
         return []
@@ -305,11 +305,14 @@ def estimate(flow: LoaderFlow, ranks: int) -> str:
         flow: Counts of the rehearsed run.
         ranks: Number of ranks on the pool.
     """
-    work_s, prepared = flow.stock("fetch_s"), flow.stock("prepared")
-    received, busy_s = flow.total("batches"), flow.total("span_s") - flow.total("waited_s")
+    work_s, prepared = flow.fetcher_total("fetch_s"), flow.fetcher_total("prepared")
+    received, busy_s = (
+        flow.rank_total("batches"),
+        flow.rank_total("span_s") - flow.rank_total("waited_s"),
+    )
     if not prepared or not work_s:
         return "no batch was prepared"
-    of_fetcher = flow.stock("workers") * prepared / work_s
+    of_fetcher = flow.fetcher_total("workers") * prepared / work_s
     said = f"one fetcher prepares {_rate(of_fetcher)} batches/s here"
     if not received:
         return f"{said}; no rank used one"

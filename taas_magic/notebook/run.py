@@ -75,7 +75,7 @@ _ENDS = ("signal", "exit", "end", "stopped", "host")
 """Values of `Failure.how` that mean that a process of the run has ended or is about to end."""
 
 T = TypeVar("T")
-Tell = Callable[[list[str]], None]
+ShowLines = Callable[[list[str]], None]
 
 
 class Interrupts:
@@ -148,7 +148,7 @@ class Background(Generic[T]):
         thread: The thread that runs the work.
     """
 
-    def __init__(self, work: Callable[[Tell], T]) -> None:
+    def __init__(self, work: Callable[[ShowLines], T]) -> None:
         self.outcome: futures.Future[T] = futures.Future()
         self._work = work
         self._news: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
@@ -324,7 +324,7 @@ class RunFetchers:
         if self._relay is not None:
             self._relay.join()
 
-    def _begin(self, tell: Tell) -> None:
+    def _begin(self, tell: ShowLines) -> None:
         """Get hosts for the fetchers and start them (runs in a thread)."""
 
         def listen(event: Event) -> None:
@@ -408,7 +408,7 @@ class PrefillProgress:
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
     def _sum(self, name: str) -> int:
-        return int(sum(loader.stock(name) for loader in self._flow.loaders.values()))
+        return int(sum(loader.fetcher_total(name) for loader in self._flow.loaders.values()))
 
 
 def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:

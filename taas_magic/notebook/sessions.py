@@ -2,8 +2,8 @@
 
 For the pool, a session is a run that allocates hosts and starts ranks, and each of its cells is a
 further run on these ranks. This module keeps the kernel's sessions by name. It records which
-variables the ranks have (`RankNames`), notices when the ranks have ended, and checks the flags of
-the session's cells.
+variables the ranks have (`RankVariables`), notices when the ranks have ended, and checks the flags
+of the session's cells.
 """
 
 import re
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from taas_magic.capture.known import RankNames, VariablesToSend
 from taas_magic.capture.payload import Payload
+from taas_magic.capture.session_variables import RankVariables, VariablesToSend
 from taas_magic.config import closest
 from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
@@ -85,7 +85,7 @@ class Session:
     """
 
     def __init__(self, flags: Flags) -> None:
-        self.name, self.flags, self.names = flags.session, flags, RankNames()
+        self.name, self.flags, self.names = flags.session, flags, RankVariables()
         self.plan: Plan | None = None
         self.failed_rank: int | None = None
         self.has_unknown_names = False

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from taas_magic.engines.keys import SecurityOptions
 from taas_magic.messages import unpack
-from taas_magic.setup.facts import Kernel
+from taas_magic.setup.facts import KernelVersions
 
 
 class PoolAddress(Struct):
@@ -23,7 +23,7 @@ class PoolAddress(Struct):
     address: str
     security: SecurityOptions
     project: str
-    made_of: Kernel
+    made_of: KernelVersions
     pid: int = 0
 
 

@@ -148,7 +148,7 @@ def _program(function: str, arguments: Mapping[str, object]) -> bytes:
     return "\n".join(lines).encode("ascii") + b"\n"
 
 
-class Kernel(Struct, frozen=True):
+class KernelVersions(Struct, frozen=True):
     """The versions of this process, which hosts must match.
 
     Attributes:
@@ -168,10 +168,10 @@ def minor(version: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def this_kernel() -> Kernel:
+def this_kernel() -> KernelVersions:
     """Return the versions of this process, without importing torch."""
     ours = probe.digest(probe.package_files(str(Path(__file__).parent.parent)))
-    return Kernel(platform.python_version(), importlib.metadata.version("torch"), ours)
+    return KernelVersions(platform.python_version(), importlib.metadata.version("torch"), ours)
 
 
 def of_this_machine(
@@ -216,7 +216,7 @@ def ask_host(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequiredPackage:
     """A package that a host needs.
 
     Attributes:
@@ -242,7 +242,7 @@ class Wanted:
             return False
 
 
-def lacking(needs: Mapping[str, Wanted], facts: Facts) -> tuple[Wanted, ...]:
+def lacking(needs: Mapping[str, RequiredPackage], facts: Facts) -> tuple[RequiredPackage, ...]:
     """Return the packages that a host does not have in an allowed version."""
     return tuple(
         each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
@@ -273,10 +273,10 @@ class Finding:
 
 def judge(
     facts: Facts,
-    here: Kernel,
+    here: KernelVersions,
     gpus: int | None = None,
     interface: str | None = None,
-    packages: Mapping[str, Wanted] = MappingProxyType({}),
+    packages: Mapping[str, RequiredPackage] = MappingProxyType({}),
 ) -> list[Finding]:
     """Return all findings about a host, errors first.
 
@@ -298,7 +298,7 @@ def judge(
     return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
 
 
-def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
+def refuse(all_facts: Iterable[Facts], here: KernelVersions) -> None:
     """Raise an error if one of the hosts cannot execute a run.
 
     Raises:
@@ -314,7 +314,7 @@ def refuse(all_facts: Iterable[Facts], here: Kernel) -> None:
         raise PoolError("\n".join(lines))
 
 
-def _other_python(facts: Facts, here: Kernel) -> Finding:
+def _other_python(facts: Facts, here: KernelVersions) -> Finding:
     """Return the finding about a host whose Python has another minor version."""
     return Finding(
         ERROR,
@@ -325,7 +325,7 @@ def _other_python(facts: Facts, here: Kernel) -> Finding:
     )
 
 
-def _python(facts: Facts, here: Kernel) -> Iterator[Finding]:
+def _python(facts: Facts, here: KernelVersions) -> Iterator[Finding]:
     """Yield findings about the operating system, Python, torch, and missing modules."""
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
@@ -372,7 +372,7 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
 
 
 def _warnings(
-    facts: Facts, promised: int | None, packages: Mapping[str, Wanted]
+    facts: Facts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[Finding]:
     """Yield findings that do not prevent a run."""
     if promised is not None and facts.gpus < promised:
@@ -396,7 +396,7 @@ def _warnings(
 
 
 @dataclass(frozen=True)
-class Row:
+class HostCheck:
     """The result of checking one host of a pool.
 
     Attributes:
@@ -424,11 +424,11 @@ Shells = Mapping[str, AbstractContextManager[Shell]]
 def check(
     pools: Iterable[PoolConfig],
     shells: Callable[[PoolConfig, threading.Event], Shells],
-    here: Kernel,
-    packages: Mapping[str, Wanted],
+    here: KernelVersions,
+    packages: Mapping[str, RequiredPackage],
     mark: str = "",
     modules: Sequence[str] = (),
-) -> list[Row]:
+) -> list[HostCheck]:
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
@@ -445,7 +445,9 @@ def check(
         One row for each host, in the order of the pools and their hosts.
     """
 
-    def ask_one(pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None) -> Row:
+    def ask_one(
+        pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None
+    ) -> HostCheck:
         try:
             if opening is None:
                 facts = of_this_machine(host, packages, mark, modules)
@@ -454,7 +456,7 @@ def check(
                     facts = ask_host(shell, pool.python, packages, modules, mark)
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
-            return Row(pool.name, host, None, (Finding(ERROR, what),))
+            return HostCheck(pool.name, host, None, (Finding(ERROR, what),))
         return judged(pool, facts, here, packages)
 
     stop = threading.Event()
@@ -472,7 +474,9 @@ def check(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def judged(pool: PoolConfig, facts: Facts, here: Kernel, packages: Mapping[str, Wanted]) -> Row:
+def judged(
+    pool: PoolConfig, facts: Facts, here: KernelVersions, packages: Mapping[str, RequiredPackage]
+) -> HostCheck:
     """Find the problems of a host in its facts, and return them as a row."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
-    return Row(pool.name, facts.host, facts, tuple(found))
+    return HostCheck(pool.name, facts.host, facts, tuple(found))

@@ -32,9 +32,9 @@ from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.messages import Facts, unpack
 from taas_magic.setup.facts import (
-    Kernel,
+    KernelVersions,
+    RequiredPackage,
     Shell,
-    Wanted,
     ask_host,
     call_probe,
     lacking,
@@ -86,7 +86,9 @@ def installed(name: str) -> Installed | None:
     return Installed(found.version, tuple(found.requires or ()))
 
 
-def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict[str, Wanted]:
+def packages_needed(
+    find: Callable[[str], Installed | None] = installed,
+) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs, with their dependencies, by canonical name.
 
     Requirements of extras are left out. Markers are evaluated for this Python, as the host's has
@@ -118,11 +120,11 @@ def packages_needed(find: Callable[[str], Installed | None] = installed) -> dict
     return {name: _wanted(name, found[name], find(name)) for name in sorted(found)}
 
 
-def _wanted(name: str, allowed: SpecifierSet, here: Installed | None) -> Wanted:
+def _wanted(name: str, allowed: SpecifierSet, here: Installed | None) -> RequiredPackage:
     version = here.version if here else ""
     if name in AS_HERE and version:
         allowed = SpecifierSet(f"=={version}")
-    return Wanted(name, version, allowed)
+    return RequiredPackage(name, version, allowed)
 
 
 def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
@@ -162,7 +164,7 @@ class PackageFolder:
     bundle: Callable[[], bytes]
 
 
-def what_to_bring(facts: Facts, here: Kernel) -> list[PackageFolder]:
+def what_to_bring(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
     """Return the package folders that a host needs, also those that it already has."""
     parcels = []
     missing = lacking(packages_needed(), facts)
@@ -218,7 +220,7 @@ def our_bundle() -> bytes:
     return zipped({f"taas_magic/{path}": content for path, content in files} | programs)
 
 
-def bundle_for(packages: Sequence[Wanted], facts: Facts) -> bytes:
+def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from taas_magic.capture.changes import Watch
+from taas_magic.capture.changes import ChangeDetector
 
 
 class Meter:
@@ -52,9 +52,9 @@ def train(model: torch.nn.Module) -> None:
 def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
     """Return the notes on `value` after `change` was applied to it."""
     namespace = {"value": value}
-    watch = Watch(namespace, **{"out": (), "stores": (), "updates": (), **names})
+    changes = ChangeDetector(namespace, **{"out": (), "stores": (), "updates": (), **names})
     change(namespace["value"])
-    return "".join(watch.notes(namespace))
+    return "".join(changes.notes(namespace))
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
@@ -103,28 +103,28 @@ def test_a_variable_that_is_set_from_itself_is_named_and_one_that_is_set_anew_is
     cases: list[tuple[list[str], list[str]]] = [(["value"], ["value was changed"]), ([], [])]
     for updates, expected in cases:
         namespace: dict[str, Any] = {"value": 1}
-        watch = Watch(namespace, (), {"value"}, updates)
+        changes = ChangeDetector(namespace, (), {"value"}, updates)
         namespace["value"] += 1
-        assert [note[:17] for note in watch.notes(namespace)] == expected
+        assert [note[:17] for note in changes.notes(namespace)] == expected
 
 
 def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
     namespace: dict[str, Any] = {"model": torch.nn.Linear(100, 2)}
     for steps in (0, 1):
-        watch = Watch(namespace, (), {"model"}, {"model"})
+        changes = ChangeDetector(namespace, (), {"model"}, {"model"})
         wrapped = namespace["model"] = torch.nn.Sequential(namespace["model"])
         for _ in range(steps):
             train(wrapped)
-        assert len(watch.notes(namespace)) == steps
+        assert len(changes.notes(namespace)) == steps
 
 
 def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
     """The notebook's optimizer still refers to the parameters of the old model."""
     model = torch.nn.Linear(100, 2)
     namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
-    watch = Watch(namespace, ["model"], (), ())
+    changes = ChangeDetector(namespace, ["model"], (), ())
     train(model)
-    [note] = watch.notes(namespace)
+    [note] = changes.notes(namespace)
     assert note.startswith("optimizer was changed")
 
 

@@ -5,7 +5,7 @@ from itertools import islice, takewhile
 
 import pytest
 
-from taas_magic.data.protocol import LoaderRequest, Opened, RequestKind
+from taas_magic.data.protocol import EpochDescription, LoaderRequest, RequestKind
 from taas_magic.data.scheduler import PrefetchOrder
 from taas_magic.data.sharding import FetcherShare
 
@@ -18,7 +18,7 @@ def keys(
     ahead: PrefetchOrder, batches: int = 4, streams: int | None = None, most: int = 100
 ) -> Iterator[LoaderRequest]:
     """Yield what it says until it says nothing; open every epoch that it wants to know."""
-    opened = Opened(None if streams else batches, streams, 0)
+    opened = EpochDescription(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:
             ahead.opened(key.epoch, opened)
@@ -37,7 +37,7 @@ def test_an_epoch_is_opened_before_its_batches_and_not_twice() -> None:
     ahead = ahead_of()
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
     assert ahead.next() is None
-    ahead.opened(0, Opened(1, None, 0))
+    ahead.opened(0, EpochDescription(1, None, 0))
     assert ahead.next() == LoaderRequest(RequestKind.GET, 0, 0)
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 1, 0)
     assert ahead.next() is None
@@ -106,14 +106,14 @@ def test_the_workers_have_all_of_a_fetchers_share_between_them(
 ) -> None:
     one = FetcherShare(workers=3, **share)
     ours = [
-        *(slot for slot in range(first, 100) if one.home(slot, streams)[0] == one.index),
+        *(slot for slot in range(first, 100) if one.assigned_worker(slot, streams)[0] == one.index),
     ]
     if streams is None:
         ours = [slot for slot in ours if slot % one.stride == one.first]
     found: list[int] = []
     for worker in range(3):
         slots = [*takewhile(lambda slot: slot < 100, one.slots(worker, streams, first))]
-        assert all(one.home(slot, streams) == (one.index, worker) for slot in slots)
+        assert all(one.assigned_worker(slot, streams) == (one.index, worker) for slot in slots)
         found += slots
     assert sorted(found) == ours
 

@@ -8,7 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.protocol import LoaderRequest, Opened, Reply, RequestKind, ResponseKind
+from taas_magic.data.protocol import (
+    EpochDescription,
+    LoaderRequest,
+    Reply,
+    RequestKind,
+    ResponseKind,
+)
 from taas_magic.data.scheduler import Buffer, PrefetchOrder, Prepared
 from taas_magic.data.sharding import VOID, FetcherShare
 from taas_magic.data.worker import WorkerHandle
@@ -44,13 +50,13 @@ def buffer_of(
     budget_bytes: int = PLENTY,
     batches: int = 0,
     workers: int = 1,
-    home: Callable[[LoaderRequest], int | None] = lambda request: None,
+    worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
 ) -> Buffer:
     """Return a buffer that works ahead on so many batches an epoch."""
     ahead = PrefetchOrder(FetcherShare(workers=workers))
     for epoch in range(60):
-        ahead.opened(epoch, Opened(batches, None, 0))
-    return Buffer(budget_bytes, ahead, home)
+        ahead.opened(epoch, EpochDescription(batches, None, 0))
+    return Buffer(budget_bytes, ahead, worker_for)
 
 
 def entries(buffer: Buffer) -> int:
@@ -123,7 +129,7 @@ def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
 
 
 def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> None:
-    buffer = buffer_of(home=by_parity)
+    buffer = buffer_of(worker_for=by_parity)
     for slot in range(4):
         buffer.add_request("rank", key(slot))
     odd, even = list[int](), list[int]()
@@ -177,7 +183,7 @@ def test_what_is_known_is_not_done_ahead() -> None:
 
 def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
     """Only another worker may prepare it, and that one will."""
-    buffer = buffer_of(batches=3, home=lambda key: 1)
+    buffer = buffer_of(batches=3, worker_for=lambda key: 1)
     for slot in (0, 1):
         buffer.add_request("rank", key(slot))
     assert buffer.choose(0) is None
@@ -186,7 +192,7 @@ def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
 
 
 def test_each_worker_works_ahead_on_what_it_has_to_prepare() -> None:
-    buffer = buffer_of(batches=5, home=by_parity, workers=2)
+    buffer = buffer_of(batches=5, worker_for=by_parity, workers=2)
     buffer.add_request("rank", key(1))
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
     assert buffer.choose_ahead(1) == key(3)
@@ -467,7 +473,7 @@ class BufferMachine(RuleBasedStateMachine):
         super().__init__()
         # With what Python takes beside each of them.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
-        self.buffer = buffer_of(budget_bytes, batches=12, home=by_parity, workers=2)
+        self.buffer = buffer_of(budget_bytes, batches=12, worker_for=by_parity, workers=2)
         self.arena = Arena()
         self.asked: dict[str, list[LoaderRequest]] = {}
         self.doing: list[LoaderRequest] = []

@@ -21,9 +21,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from taas_magic.data.dataset import Ended, Failed, Source
-from taas_magic.data.order import Order
-from taas_magic.data.order import Unsized as UnsizedOrder
+from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed
+from taas_magic.data.order import Order, UnsizedBatches
 from taas_magic.data.sharding import seed_of
 from taas_magic.registry import Registered
 
@@ -119,16 +118,16 @@ class Endless(Sampler[int]):
             yield int(torch.randint(self.size, ()))
 
 
-def source_of(loader: DataLoader[object], where: str = "test") -> Source:
-    return Source(cloudpickle.dumps(loader), "train", SEED, where)
+def source_of(loader: DataLoader[object], where: str = "test") -> BatchSource:
+    return BatchSource(cloudpickle.dumps(loader), "train", SEED, where)
 
 
-def stream(source: Source, epoch: int = 0) -> list[object]:
+def stream(source: BatchSource, epoch: int = 0) -> list[object]:
     batches = list[object]()
     while True:
         try:
             batches.append(source.prepare(epoch, len(batches)))
-        except Ended:
+        except NoBatch:
             return batches
 
 
@@ -228,9 +227,9 @@ def test_a_sampler_without_length_has_another_order_in_each_epoch() -> None:
 def test_a_sampler_that_raises_does_so_where_it_did() -> None:
     source = source_of(DataLoader(Squares(4), batch_size=None, sampler=Breaking()))
     assert [source.prepare(0, slot) for slot in range(3)] == [9, 1, 4]
-    with pytest.raises(Failed, match="the list of files is gone"):
+    with pytest.raises(UserCodeFailed, match="the list of files is gone"):
         source.prepare(0, 3)
-    with pytest.raises(Ended):
+    with pytest.raises(NoBatch):
         source.prepare(0, 4)
 
 
@@ -272,7 +271,7 @@ def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> N
 def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
     loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
     indices = Order(loader, SEED).epoch(0).indices
-    assert isinstance(indices, UnsizedOrder)
+    assert isinstance(indices, UnsizedBatches)
     first = [indices[batch] for batch in range(40_000)]
     assert len(indices._recent) < 20_000
     assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
@@ -310,7 +309,7 @@ def test_randomness_depends_on_the_batch_alone() -> None:
 def test_an_exception_names_index_batch_and_line() -> None:
     source = source_of(DataLoader(Broken(8), 2), where="fetcher 1 on host a")
     assert source.prepare(0, 1).tolist() == [2, 3]
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(UserCodeFailed) as caught:
         source.prepare(0, 2)
     with pytest.raises(ValueError, match="sample five is bad") as raised:
         caught.value.raised.reraise()
@@ -335,7 +334,7 @@ def test_several_streams_are_the_local_workers() -> None:
         try:
             batches.append(source.prepare(0, slot).tolist())
             voids = 0
-        except Ended:
+        except NoBatch:
             voids += 1
         slot += 1
     assert batches == flat(loader)
@@ -370,11 +369,11 @@ class Stateful(Count):
 
 def test_a_state_that_was_loaded_shortens_the_replay() -> None:
     payload = pickle.dumps(DataLoader(Stateful(400), 2))
-    first = Source(payload, "train", SEED, "test")
+    first = BatchSource(payload, "train", SEED, "test")
     forward = flat(stream(first))
     found = first.state(0, 130)
     assert found is not None and found == (128, {"at": 256})
-    other = Source(payload, "train", SEED, "test")
+    other = BatchSource(payload, "train", SEED, "test")
     assert other.state(0, 130) is None
     other.prepare(0, 3)
     other.restore(0, 128, found[1])
@@ -387,7 +386,7 @@ def test_a_state_that_was_loaded_shortens_the_replay() -> None:
 
 
 def test_a_datasets_own_state_shortens_the_replay() -> None:
-    source = Source(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+    source = BatchSource(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     Stateful.replayed = 0
     assert source.prepare(0, 130).tolist() == forward[130]
@@ -395,7 +394,7 @@ def test_a_datasets_own_state_shortens_the_replay() -> None:
 
 
 def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next() -> None:
-    source = Source(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
+    source = BatchSource(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     source.prepare(1, 0)
     assert source.state(0, 130) == (128, {"at": 256})
@@ -434,7 +433,7 @@ def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     payload = Registered("stream", lambda: notebook.loader).packed().payload
     monkeypatch.setitem(sys.modules, "__main__", worker)
-    source = Source(payload, "stream", SEED, "test")
+    source = BatchSource(payload, "stream", SEED, "test")
     for epoch, slot in (0, 0), (1, 0), (0, 1), (1, 1), (0, 2):
         assert source.prepare(epoch, slot) == slot + 1
 
@@ -442,7 +441,7 @@ def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
 def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None:
     size = 64 * 600
     payload = pickle.dumps(DataLoader(Stateful(size), None))
-    source = Source(payload, "train", SEED, "test")
+    source = BatchSource(payload, "train", SEED, "test")
     for slot in range(size):
         source.prepare(0, slot)
     states = {slot: source.state(0, slot) for slot in range(64, size, 64)}
@@ -453,7 +452,7 @@ def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None
 
 
 def test_a_dataset_cannot_end_the_loop_of_one_rank() -> None:
-    with pytest.raises(Failed) as failed:
+    with pytest.raises(UserCodeFailed) as failed:
         source_of(DataLoader(Stopping(4), batch_size=2)).prepare(0, 1)
     with pytest.raises(RuntimeError, match="the epoch of this rank only"):
         failed.value.raised.reraise()

@@ -22,7 +22,7 @@ from taas_magic.data import connection, encode, protocol
 from taas_magic.data.client import Client, Route
 from taas_magic.data.connection import FetcherLink, Inbox, Silent
 from taas_magic.data.encode import checksum
-from taas_magic.data.memory import Blocks, Lent
+from taas_magic.data.memory import Blocks, BorrowedSpans
 from taas_magic.data.protocol import (
     FromServer,
     LoaderRequest,
@@ -32,7 +32,7 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
     SharedBody,
-    SharedPlace,
+    SharedSpan,
 )
 from taas_magic.data.sharding import VOID, SlotRequest
 from taas_magic.errors import ProtocolError, RunLost
@@ -202,7 +202,7 @@ def test_a_frame_that_stands_still_is_given_up(size: int) -> None:
 
 def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
-    body = SharedBody(SharedPlace(1, 0), 64, is_new=True)
+    body = SharedBody(SharedSpan(1, 0), 64, is_new=True)
     shared = Response(ResponseKind.BATCH, 0, 0, shared=body)
     with open(os.devnull) as one:
         server.sendall(batch(0, 4096))
@@ -231,7 +231,7 @@ class Link(FetcherLink):
 
     def __init__(self) -> None:
         self.address = Address(0, "cpu1", 7000, "", "")
-        self.pending, self.unsent, self.lent = deque(), [], Lent(int)
+        self.pending, self.unsent, self.borrowed = deque(), [], BorrowedSpans(int)
         self._is_tls = False
         ends = contextlib.ExitStack()
         self._socket, _ = map(ends.enter_context, socket.socketpair())

@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.memory import Arena, Blocks, Lent, Mapping, Spans
-from taas_magic.data.protocol import ALIGN, SharedPlace, aligned
+from taas_magic.data.memory import Arena, Blocks, BorrowedSpans, Mapping, Spans
+from taas_magic.data.protocol import ALIGN, SharedSpan, aligned
 
 MEGABYTE = 1 << 20
 
@@ -176,7 +176,7 @@ def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
     assert bytes(view) == b"a" * 100
 
 
-class Watched(Lent):
+class Watched(BorrowedSpans):
     """Says how often it was closed."""
 
     def __init__(self) -> None:
@@ -197,8 +197,8 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
 ) -> None:
     first, second = writer.write("a", 5000), writer.write("b", 5000)
     one, other = (
-        lent.map_span(SharedPlace(3, first), 5000),
-        lent.map_span(SharedPlace(3, second), 5000),
+        lent.map_span(SharedSpan(3, first), 5000),
+        lent.map_span(SharedSpan(3, second), 5000),
     )
     part = one[100:200]
     del one
@@ -214,12 +214,12 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
 def test_a_span_that_is_lent_again_is_given_back_again(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
     for _ in range(3):
-        assert bytes(lent.map_span(SharedPlace(3, offset), 5000)[:1]) == b"a"
+        assert bytes(lent.map_span(SharedSpan(3, offset), 5000)[:1]) == b"a"
         assert lent.pop_released() == [(3, offset)]
 
 
 def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: Watched) -> None:
-    view = lent.map_span(SharedPlace(3, writer.write("a", 5000)), 5000)
+    view = lent.map_span(SharedSpan(3, writer.write("a", 5000)), 5000)
     lent.close()
     assert lent.closed == []
     assert bytes(view) == b"a" * 5000
@@ -230,7 +230,7 @@ def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: 
 def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
     writer: Writer, lent: Watched
 ) -> None:
-    view = lent.map_span(SharedPlace(3, writer.write("a", 100)), 100)
+    view = lent.map_span(SharedSpan(3, writer.write("a", 100)), 100)
     del view
     assert lent.closed == []
     lent.close()
@@ -239,7 +239,7 @@ def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
 
 def test_what_a_child_reads_no_more_is_not_given_back(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
-    view = lent.map_span(SharedPlace(3, offset), 5000)
+    view = lent.map_span(SharedSpan(3, offset), 5000)
     pid = os.fork()
     if not pid:
         del view
@@ -256,7 +256,7 @@ def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
     writer: Writer, lent: Watched
 ) -> None:
     assert lent.held_bytes == 0
-    view = lent.map_span(SharedPlace(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
+    view = lent.map_span(SharedSpan(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
     assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE
     assert len(view) == 2 * MEGABYTE
 

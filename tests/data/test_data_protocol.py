@@ -29,7 +29,7 @@ from taas_magic.data.protocol import (
     ResponseKind,
     Role,
     SharedBody,
-    SharedPlace,
+    SharedSpan,
     Welcome,
     prove,
     proven,
@@ -52,7 +52,7 @@ def greeted() -> ProtocolState:
 
 MAY_HEAR: dict[Callable[[], ProtocolState], list[FromRank | FromServer]] = {
     NEW_SERVER: [PROOF],
-    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([SharedPlace(1, 0)]), Cancel()],
+    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([SharedSpan(1, 0)]), Cancel()],
     NEW_RANK: [Challenge(bytes(32))],
     greeted: [Welcome(bytes(32)), Rejected("no")],
     RANK: [Response(ResponseKind.VOID, 0, 0), Alive(), Cancelled()],
@@ -70,7 +70,7 @@ def heard(
 
 @st.composite
 def responses(draw: st.DrawFn) -> Response:
-    shared = SharedBody(SharedPlace(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
+    shared = SharedBody(SharedSpan(draw(COUNT), draw(COUNT)), draw(COUNT), draw(st.booleans()))
     size = draw(st.integers(0, 1 << 62))
     about = draw(COUNT), draw(COUNT), draw(COUNT), draw(st.integers(0, 2**32 - 1))
     head_bytes = draw(st.integers(0, min(size, shared.size)))

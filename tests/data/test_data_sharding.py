@@ -14,7 +14,7 @@ from taas_magic.data.sharding import (
     EpochPosition,
     EpochSchedule,
     NoSlot,
-    Part,
+    RankShare,
     ScoutedSchedule,
     Uneven,
 )
@@ -73,7 +73,7 @@ def test_a_plain_course_deals_like_the_model(
     else:
         rows = bounded(rows_of(list(range(batches)), world_size, uneven), units, [1] * batches)
     for rank in range(world_size):
-        part = Part(rank, world_size, uneven, units)
+        part = RankShare(rank, world_size, uneven, units)
         schedule = EpochSchedule(part, batches)
         want = [row[rank] for row in rows if rank < len(row)]
         assert walk(schedule, lambda slot: 1) == want
@@ -89,7 +89,7 @@ def test_streams_are_dealt_like_a_local_loaders(
     present = [s for s in range(streams * 13) if s // streams < lengths[s % streams]]
     rows = rows_of(present, world_size, uneven)
     for rank in range(world_size):
-        schedule = ScoutedSchedule(Part(rank, world_size, uneven), None, streams)
+        schedule = ScoutedSchedule(RankShare(rank, world_size, uneven), None, streams)
         handed = walk(schedule, lambda s: 1 if s in present else VOID, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
@@ -106,7 +106,7 @@ def test_hints_bound_all_ranks_at_the_same_step(
 ) -> None:
     rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
     for rank in range(world_size):
-        schedule = ScoutedSchedule(Part(rank, world_size, uneven, units), len(counts), 1)
+        schedule = ScoutedSchedule(RankShare(rank, world_size, uneven, units), len(counts), 1)
         handed = walk(schedule, counts.__getitem__, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
@@ -124,7 +124,7 @@ def test_a_course_goes_on_where_another_stopped(
         return 1 if slot in present else VOID
 
     for rank in range(world_size):
-        part = Part(rank, world_size, uneven)
+        part = RankShare(rank, world_size, uneven)
         whole = walk(ScoutedSchedule(part, None, streams), answers)
         step = min(stop, len(whole))
         schedule = ScoutedSchedule(part, None, streams)
@@ -139,15 +139,15 @@ def test_a_plain_course_goes_on_too(
     batches: int, world_size: int, uneven: Uneven, stop: int
 ) -> None:
     for rank in range(world_size):
-        schedule = EpochSchedule(Part(rank, world_size, uneven), batches)
+        schedule = EpochSchedule(RankShare(rank, world_size, uneven), batches)
         whole = walk(schedule, lambda slot: 1)
         step = min(stop, len(whole))
-        resumed = EpochSchedule(Part(rank, world_size, uneven), batches, schedule.place(step))
+        resumed = EpochSchedule(RankShare(rank, world_size, uneven), batches, schedule.place(step))
         assert walk(resumed, lambda slot: 1, step=step) == whole[step:]
 
 
 def test_a_long_course_forgets_what_is_behind_it() -> None:
-    schedule = ScoutedSchedule(Part(1, 2), None, 3)
+    schedule = ScoutedSchedule(RankShare(1, 2), None, 3)
     handed = walk(schedule, lambda slot: 1 if slot < 9000 else VOID)
     assert handed == list(range(1, 9000, 2))
     assert len(schedule._known) < 3000
@@ -156,16 +156,16 @@ def test_a_long_course_forgets_what_is_behind_it() -> None:
 def test_hints_of_some_batches_only_are_refused() -> None:
     late = 'batch 3 has hints["units"] and batch 0 does not'
     with pytest.raises(ValueError, match=re.escape(late)):
-        EpochSchedule(Part(0, 1), 10).record_units(3, 5)
+        EpochSchedule(RankShare(0, 1), 10).record_units(3, 5)
     with pytest.raises(ValueError, match=re.escape(late)):
-        ScoutedSchedule(Part(0, 1, units=9), None, 1, has_hints=False).record_units(3, 5)
+        ScoutedSchedule(RankShare(0, 1, units=9), None, 1, has_hints=False).record_units(3, 5)
     with pytest.raises(ValueError, match="batch 3 has no hints and batch 0 does"):
-        ScoutedSchedule(Part(0, 1, units=9), 10, 1, has_hints=True).record_units(3, UNHINTED)
-    ScoutedSchedule(Part(0, 1), None, 1).record_units(3, 5)
+        ScoutedSchedule(RankShare(0, 1, units=9), 10, 1, has_hints=True).record_units(3, UNHINTED)
+    ScoutedSchedule(RankShare(0, 1), None, 1).record_units(3, 5)
 
 
 def test_an_unknown_row_waits() -> None:
-    schedule = ScoutedSchedule(Part(0, 2), None, 1)
+    schedule = ScoutedSchedule(RankShare(0, 2), None, 1)
     list(schedule.requests(2))
     schedule.record_units(0, 1)
     assert schedule.at(0) is NoSlot.WAIT
@@ -174,11 +174,11 @@ def test_an_unknown_row_waits() -> None:
 
 
 def test_the_units_of_a_row() -> None:
-    schedule = ScoutedSchedule(Part(0, 2), 4, 1)
+    schedule = ScoutedSchedule(RankShare(0, 2), 4, 1)
     for ask in schedule.requests(2):
         schedule.record_units(ask.slot, ask.slot + 1)
     assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
-    assert EpochSchedule(Part(0, 2, "keep"), 3).row_units(1) == 1
+    assert EpochSchedule(RankShare(0, 2, "keep"), 3).row_units(1) == 1
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
@@ -194,10 +194,10 @@ def test_seeds_stay_what_they_are() -> None:
 
 @hypothesis.given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
 def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, workers: int) -> None:
-    fetcher, worker = sharding.home(slot, None, fetchers, workers)
+    fetcher, worker = sharding.assigned_worker(slot, None, fetchers, workers)
     assert worker == slot % workers
     assert fetcher == slot // workers % fetchers
-    assert sharding.home(slot, 3, fetchers, workers) == sharding.home(
+    assert sharding.assigned_worker(slot, 3, fetchers, workers) == sharding.assigned_worker(
         slot + 3, 3, fetchers, workers
     )
 

@@ -13,7 +13,7 @@ from taas_magic.display.failure import (
     headline,
     no_gpu_advice,
     others,
-    stood,
+    rank_positions,
     to_exception,
 )
 from taas_magic.errors import RankFailed, RunLost, RunTimeout
@@ -115,7 +115,7 @@ def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
         return [*cell, '  File "/lib/torch/autograd.py", line 9, in run', "    engine()"]
 
     failures = [failure(rank, "timeout", stack=stack(7 + (rank == 2))) for rank in range(4)]
-    assert stood([*failures, failure(4, "timeout", stack=[])]) == [
+    assert rank_positions([*failures, failure(4, "timeout", stack=[])]) == [
         "where the ranks were:",
         "    ranks 0-1,3: Cell In[5], line 7: loss.backward()",
         "    rank 2: Cell In[5], line 8: loss.backward()",

@@ -25,7 +25,7 @@ def flow_of(*events: Event) -> Flow:
 
 def test_ranks_are_added_up() -> None:
     train = flow_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
-    assert (train.total("batches"), train.total("bytes")) == (40, 2e6)
+    assert (train.rank_total("batches"), train.rank_total("bytes")) == (40, 2e6)
     assert train.shares == {0: 0.25, 1: 0.75}
     assert train.sums(0.0).share == 0.5
     assert train.mean.rate(train.mean.batches) == 10.0
@@ -33,7 +33,7 @@ def test_ranks_are_added_up() -> None:
 
 def test_a_report_takes_the_place_of_the_ranks_last_one() -> None:
     train = flow_of(data(0), data(0, batches=12)).loaders["train"]
-    assert train.total("batches") == 12
+    assert train.rank_total("batches") == 12
 
 
 def test_rates_are_of_the_last_seconds() -> None:
@@ -53,13 +53,13 @@ def test_units_go_on_from_a_state_that_all_ranks_loaded() -> None:
 def test_after_a_restart_ranks_begin_again() -> None:
     flow = flow_of(data(0), data(1), event("restart", attempt=1), data(0, batches=1))
     train = flow.loaders["train"]
-    assert train.total("batches") == 1
+    assert train.rank_total("batches") == 1
     assert train.recent.batches == 1
 
 
 def test_what_fetchers_hold_is_their_last_word() -> None:
     train = flow_of(fetched(0, ready=3), fetched(1, ready=5), fetched(0, ready=1)).loaders["train"]
-    assert train.stock("ready") == 6
+    assert train.fetcher_total("ready") == 6
 
 
 def test_only_what_workers_did_while_ranks_were_fed_counts() -> None:

@@ -124,7 +124,7 @@ def test_a_run_that_ends_while_its_journal_is_read_is_not_lost(
         writer.close()
         return False
 
-    monkeypatch.setattr(journal, "is_kept", end)
+    monkeypatch.setattr(journal, "has_live_owner", end)
     [run] = runs.runs()
     assert run.state == "SUCCEEDED"
 

@@ -6,16 +6,16 @@ from msgspec import structs
 
 from taas_magic.messages import Facts
 from taas_magic.notebook.pools import report
-from taas_magic.setup.facts import ERROR, WARNING, Finding, Row
+from taas_magic.setup.facts import ERROR, WARNING, Finding, HostCheck
 from taas_magic.setup.install import what_to_bring
 from tests.setup.test_setup_judge import FIT, KERNEL
 
 
-def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> Row:
-    return Row("g2.8", host, facts, findings)
+def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> HostCheck:
+    return HostCheck("g2.8", host, facts, findings)
 
 
-def cells(shown: Row, means: str = "") -> dict[str, str]:
+def cells(shown: HostCheck, means: str = "") -> dict[str, str]:
     """Return the cells of the report's only row, by column title."""
     head, line, *_ = report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
     found = [re.split("  +", it) for it in (head, line)]

@@ -114,7 +114,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpu 2", 'No flag --gpu (did you mean "--gpus"?). The flags are: --gpus --cpus'),
         ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
         ("8", '"8" is not a flag. The flags are: --gpus'),
-        ("--gpus 2 --gpus 3", "--gpus is there twice"),
+        ("--gpus 2 --gpus 3", "--gpus was given twice"),
         ("--gpus 2 --foo 1", "No flag --foo. The flags are: --gpus"),
         ("--gpus 2 --out x,x", "--out needs names of variables, each once"),
         ("--gpus 2 --env RANK=5", "--env RANK=5: taas-magic sets RANK for each rank"),
@@ -152,7 +152,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
         ("--gpus 2 --name 'x", "a quote is not closed"),
         ("--gpus 2 --rehearse 0", '--rehearse needs a number of batches (--rehearse 3); got "0"'),
-        ("--gpus 2 --rehearse --rehearse 4", "--rehearse is there twice"),
+        ("--gpus 2 --rehearse --rehearse 4", "--rehearse was given twice"),
         *(
             (f"--gpus 2 --rehearse {flag}", f"--rehearse cannot be combined with {flag.split()[0]}")
             for flag in (

@@ -9,7 +9,7 @@ from taas_magic.journal.analysis import LoaderFlow
 from taas_magic.messages import FetcherCounts, RankCounts, Rehearsed, WrittenFile
 from taas_magic.notebook.rehearsal import Findings, estimate, flags_here, report
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan
-from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, Row
+from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, HostCheck
 
 FLAGS = Flags(gpus=8, pool="gpu", rehearse=3)
 
@@ -49,9 +49,9 @@ def test_a_whole_report() -> None:
         plan=make_plan(FLAGS, HostCapacity(gpus=4, cores=8), "run", max_hosts=4),
         problems=["first line\n    second line"],
         host_rows=[
-            *(Row("gpu", f"gpu{n}", None, (other,)) for n in range(5)),
-            Row("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
-            Row("queue", "", None, (Finding(REMARK, "no host is up"),)),
+            *(HostCheck("gpu", f"gpu{n}", None, (other,)) for n in range(5)),
+            HostCheck("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
+            HostCheck("queue", "", None, (Finding(REMARK, "no host is up"),)),
         ],
         captured=[Captured(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,

@@ -26,7 +26,7 @@ from taas_magic.pool import process as pool_process
 from taas_magic.pool.address import PoolAddress
 from taas_magic.pool.client import Pool, PoolConnection, disconnect
 from taas_magic.pool.process import PoolFolder
-from taas_magic.setup.facts import Kernel
+from taas_magic.setup.facts import KernelVersions
 from taas_magic.shared_files import take_lock
 from tests.events import line_of
 from tests.frontend import WAIT_S, Frontend
@@ -163,7 +163,7 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
 ) -> None:
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
     lab, cpu = (PoolFolder(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
-    place = PoolAddress("tls://a:1", {}, str(tmp_path), Kernel("3.9.1", "1.13.1", ""))
+    place = PoolAddress("tls://a:1", {}, str(tmp_path), KernelVersions("3.9.1", "1.13.1", ""))
     (cpu.path / "pool.json").write_bytes(pack(place))
     lock = take_lock(cpu.path / "lock")
     assert lock is not None

@@ -12,13 +12,13 @@ from taas_magic.setup.facts import (
     ERROR,
     REMARK,
     WARNING,
-    Kernel,
-    Wanted,
+    KernelVersions,
+    RequiredPackage,
     judge,
     refuse,
 )
 
-KERNEL = Kernel("3.11.7", "2.13.0+cpu", "ours")
+KERNEL = KernelVersions("3.11.7", "2.13.0+cpu", "ours")
 FIT = Facts(
     "gpu1",
     "3.11.2",
@@ -69,7 +69,7 @@ def test_each_finding_says_what_and_what_to_do(
     change: dict[str, Any], level: str, what: str, todo: str
 ) -> None:
     """Among the findings are faults 29, 30 and 54 of docs/faults.md."""
-    packages = {"dask": Wanted("dask", "2.0", SpecifierSet("==2.0"))}
+    packages = {"dask": RequiredPackage("dask", "2.0", SpecifierSet("==2.0"))}
     (found,) = judge(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)
 

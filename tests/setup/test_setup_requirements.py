@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
 from taas_magic.messages import Facts
-from taas_magic.setup.facts import Wanted, lacking
+from taas_magic.setup.facts import RequiredPackage, lacking
 from taas_magic.setup.install import Installed, packages_needed
 
 HERE = {
@@ -50,8 +50,8 @@ def test_what_is_missing_or_of_a_wrong_version_is_lacking(
 
 
 def test_a_release_candidate_that_fits_will_do() -> None:
-    assert Wanted("x", "1.0", SpecifierSet(">=1.0")).is_met_by("2.0rc1")
-    assert not Wanted("x", "1.0", SpecifierSet(">=1.0")).is_met_by("")
+    assert RequiredPackage("x", "1.0", SpecifierSet(">=1.0")).is_met_by("2.0rc1")
+    assert not RequiredPackage("x", "1.0", SpecifierSet(">=1.0")).is_met_by("")
 
 
 def test_this_environment_has_all_that_it_needs_itself() -> None:

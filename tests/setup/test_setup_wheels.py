@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
 from taas_magic.setup import install
-from taas_magic.setup.facts import Wanted, of_this_machine
+from taas_magic.setup.facts import RequiredPackage, of_this_machine
 from taas_magic.setup.install import bundle_for, downloaded, installed_files, our_bundle
 
 HERE = of_this_machine("near")
@@ -57,7 +57,10 @@ def names_in(bundle: bytes) -> set[str]:
     ],
 )
 def test_a_host_of_another_kind_is_told_what_to_install(kind: dict[str, str], why: str) -> None:
-    packages = [Wanted("psutil", "1.0", SpecifierSet()), Wanted("zict", "", SpecifierSet(">=3"))]
+    packages = [
+        RequiredPackage("psutil", "1.0", SpecifierSet()),
+        RequiredPackage("zict", "", SpecifierSet(">=3")),
+    ]
     host = structs.replace(HERE, host="far", executable="/opt/bin/python", **kind)
     with pytest.raises(PoolError) as caught:
         bundle_for(packages, host)
@@ -69,7 +72,9 @@ def test_a_host_of_another_kind_is_told_what_to_install(kind: dict[str, str], wh
 
 def test_a_newer_c_library_loads_the_packages_of_this_machine() -> None:
     newer = structs.replace(HERE, glibc="2.999")
-    names = names_in(bundle_for([Wanted("sortedcontainers", "2.4.0", SpecifierSet())], newer))
+    names = names_in(
+        bundle_for([RequiredPackage("sortedcontainers", "2.4.0", SpecifierSet())], newer)
+    )
     assert "sortedcontainers/__init__.py" in names
 
 
@@ -90,8 +95,8 @@ def test_a_package_that_was_built_here_is_fetched_once(
     monkeypatch.setattr(install, "installed_files", own.get)
     wheel = make_wheel(index, "psutil", "py3-none-any", {"psutil/__init__.py": "fetched = True"})
     packages = [
-        Wanted("psutil", "1.0", SpecifierSet()),
-        Wanted("sortedcontainers", "2.4.0", SpecifierSet()),
+        RequiredPackage("psutil", "1.0", SpecifierSet()),
+        RequiredPackage("sortedcontainers", "2.4.0", SpecifierSet()),
     ]
     assert {"psutil/__init__.py", "sortedcontainers/__init__.py"} <= names_in(
         bundle_for(packages, HERE)
@@ -104,7 +109,7 @@ def test_a_package_that_was_built_here_is_fetched_once(
 def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -> None:
     make_wheel(index, "no_such", "cp311-cp311-win_amd64", {"no_such/__init__.py": ""})
     with pytest.raises(PoolError, match=r"^host near: ") as error:
-        bundle_for([Wanted("no-such", "1.0", SpecifierSet())], HERE)
+        bundle_for([RequiredPackage("no-such", "1.0", SpecifierSet())], HERE)
     assert "No matching distribution" in str(error.value)
     assert f"{HERE.executable} -m pip install no-such==1.0" in str(error.value)
 

@@ -53,7 +53,7 @@ class VariablesToSend:
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-class RankNames:
+class RankVariables:
     """The kernel's record of the variables that a session's ranks have.
 
     Attributes:
