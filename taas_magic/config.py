@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 60
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
 _CLOSE = 0.7
-"""Similarity, from 0 to 1, that a name needs to be suggested instead of an unknown one."""
+"""Minimum similarity, from 0 to 1, of a known name that is suggested for an unknown one."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)

@@ -44,7 +44,7 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
 
 
 class LineMerger:
-    """Merges equal lines of several ranks into one; keeps the order of lines within each rank.
+    """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
 
     Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
     A group is found by the hash of its line, so a line costs the same for 2 ranks and for 8,192.
@@ -204,7 +204,7 @@ UNBOUNDED = 1 << 62
 """Limit in bytes of a log that has no limit."""
 
 ERRORS = (16_000, 200)
-"""Most bytes and most lines that look like errors to keep of the output beyond the cell's limit."""
+"""Limits, in bytes and in lines, on the errors that the summary keeps."""
 
 LAST_LINES = 100
 """Number of last lines that the summary shows."""

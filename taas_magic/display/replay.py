@@ -29,13 +29,13 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 
 TAIL_BYTES = 500_000
-"""Most bytes of past log that a view shows; the lines before them are left out."""
+"""Maximum bytes of past log that a view shows; earlier lines are left out."""
 
 END_LINES = 100
 """Number of lines that the view of an ended run shows from each end of a log that is too long."""
 
 ERRORS = (64_000, 1_000)
-"""Most bytes and most lines that look like errors to show of the lines that are left out."""
+"""Limits, in bytes and in lines, on the errors that are shown of the lines left out."""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -55,7 +55,7 @@ Piece = Event | str
 
 
 class Replay:
-    """Computes a run's state and past output from the chunks of its journal.
+    """Reader of a run's journal that computes the run's state and its past output.
 
     Args:
         state: The run's state before its first event; `Replay` applies the events to it.
@@ -219,7 +219,7 @@ class _Block:
 
 
 class _Shown:
-    """Collects a run's past output: displays, restarts, and the first and last printed lines."""
+    """Past output of a run: displays, restarts, and the first and last printed lines."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._numbers = plan, 0

@@ -103,9 +103,9 @@ class NotebookScreen:
 
 
 class UrgentLines:
-    """Finds news of the head that a user must see at once: new notes, and a hang of the run.
+    """News of the head that a user must see at once: new notes, and a hang of the run.
 
-    For screens that show the head only at the start and end of a run.
+    It is for screens that show the head only at the start and end of a run.
     """
 
     def __init__(self) -> None:

@@ -70,8 +70,7 @@ DASK_SETTINGS = {
 }
 
 LINES_BYTES = 256 << 10
-"""Most bytes of a job's output that a node sends per `_FLUSH_S`; it leaves out and counts the rest.
-"""
+"""Maximum bytes of a job's output that a node keeps until it sends them; it counts the rest."""
 
 SAID_S = 2.0
 """Seconds between two reports of a starting node about the module that is being imported."""
@@ -463,7 +462,7 @@ def _signal(group: int, number: int) -> None:
 
 
 class _Lines:
-    """Buffer for a job's output, which passes on at most `LINES_BYTES` every `_FLUSH_S` seconds."""
+    """Buffer for a job's output, which holds at most `LINES_BYTES`."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""

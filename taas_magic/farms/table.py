@@ -18,7 +18,7 @@ LINE_CHARS = 100
 """Maximum length of a job's last line in the table."""
 
 WHY_CHARS = 300
-"""Most characters of the reason why a node has ended, which names a log file."""
+"""Maximum length of the reason why a node has ended, which names a log file."""
 
 STATES = ("queued", "running", "done", "failed", "cancelled")
 

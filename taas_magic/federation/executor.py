@@ -34,7 +34,7 @@ IMPORTS = "TAAS_FEDERATION_IMPORTS"
 """Environment variable with the names of the modules that the apps need, separated by commas."""
 
 STARTS = 3
-"""Most starts of one task; Flower restarts an app that does not answer."""
+"""Maximum number of starts of one task; Flower restarts an app that does not answer."""
 
 SAID_AFTER_S = 5.0
 """Seconds that an import may take before the log names the module."""

@@ -83,7 +83,7 @@ JOURNAL_BYTES = 256 << 20
 """Size in bytes above which a journal receives no bulk events, only the run's changes of state."""
 
 WAITING_BYTES = 64 << 20
-"""Most bytes of a journal that may wait in memory for a slow disk."""
+"""Maximum bytes of a journal that may wait in memory for a slow disk."""
 
 CLOSE_S = 5.0
 """Seconds to wait at the end of a run until the journal is written."""
@@ -310,7 +310,7 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 
 class DiskRoom:
-    """Decides whether logs and the journal may still grow, so that the results fit on the disk.
+    """Limit on the size of logs and the journal, so that the run's results still fit on the disk.
 
     Results are written after the logs. On a full disk they would be lost.
 
@@ -351,7 +351,7 @@ class DiskRoom:
 
 
 class Writer:
-    """Writes a run's journal in its own thread. The pool's process has one writer per run.
+    """Writer of a run's journal, with its own thread. The pool's process has one for each run.
 
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
     A failing disk raises no exception: the writer leaves out what it cannot write and calls

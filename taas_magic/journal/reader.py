@@ -22,7 +22,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class JournalReader:
-    """Reads one journal from its start, and then the lines that are added to it.
+    """Reader of one journal: first of all its lines, then of the lines that are added to it.
 
     Args:
         path: The journal; it need not exist yet.

@@ -112,7 +112,7 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for options of `run`. The value of the function is a result, too.
+    """Return the flags for options of `run`. They also request the value of the function.
 
     Raises:
         UsageError: An option has an impossible value.

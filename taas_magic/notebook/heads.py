@@ -33,7 +33,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Do not update a run's head any more, because it already shows the run's end."""
+    """Stop updating a run's head, because it already shows the run's end."""
     _left.pop(run.run_id, None)
 
 

@@ -122,7 +122,10 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
-        """Run a cell on ranks; raise as `launch.execute`. `flags.HELP` replaces this docstring."""
+        """Run a cell on ranks. `flags.HELP` replaces this docstring.
+
+        The errors are those of `launch.execute`.
+        """
         settings = self.settings()
         if not body.strip():
             raise UsageError(nothing_below(self._raw_cell))
@@ -146,9 +149,9 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        """Run `%taas LINE` and show its result; raise as `run_command`.
+        """Run `%taas LINE` and show its result. The list of all commands replaces this docstring.
 
-        The list of all commands replaces this docstring.
+        The errors are those of `run_command`.
         """
         with _one_line("Stopped by you."):
             shown = run_command(line, self.settings())
