@@ -332,7 +332,7 @@ def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     made_by = value.default_factory
     name = getattr(made_by, "__name__", "")
     if made_by is not None and _FACTORIES.get(name) is not made_by:
-        raise NotPlainError("a defaultdict with a default_factory of the user's")
+        raise NotPlainError("a defaultdict whose default_factory is not a built-in type")
     return [name, *_pairs(value)]
 
 
@@ -353,7 +353,7 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
 
 def _instant(value: datetime | time) -> list[Any]:
     if value.tzinfo is not None and type(value.tzinfo) is not timezone:
-        raise NotPlainError("a time with a time zone class of the user's")
+        raise NotPlainError("a time whose time zone is not a datetime.timezone")
     return [value.isoformat(), value.fold]
 
 

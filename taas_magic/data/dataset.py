@@ -654,7 +654,9 @@ class UserErrorReport:
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")
         if issubclass(self.kind, StopIteration):
-            return RuntimeError(f"{text}\nUnnoticed, it would end the epoch of this rank only.")
+            return RuntimeError(
+                f"{text}\nIt would end the epoch of this rank only, without an error."
+            )
         make: Callable[..., Exception] = self.kind
         try:
             if self.parts:

@@ -368,7 +368,7 @@ def _delivery(load: Load) -> str:
     fetchers, faster = _scaled(load, math.inf, 1.0)
     return brings + (
         f"--cpus {fetchers} instead of {load.fetchers} would make it up to {_times(faster)} as "
-        "fast where each fetcher's own link is full"
+        "fast if each fetcher's own link is the limit"
     )
 
 
