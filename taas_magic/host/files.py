@@ -1,93 +1,59 @@
-"""Transfer of a run's files to and from a host: the run folder and the project store.
+"""Transfer of a run's files to and from this host: the run folder and the project store.
 
 Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
 host sends back the files that they wrote: results, logs and ledgers. If a host does not share the
-notebook's folders, its agent (`HostFiles`) sends requests for files to the pool's process
-(`FileServer`). Files are transferred in small parts, so that they never block a slow link for long:
-the run's beats use the same link.
+notebook's folders, its agent (`HostFiles`) has copies of them (`RunFolderCopy`, `StoreCopy`) and
+sends requests for files to the pool's process (`pool/files.py`). The requests are the same for both
+folders (`store/manifest.py`). Files are transferred in small parts, so that they never block a slow
+link for long: the run's beats use the same link.
 """
 
-import asyncio
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from msgspec import structs
 
 from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
-from taas_magic.data import service
-from taas_magic.errors import ProtocolError
+from taas_magic.errors import PoolError
 from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, ShareSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Note, StoreMessage, StoreReceipt, UnsentFile, WrittenFile
+from taas_magic.messages import Note, StoreMessage, StoreReceipt
 from taas_magic.store.manifest import (
-    CHUNK_BYTES,
     Ask,
-    FileRequest,
-    ListRunFiles,
+    Entry,
+    FileRoot,
+    ListFiles,
     MakeToken,
     Manifest,
     MessageSizer,
-    ReadRunFile,
-    WriteRunFile,
+    Piece,
+    ReadFiles,
+    WriteFiles,
+    batches,
 )
 from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule, is_below, state_folder
-from taas_magic.store.server import StoreServer
-from taas_magic.store.tree import shown
-
-_T = TypeVar("_T")
 
 LOG_BYTES = 64 << 20
 """Maximum bytes of a log that are sent back. Of a longer log, only the end is sent."""
 
-_RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
-_PROFILE = re.compile(r"profile/(\d+)-(\d+)\.json\.gz", re.ASCII)
-_OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
-_OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log", re.ASCII)
+RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
+"""Name of a result in the run folder: attempt and rank, then a number."""
+
+PROFILE = re.compile(r"profile/(\d+)-(\d+)\.json\.gz", re.ASCII)
+"""Name of a rank's profile in the run folder: attempt and rank."""
+
 _NAMED_AT_MOST = 5
-
-
-@dataclass(frozen=True)
-class OwnedFiles:
-    """Files of the run folder that a host may write.
-
-    Attributes:
-        numbers: Numbers of the host's ranks, or of its fetchers.
-        attempt: The run's current attempt. The host may not write results of earlier attempts.
-        senders: Ranks that may send results.
-    """
-
-    numbers: Collection[int]
-    attempt: int
-    senders: Collection[int]
-
-    def has(self, name: str, fetches: bool) -> bool:
-        """Return whether the host may write a file of the run folder.
-
-        Args:
-            name: Path of the file, relative to the run folder.
-            fetches: Whether the share runs fetchers instead of ranks.
-        """
-        if not fetches and (result := _RESULT.fullmatch(name)) is not None:
-            attempt, rank = int(result[1]), int(result[2])
-            return attempt == self.attempt and rank in self.numbers and rank in self.senders
-        if not fetches and (profile := _PROFILE.fullmatch(name)) is not None:
-            return int(profile[1]) == self.attempt and int(profile[2]) in self.numbers
-        found = (_OF_FETCHER if fetches else _OF_RANK).fullmatch(name)
-        return found is not None and int(next(filter(None, found.groups()))) in self.numbers
 
 
 class RunFolderCopy:
@@ -119,16 +85,26 @@ class RunFolderCopy:
         """Copy the files that ranks and fetchers read to this host.
 
         Args:
-            is_wanted: Called before each part of a file. If it returns False, the transfer stops.
+            is_wanted: Called before each message. If it returns False, the transfer stops.
 
         Returns:
             Whether all files were copied completely.
 
         Raises:
-            PoolError: The pool's process does not respond.
+            PoolError: The pool's process does not respond, or a file was truncated meanwhile.
         """
-        sizes = self._ask(ListRunFiles())
-        return all(self._copy_file(name, size, is_wanted) for name, size in sizes.items())
+        listed = self._ask(ListFiles(root=FileRoot.RUN))
+        assert listed is not None
+        for batch in batches(listed.safe().entries, self._sizer):
+            if not is_wanted():
+                return False
+            contents = self._sizer.send(self._ask, ReadFiles(batch, root=FileRoot.RUN))
+            for (name, offset, size), data in zip(batch, contents, strict=True):
+                if data is None or len(data) != size:
+                    what = f"{name} of the run folder was truncated during its copy to this host"
+                    raise PoolError(f"{what}; run the cell again")
+                self._write_part(name, offset, data)
+        return True
 
     def send_back(self) -> None:
         """Send back what ranks and fetchers wrote: logs, ledgers, results and profiles.
@@ -145,7 +121,7 @@ class RunFolderCopy:
         files = [file for folder in found for file in sorted(folder.iterdir()) if file.is_file()]
         for path in files:
             name = path.relative_to(base).as_posix()
-            of_attempt = _RESULT.fullmatch(name) or _PROFILE.fullmatch(name)
+            of_attempt = RESULT.fullmatch(name) or PROFILE.fullmatch(name)
             is_old = of_attempt is not None and int(of_attempt[1]) != self._attempt
             # A hidden file is one that a killed rank had not finished.
             if not path.name.startswith(".") and not is_old:
@@ -155,31 +131,30 @@ class RunFolderCopy:
         """Remove the copy."""
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
-    def _copy_file(self, name: str, size: int, is_wanted: Callable[[], bool]) -> bool:
+    def _write_part(self, name: str, offset: int, data: bytes) -> None:
+        """Write the part of a file that begins at `offset`. The parts of a file come in order."""
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            while (offset := file.tell()) < size and is_wanted():
-                part = ReadRunFile(name, offset, self._sizer.size)
-                file.write(self._sizer.send(self._ask, part))
-            return offset >= size
+        new = 0 if offset else os.O_CREAT | os.O_EXCL
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | new, 0o600), "ab") as file:
+            file.write(data)
 
     def _send(self, path: Path, name: str) -> None:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             left_out = max(0, size - LOG_BYTES) if name.startswith("logs/") else 0
             file.seek(left_out)
-            sent = 0
-            data = (
-                f"… {left_out:,} bytes before this are not shown …\n".encode() if left_out else b""
-            )
-            while True:
-                data += file.read(self._sizer.size)
-                last = file.tell() >= size
-                self._sizer.send(self._ask, WriteRunFile(name, sent, data, last))
-                if last:
-                    return
-                sent, data = sent + len(data), b""
+            first = f"… {left_out:,} bytes before this are not shown …\n" if left_out else ""
+            data, offset, is_last = first.encode(), 0, False
+            while not is_last:
+                read = file.read(self._sizer.size - len(data))
+                data += read
+                is_last = file.tell() >= size or not read  # a process may have truncated the file
+                end = offset + len(data)
+                entry = Entry(name, end if is_last else end + size - file.tell(), "")
+                piece = Piece(entry, offset, data)
+                self._sizer.send(self._ask, WriteFiles([piece], root=FileRoot.RUN))
+                data, offset = b"", end
 
 
 def _is_same(run: RunSpec) -> bool:
@@ -193,10 +168,10 @@ def _is_same(run: RunSpec) -> bool:
         return False
 
 
-class Travelling:
-    """The mirror that a share uses on a host that does not share the project store.
+class StoreCopy:
+    """The copy of the project store (mirror) on a host that does not share the store.
 
-    Keeps the mirror and the store in step while the share runs.
+    Copies changes between the mirror and the store while the share runs (`start`).
 
     Args:
         ask: Sends a request to the pool's process and returns the response.
@@ -213,15 +188,15 @@ class Travelling:
         spec: ShareSpec,
         ask: Ask,
         note: Callable[[str], None],
-        shares: "Travelling | None" = None,
+        shares: "StoreCopy | None" = None,
     ) -> None:
         store = spec.run.origin.store
         assert spec.plan.store is not None and store is not None
         self._rule, self._ask, self._note = spec.plan.store, ask, note
-        self._written: dict[str, int] = {}
-        self._refused: dict[str, str] = {}
         self._has_others = spec.n_hosts > 1
-        self._news: StoreUpdater | None = None
+        self._ledger: Ledger | None = None
+        self._sends: Sequence[str] | None = []
+        self._updater: StoreUpdater | None = None
         self._outbound: Outbound | None = None
         self._is_own = shares is None
         self._mirror: Mirror = (
@@ -229,11 +204,21 @@ class Travelling:
         )
         try:
             _report_skipped(update_mirror(self._mirror, ask, fresh=spec.attempt > 0), note)
-            if not spec.run.is_session:  # between a session's cells, nothing is transferred
-                self._follow(_sends(spec))
         except BaseException:
-            self._release()
+            self.close()
             raise
+
+    def start(self, spec: ShareSpec, ledger: Ledger | None) -> None:
+        """Begin to copy changes of the mirror to the store, and those of other hosts to the mirror.
+
+        Not called for a session itself: between its cells, nothing is transferred.
+
+        Args:
+            spec: The share.
+            ledger: Record of the files that are sent; None for a share that sends none.
+        """
+        self._ledger = ledger
+        self._follow(_sends(spec))
 
     def rule(self) -> StoreRule:
         """Return the rule of the project store with paths in the mirror."""
@@ -263,51 +248,36 @@ class Travelling:
         """
         sends = _sends(spec)
         is_newest = self._sends is None and sends is None
-        self._send_rest()
+        self.finish()
         if not is_newest:
             update_mirror(self._mirror, self._ask, fresh=True)
         self._follow(sends)
 
-    def finish(self) -> tuple[list[WrittenFile], list[UnsentFile]]:
-        """Send the remaining files to the store. Called when no process of the run writes any more.
+    def finish(self) -> None:
+        """Send the remaining files to the store, and stop the transfer.
 
-        Returns:
-            The files that were sent to the store, and those that the store did not accept.
+        Called when no process of the run writes any more, and before each further attempt.
         """
-        self._send_rest()
-        self._release()
-        written, refused = sorted(self._written.items()), sorted(self._refused.items())
-        return (
-            [WrittenFile(path, size) for path, size in written if not self._is_shared(path)],
-            [UnsentFile(shown(path), why) for path, why in refused],
-        )
+        if self._updater is not None:
+            self._updater.finish()
+        if self._outbound is not None:
+            self._outbound.finish()
+        self._outbound = self._updater = None
+
+    def close(self) -> None:
+        """Release the mirror for other runs."""
+        if self._is_own:
+            self._mirror.close()
 
     def _follow(self, sends: Sequence[str] | None) -> None:
         self._sends = sends
         if sends is None or sends:
-            self._outbound = Outbound(self._mirror, self._ask, self._note, sends)
+            assert self._ledger is not None
+            self._outbound = Outbound(self._mirror, self._ask, self._note, self._ledger, sends)
             self._outbound.start()
         if self._has_others:
-            self._news = StoreUpdater(self._mirror, self._ask, self._note)
-            self._news.start()
-
-    def _send_rest(self) -> None:
-        if self._news is not None:
-            self._news.finish()
-        if self._outbound is not None:
-            self._outbound.finish()
-            written, refused = self._outbound.written, self._refused | self._outbound.refused
-            self._written |= written
-            self._refused = {path: why for path, why in refused.items() if path not in written}
-        self._outbound = self._news = None
-
-    def _release(self) -> None:
-        if self._is_own:
-            self._mirror.close()
-
-    def _is_shared(self, path: str) -> bool:
-        place = os.path.join(self._rule.path, path)
-        return any(is_below(place, folder) for folder in self._rule.shared)
+            self._updater = StoreUpdater(self._mirror, self._ask, self._note)
+            self._updater.start()
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
@@ -343,7 +313,7 @@ class HostFiles:
         self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None
-        self._travelling: Travelling | None = None
+        self._store_copy: StoreCopy | None = None
         self._ledger: Ledger | None = None
         self._session: HostFiles | None = None
 
@@ -376,12 +346,14 @@ class HostFiles:
                 return None
         store = spec.run.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
-            shares = self._session._travelling if self._session is not None else None
-            self._travelling = Travelling(spec, self._ask, self._note, shares)
+            shares = self._session._store_copy if self._session is not None else None
+            self._store_copy = StoreCopy(spec, self._ask, self._note, shares)
         here = self._local(spec)
         keeps_ledger = not (spec.run.reads_only or spec.fetches or spec.run.is_session)
         if (rule := here.store) and keeps_ledger:
             self._ledger = Ledger(rule.path, rule.shared)
+        if self._store_copy is not None and not spec.run.is_session:
+            self._store_copy.start(spec, self._ledger)
         return here
 
     def again(self, spec: ShareSpec) -> LocalShare:
@@ -393,8 +365,8 @@ class HostFiles:
             StoreError: The store cannot be copied to this host any more.
         """
         self._has_rank_0 = self._has_rank_0 or spec.has_rank_0
-        if self._travelling is not None:
-            self._travelling.again(spec)
+        if self._store_copy is not None:
+            self._store_copy.again(spec)
         if self._folder is not None:
             self._folder.begin_attempt(spec.attempt)
         return self._local(spec)
@@ -425,7 +397,7 @@ class HostFiles:
         environ, sys_path = dict(origin.environ), origin.sys_path
         if self._place.is_foreign:
             environ, sys_path = origin.environ_on(os.environ), origin.sys_path_on(sys.path)
-        if (mirror := self._travelling) is not None:
+        if (mirror := self._store_copy) is not None:
             store, cwd = mirror.rule(), mirror.locate(cwd)
             sys_path = tuple(map(mirror.locate, sys_path))
             environ |= mirror.environ()
@@ -434,18 +406,18 @@ class HostFiles:
 
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool."""
-        receipt = None
-        # First remove what killed ranks left unfinished, so that it is not sent.
-        if self._ledger is not None:
-            is_here = self._travelling is None
-            receipt = self._ledger.close(has_rank_0=self._has_rank_0 and is_here)
-            if is_here and not self._place.is_foreign:
-                self._record(receipt)
-        finished = self._travelling.finish() if self._travelling is not None else None
-        if receipt is not None:
-            if finished is not None:
-                receipt.written, receipt.not_sent = finished
-            self._emit(receipt)
+        mirror = self._store_copy
+        try:
+            if mirror is not None:
+                mirror.finish()
+            if self._ledger is not None:
+                receipt = self._ledger.close(searches=self._has_rank_0 and mirror is None)
+                if mirror is None and not self._place.is_foreign:
+                    self._record(receipt)
+                self._emit(receipt)
+        finally:
+            if mirror is not None:  # the receipt looks at files of the mirror, so it comes first
+                mirror.close()
 
     def _record(self, receipt: StoreReceipt) -> None:
         """Record in the store's state folder that a run wrote these files of rank 0.
@@ -461,106 +433,3 @@ class HostFiles:
 
     def _note(self, text: str) -> None:
         self._emit(Note(text=text))
-
-
-class FileServer:
-    """Handler of file requests from the hosts that run a run's ranks, or its fetchers.
-
-    It is part of the pool's process. Requests about the project store run in a separate thread,
-    because they wait for the disk.
-
-    Args:
-        fetches: Whether the hosts run the run's fetchers instead of its ranks.
-    """
-
-    def __init__(self, run: RunSpec, fetches: bool) -> None:
-        self._run, self._fetches, self._path = run, fetches, run.folder.path
-        self._thread = ThreadPoolExecutor(1, "taas-store")
-        self._store_server: StoreServer | None = None
-        self._is_closed = False
-
-    async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
-        """Handle a host's request for files; return the response.
-
-        Args:
-            host_rank: Number of the host among those of the run's ranks, or of its fetchers.
-            owned: Files of the run folder that the host may write.
-
-        Raises:
-            ProtocolError: The request is invalid, or this host may not send it.
-            StoreError: The store is too large to be copied.
-        """
-        if isinstance(asked, ListRunFiles | ReadRunFile | WriteRunFile):
-            return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
-        if self._is_closed or self._run.plan.store is None:
-            raise ProtocolError("the run has no project store, or has ended")
-        loop = asyncio.get_running_loop()
-        answer = self._answer_of_store
-        return await loop.run_in_executor(self._thread, answer, host_rank, asked)
-
-    async def close(self) -> None:
-        """Refuse further requests about the store, and wait for those that have begun."""
-        self._is_closed = True
-        if self._store_server is not None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._store_server.close)
-        self._thread.shutdown(wait=False)
-
-    def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
-        """Handle a request about the run folder. Blocks; any thread may call this.
-
-        Raises:
-            ProtocolError: This host may not send the request.
-        """
-        match asked:
-            case ListRunFiles():
-                return self._list()
-            case ReadRunFile():
-                return self._read(asked)
-            case WriteRunFile():
-                if not owned.has(asked.name, self._fetches):
-                    what = f"sent {asked.name!r} for the run's folder"
-                    raise ProtocolError(f"host {host_rank} of the run {what}")
-                return self._write(host_rank, asked)
-
-    def _list(self) -> dict[str, int]:
-        """Return the size in bytes of each file that ranks and fetchers need, by name."""
-        names = [] if self._fetches else ["payload"]
-        data = service.folder_of(self._path)
-        if data.exists():
-            names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
-        sizes = {name: self._path / name for name in names}
-        return {name: path.stat().st_size for name, path in sizes.items() if path.exists()}
-
-    def _read(self, asked: ReadRunFile) -> bytes:
-        if asked.name not in self._list():
-            raise ProtocolError(f"a host asked for {asked.name!r} of the run's folder")
-        with (self._path / asked.name).open("rb") as file:
-            file.seek(asked.offset)
-            return file.read(min(asked.size, CHUNK_BYTES))
-
-    def _write(self, host_rank: int, asked: WriteRunFile) -> None:
-        path = self._path / asked.name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = Path(f"{path}.part-{host_rank}")
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "wb") as file:
-            file.truncate(asked.offset)
-            file.seek(asked.offset)
-            file.write(asked.data)
-        if asked.last:
-            beside.replace(path)
-
-    def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        if self._store_server is None:
-            rule = self._run.plan.store
-            assert rule is not None
-            folder = state_folder(rule.path)
-            # While these ranks or fetchers run, other runs may use the store too.
-            if self._run.reads_only or self._run.is_session:
-                self._store_server = StoreServer(rule, folder / "readers", writer=-1)
-            elif self._fetches:
-                self._store_server = StoreServer(rule, folder / "fetchers", writer=-1)
-            else:
-                self._store_server = StoreServer(rule, folder)
-        return self._store_server.answer(host_rank, asked)

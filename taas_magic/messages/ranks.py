@@ -108,8 +108,8 @@ class RankReturned(RankMessage, tag="returned", kw_only=True):
     was_cut: bool = False
 
 
-# A rank tells its agent about its writes to the project store.
-# The agent makes the run's receipt from these messages.
+# A rank tells its agent about its writes to the project store. The agent uses these messages for
+# the receipt of the run (`store.receipt.Ledger`).
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
@@ -117,7 +117,11 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 
 
 class RankTouched(StoreMessage, tag="touched"):
-    """The rank reports a write to the project store; a write of a rank other than 0 is kept out."""
+    """The rank reports that it writes a path of the project store.
+
+    A write of a rank other than 0 is kept out of the store. The receipt uses the reports of rank 0
+    only on a host that shares the store.
+    """
 
     path: str
 

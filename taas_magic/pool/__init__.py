@@ -7,6 +7,7 @@ gate.py        the scheduler and its port: authentication of peers, checks of th
 controller.py  starts, follows and ends runs; writes their journals; counts the hosts' GPU hours
 runs.py        the ranks of a run in all its attempts, and its fetchers, on all their hosts
 restarts.py    decides whether fetchers that have ended start again
+files.py       responds to hosts' requests for files of the run folder and the project store
 hosts.py       the pool's hosts: membership, leases, requests to their agents
 detached.py    work for a detached run that its kernel would otherwise do
 """

@@ -26,7 +26,6 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.files import FileServer, OwnedFiles
 from taas_magic.host.spec import RunSpec, ShareSpec, StartShare, fetcher_failed, share_id
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
@@ -63,6 +62,7 @@ from taas_magic.messages import (
     StateChanged,
 )
 from taas_magic.plan import DataPlan, Plan, senders
+from taas_magic.pool.files import FileServer, OwnedFiles
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
 from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.manifest import FileRequest

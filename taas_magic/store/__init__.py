@@ -4,7 +4,7 @@ rule.py      the store's path, checks whether it can be used, and the lock of th
 guard.py     enforces the rule in a rank, by mounts, Landlock, or Python alone
 redirect.py  redirects the Python file writes of ranks other than 0
 libraries.py redirects file writes of libraries in C, C++ and Rust
-receipt.py   the list of files that a run wrote
+receipt.py   the record of what a host's ranks wrote, and the receipt of a run
 publish.py   atomic file writes: a file appears complete or not at all
 
 A host that shares no file system with the notebook has a mirror. Before the ranks of a run start,
@@ -12,7 +12,7 @@ changed files are sent to the mirror. While the ranks run, each file that rank 0
 at once. Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
-manifest.py  rules for which files travel, and the messages that carry them
+manifest.py  rules for which files travel, and the requests that copy them (also for the run folder)
 ownership.py rules for which files are the user's, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy

@@ -1,4 +1,4 @@
-"""Rules for which files of a project store are copied to and from hosts, and the messages for it.
+"""Rules for which files are copied between hosts and the notebook, and the requests that copy them.
 
 In the modules of this folder, a file "travels" if it is copied between the notebook's machine and
 hosts. Version control, caches, secrets and the files named in `.taasignore` do not travel. A file
@@ -7,6 +7,8 @@ from a host. These rules compare names without regard to case and invisible char
 file system may not distinguish them. Regular files are identified by their hash (`Hashes`), and a
 `Manifest` lists all files of a store that travel. Files are cut into pieces. The size of a message
 is adapted to the speed of the link and is at most `CHUNK_BYTES`.
+
+The same requests copy files of the run folder, to which the rules do not apply (`FileRoot`).
 
 Both sides check paths: a host may be hostile to the notebook, and the notebook's folder may contain
 names that are impossible on a host.
@@ -20,6 +22,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from enum import Enum
 from io import FileIO
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -28,7 +31,7 @@ from msgspec import Struct, field
 from pathspec import GitIgnoreSpec
 
 from taas_magic.config import size_text
-from taas_magic.errors import StoreError
+from taas_magic.errors import ProtocolError, StoreError
 from taas_magic.messages import Request, pack, unpack
 from taas_magic.shared_files import replacing
 from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, shown, why_unsafe
@@ -352,12 +355,12 @@ _NAMED_AT_MOST = 5
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """One file or folder of a store.
+    """One file or folder of a store, or a file of a run folder.
 
     Attributes:
-        path: Path relative to the store.
+        path: Path relative to the store or the run folder.
         size: Bytes; 0 for a folder.
-        sha256: Hash of the file; `FOLDER` for a folder.
+        sha256: Hash of the file; `FOLDER` for a folder; "" for a file that has no hash (yet).
         executable: Whether the file's owner may execute it.
         mtime_ns: Time of the last change of the content.
     """
@@ -540,7 +543,8 @@ class Piece(Struct, frozen=True, array_like=True):
     """The next bytes of a file, or a folder that was made.
 
     Attributes:
-        entry: The file or folder. The hash of a file is "" in all pieces except the last.
+        entry: The file or folder. The hash of a file is "" in all pieces except the last. A file
+            of the run folder has no hash; its last piece ends at `entry.size`.
         offset: Position of `data` in the file; 0 starts the file again.
         data: Content; empty for a folder.
     """
@@ -549,43 +553,42 @@ class Piece(Struct, frozen=True, array_like=True):
     offset: int
     data: bytes
 
+    @property
+    def end(self) -> int:
+        """Position in the file after `data`."""
+        return self.offset + len(self.data)
+
+
+class FileRoot(Enum):
+    """Folder on the notebook's machine that a `FileRequest` is about."""
+
+    STORE = "store"
+    """The project store."""
+
+    RUN = "run"
+    """The run folder. Its files have no hashes: they do not change while they are copied."""
+
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """Request for files of the run folder or the project store, from a host that shares neither.
+    """Request for files of the project store or the run folder, from a host that does not share it.
+
+    A host lists, reads and writes files of both folders by the same requests. `MakeToken` and
+    `ListChanges` are for the store alone.
 
     Attributes:
         run_id: Id of the run or of its fetchers; set by the agent.
+        root: The folder that the paths of the request are relative to.
     """
 
     run_id: str = ""
+    root: FileRoot = FileRoot.STORE
 
+    def check_size(self) -> None:
+        """Check that the request, or its response, is not too large for one message.
 
-class ListRunFiles(FileRequest[dict[str, int]]):
-    """Request the names and sizes in bytes of the files that a host's ranks and fetchers need."""
-
-
-class ReadRunFile(FileRequest[bytes]):
-    """Request `size` bytes at `offset` of a file listed by `ListRunFiles`."""
-
-    name: str
-    offset: int
-    size: int
-
-
-class WriteRunFile(FileRequest[None]):
-    """Request to store a part of a result, a log or a ledger.
-
-    Attributes:
-        name: Name of the file.
-        offset: Position of `data` in the file.
-        data: Content of the part.
-        last: Whether this part completes the file, which then appears under its name.
-    """
-
-    name: str
-    offset: int
-    data: bytes
-    last: bool
+        Raises:
+            ProtocolError: It is too large.
+        """
 
 
 class MakeToken(FileRequest[str]):
@@ -595,10 +598,12 @@ class MakeToken(FileRequest[str]):
     """
 
 
-class ListStore(FileRequest[Manifest | None]):
-    """Request the manifest of the store, as it was when the first host asked.
+class ListFiles(FileRequest[Manifest | None]):
+    """Request the list of files to copy to the host.
 
-    The response is None while the store is being searched; the host must then ask again.
+    For the run folder: the files that the host's ranks or fetchers need. For the store: its
+    manifest, as it was when the first host asked. The response is None while the store is being
+    searched; the host must then ask again.
 
     Attributes:
         fresh: Search the store again, because a file differed from the last manifest.
@@ -607,13 +612,19 @@ class ListStore(FileRequest[Manifest | None]):
     fresh: bool = False
 
 
-class ReadStore(FileRequest[list[bytes | None]]):
-    """Request parts of files that the manifest or a change list names.
+class ReadFiles(FileRequest[list[bytes | None]]):
+    """Request parts of files that were listed, or that a change list names.
 
     The response holds one item for each part; None if the part cannot be read.
     """
 
     parts: list[Part]
+
+    def check_size(self) -> None:
+        """See `FileRequest.check_size`."""
+        size_bytes = sum(max(0, size) for _, _, size in self.parts)
+        if len(self.parts) > MAX_PARTS or size_bytes > CHUNK_BYTES:
+            raise ProtocolError(f"{self.op()}: too much at once")
 
 
 class ListChanges(FileRequest[ChangeList]):
@@ -622,21 +633,26 @@ class ListChanges(FileRequest[ChangeList]):
     since: int
 
 
-class PublishFiles(FileRequest[dict[str, str]]):
-    """Request to apply a host's changes to the store; returns the reason for each refused path.
+class WriteFiles(FileRequest[dict[str, str]]):
+    """Request to apply a host's changes; returns the reason for each refused path.
 
     Attributes:
         pieces: New content; a folder comes before its contents.
-        removed: Removed files and folders; a folder comes after its contents. They are removed
-            after all new files are in place. A folder that is not empty stays.
+        removed: Files and folders removed from the store; a folder comes after its contents. They
+            are removed after all new files are in place. A folder that is not empty stays.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
+    def check_size(self) -> None:
+        """See `FileRequest.check_size`."""
+        if sum(len(piece.data) for piece in self.pieces) > CHUNK_BYTES:
+            raise ProtocolError(f"{self.op()}: too much at once")
+
 
 class Ask(Protocol):
-    """Function that sends a request to the `StoreServer`, and returns the response."""
+    """Function that sends a request to the notebook's side, and returns the response."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
         """Send a request and block until its response; any thread may call this."""

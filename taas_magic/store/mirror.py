@@ -27,10 +27,10 @@ from taas_magic.store.manifest import (
     Entry,
     Hashes,
     ListChanges,
-    ListStore,
+    ListFiles,
     Manifest,
     MessageSizer,
-    ReadStore,
+    ReadFiles,
     batches,
     blocks,
 )
@@ -156,10 +156,10 @@ def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        listed = ask(ListStore(fresh or attempt > 0))
+        listed = ask(ListFiles(fresh or attempt > 0))
         while listed is None:  # the store is being searched
             time.sleep(_ASK_AGAIN_S)
-            listed = ask(ListStore())
+            listed = ask(ListFiles())
         want = listed.safe()
         try:
             damaged = _become(mirror, want, ask)
@@ -278,7 +278,7 @@ def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSEr
     sizer = MessageSizer()
     try:
         for batch in batches(entries, sizer):
-            parts = sizer.send(ask, ReadStore(batch))
+            parts = sizer.send(ask, ReadFiles(batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
                 arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
                 arrival.write(part or b"")

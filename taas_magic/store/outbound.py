@@ -34,11 +34,12 @@ from taas_magic.store.manifest import (
     Ignore,
     MessageSizer,
     Piece,
-    PublishFiles,
+    WriteFiles,
     ignore_of,
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
+from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import is_below
 from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, shown, why_unsafe
 
@@ -192,23 +193,22 @@ class _Sender:
         mirror: Mirror to send from.
         ask: Sends requests to the notebook's side.
         note: Shows the user, at once, which file could not be sent.
+        ledger: Record of the files that were sent, and of those that were refused.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
-        written: See `Outbound`.
-        refused: See `Outbound`.
     """
 
-    def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
-        self._mirror, self._ask, self._note = mirror, ask, note
+    def __init__(
+        self, mirror: Mirror, ask: Ask, note: Callable[[str], None], ledger: Ledger
+    ) -> None:
+        self._mirror, self._ask, self._note, self._ledger = mirror, ask, note, ledger
         self._ignore = ignore_of(mirror.tree)
         self._stays: set[str] = set()
         self._sizer = MessageSizer()
-        self._unsent = PublishFiles()
+        self._unsent = WriteFiles()
         self._statuses: dict[str, os.stat_result] = {}
         self.large: dict[str, Iterator[Piece]] = {}
-        self.written: dict[str, int] = {}
-        self.refused: dict[str, str] = {}
 
     def send(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, except the content of large files.
@@ -308,7 +308,7 @@ class _Sender:
     def _add_gone(self, path: str) -> None:
         """Queue the removal from the store of the file or folder at `path`, with its contents."""
         hashes = self._mirror.hashes
-        self.refused.pop(path, None)
+        self._ledger.record_removed(path)
         gone = [path] if path in hashes else []
         if hashes.is_content(path, FOLDER):
             gone = sorted((it for it in hashes.paths() if is_below(it, path)), reverse=True)
@@ -316,7 +316,7 @@ class _Sender:
                 del self.large[it]
         for it in gone:
             hashes.forget(it)
-            self.written.pop(it, None)
+            self._ledger.record_removed(it)
         self._unsent.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
@@ -337,7 +337,7 @@ class _Sender:
 
     def _send(self) -> dict[str, str]:
         """Send the queued changes; return the reason for each refused path."""
-        unsent, self._unsent = self._unsent, PublishFiles()
+        unsent, self._unsent = self._unsent, WriteFiles()
         if unsent == self._unsent:
             return {}
         refused = self._sizer.send(self._ask, unsent)
@@ -348,17 +348,14 @@ class _Sender:
                 self._mirror.hashes.remember(path, entry.sha256, status)
             elif path not in refused:
                 self._mirror.hashes.remember(path, entry.sha256, status)
-                self.refused.pop(path, None)
-                self.written |= {path: entry.size} if status else {}
+                self._ledger.record_sent(entry)
         for path, why in refused.items():
             self._refuse(path, why)
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
         """Record why a path did not arrive; show the user the first path for each reason."""
-        if self.refused.get(path) == why:
-            return
-        self.refused[path] = why
+        self._ledger.record_refused(path, why)
         if why not in self._stays:
             self._note(f"{shown(path)} was not copied to the project store: {why}")
         self._stays.add(why)  # one note for each reason: there may be thousands of files
@@ -378,11 +375,8 @@ class Outbound:
         mirror: Mirror to watch.
         ask: Sends requests to the notebook's side.
         note: Shows the user which files could not be sent.
+        ledger: Record of the files that were sent, and of those that were refused.
         shared: Relative paths of the only folders to send; None sends all, as on rank 0's host.
-
-    Attributes:
-        written: Bytes of each file that arrived in the store, by path.
-        refused: Reason for each path that did not arrive.
     """
 
     def __init__(
@@ -390,11 +384,11 @@ class Outbound:
         mirror: Mirror,
         ask: Ask,
         note: Callable[[str], None],
+        ledger: Ledger,
         shared: Sequence[str] | None = None,
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
-        self._sender = _Sender(mirror, ask, note)
-        self.written, self.refused = self._sender.written, self._sender.refused
+        self._sender = _Sender(mirror, ask, note, ledger)
         self._ignore = Ignore()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}

@@ -1,9 +1,17 @@
 """Receipt of a run: files that rank 0 wrote to the store, and other ranks' files kept out of it.
 
-Rank 0 notes the files that its Python code opens for writing. Files from its subprocesses and C++
-writers are found afterwards by a search of the store for files that changed since the run began.
-The search skips hidden folders, in which tools keep their own files. The host collects both when
-its ranks have ended, so that the files of a killed rank are included.
+Each host has one record of what its ranks wrote, the `Ledger`. How it learns of rank 0's files
+depends on the host:
+
+- On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
+  Files from its subprocesses and C++ writers are found at the end, by a search of the store for
+  files that changed since the run began. The search skips hidden folders, in which tools keep their
+  own files.
+- On a host with a mirror, `outbound.py` records each file that the store has accepted, whichever
+  process of rank 0 wrote it. So rank 0's reports are not needed there.
+
+The host makes the receipt when its ranks have ended, so that it includes the files of a killed
+rank.
 """
 
 import os
@@ -21,10 +29,13 @@ from taas_magic.messages import (
     RankTouched,
     StoreMessage,
     StoreReceipt,
+    UnsentFile,
     WrittenFile,
 )
+from taas_magic.store.manifest import Entry
 from taas_magic.store.publish import remove_leftover
-from taas_magic.store.tree import Tree, TreeEntry
+from taas_magic.store.rule import is_below
+from taas_magic.store.tree import Tree, TreeEntry, shown
 
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
@@ -81,12 +92,12 @@ class Receipt:
 
 
 class Ledger:
-    """Collects the messages of one host's ranks about files that they wrote, for the receipt.
+    """Record of what one host's ranks wrote to the project store, for the receipt.
 
     Any thread may call it.
 
     Args:
-        store: Path of the store, absolute and without symbolic links.
+        store: Path of the store on this host, absolute and without symbolic links.
         shared: Absolute paths of folders in the store that every rank may write.
     """
 
@@ -94,47 +105,85 @@ class Ledger:
         self._store, self._shared = store, tuple(shared)
         self._lock = threading.Lock()
         self._began_ns = _now_ns()
-        self._noted: dict[tuple[int, str], None] = {}
+        self._reported: dict[tuple[int, str], None] = {}
+        self._sent: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
         self._means = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a message from a rank."""
         with self._lock:
             if isinstance(message, RankTouched):
-                self._noted[rank, message.path] = None
+                self._reported[rank, message.path] = None
             elif isinstance(message, RankHeld):
                 self._means = message.means
 
-    def close(self, has_rank_0: bool) -> StoreReceipt:
+    def record_sent(self, entry: Entry) -> None:
+        """Record that the store has accepted a file or folder from this host's mirror."""
+        with self._lock:
+            self._refused.pop(entry.path, None)
+            if not entry.is_folder:
+                self._sent[entry.path] = entry.size
+
+    def record_refused(self, path: str, why: str) -> None:
+        """Record why a path of this host's mirror, relative to the mirror, did not arrive."""
+        with self._lock:
+            self._refused[path] = why
+
+    def record_removed(self, path: str) -> None:
+        """Record that a path, relative to the mirror, was removed from this host's mirror."""
+        with self._lock:
+            self._sent.pop(path, None)
+            self._refused.pop(path, None)
+
+    def close(self, searches: bool) -> StoreReceipt:
         """Return this host's receipt. Call when the host's ranks have ended.
 
-        If the store is searched, unfinished saves of killed ranks are removed.
-
         Args:
-            has_rank_0: Whether the host ran rank 0; only then the store is searched.
+            searches: Whether the host ran rank 0 and shares the store. Then rank 0's files are
+                those that it reported, and those that a search of the store finds; the search
+                removes unfinished saves of killed ranks. If not, rank 0's files are those that
+                were sent from the mirror; a host without rank 0 has none.
         """
         with self._lock:
-            noted = list(self._noted)
-        found, is_complete = set[str](), True
-        if has_rank_0:
-            found, is_complete = changed(self._store, self._shared, self._began_ns)
-        written = sorted(found | {path for rank, path in noted if rank == 0})
-        files = ((path, _status(path)) for path in written)
+            reported = list(self._reported)
+            sent, refused = dict(self._sent), sorted(self._refused.items())
+        mine = (path for path in sorted(sent) if not self._is_shared(path))
+        written = [WrittenFile(path, sent[path]) for path in mine]
+        is_complete = True
+        if searches:
+            written, is_complete = self._find_written(path for rank, path in reported if rank == 0)
         return StoreReceipt(
-            written=[
-                WrittenFile(self._name(path), status.st_size)
-                for path, status in files
-                if status is not None and stat.S_ISREG(status.st_mode)
-            ],
+            written=written,
             kept_out=[
                 KeptOutFile(rank, self._name(path), os.path.lexists(path))
-                for rank, path in noted
+                for rank, path in reported
                 if rank != 0
             ],
             shared=[self._name(path) for path in self._shared],
             means=self._means,
             complete=is_complete,
+            not_sent=[UnsentFile(shown(path), why) for path, why in refused if path not in sent],
         )
+
+    def _is_shared(self, path: str) -> bool:
+        place = os.path.join(self._store, path)
+        return any(is_below(place, folder) for folder in self._shared)
+
+    def _find_written(self, reported: Iterable[str]) -> tuple[list[WrittenFile], bool]:
+        """Return the existing files that rank 0 reported, or that a search of the store finds.
+
+        Returns:
+            The files, and whether the search covered all of the store.
+        """
+        found, is_complete = changed(self._store, self._shared, self._began_ns)
+        files = ((path, _status(path)) for path in sorted(found.union(reported)))
+        written = [
+            WrittenFile(self._name(path), status.st_size)
+            for path, status in files
+            if status is not None and stat.S_ISREG(status.st_mode)
+        ]
+        return written, is_complete
 
     def _name(self, path: str) -> str:
         return os.path.relpath(path, self._store)

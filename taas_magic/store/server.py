@@ -14,20 +14,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from taas_magic.errors import ProtocolError
 from taas_magic.store.manifest import (
-    CHUNK_BYTES,
-    MAX_PARTS,
     ChangeList,
     Entry,
     FileRequest,
     Hashes,
     ListChanges,
-    ListStore,
+    ListFiles,
     MakeToken,
     Manifest,
     PathFileCheck,
     Piece,
-    PublishFiles,
-    ReadStore,
+    ReadFiles,
+    WriteFiles,
     ignore_of,
     normal_form,
     scan_store,
@@ -114,10 +112,10 @@ class StoreServer:
         self._is_closed = False
         self._answers: Mapping[type[FileRequest[Any]], Callable[[int, Any], Any]] = {
             MakeToken: self._make_token,
-            ListStore: self._list,
-            ReadStore: self._read,
-            ListChanges: self._news,
-            PublishFiles: self._publish,
+            ListFiles: self._list,
+            ReadFiles: self._read,
+            ListChanges: self._list_changes,
+            WriteFiles: self._publish,
         }
 
     def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
@@ -133,6 +131,7 @@ class StoreServer:
         """
         if self._is_closed:
             raise ProtocolError("the run has ended: its project store accepts no more files")
+        request.check_size()
         try:
             answer: _T = self._answers[type(request)](host_rank, request)
         except ValueError as error:
@@ -163,7 +162,7 @@ class StoreServer:
                 self._token = Arrival(here)
         return self._token.name
 
-    def _list(self, host_rank: int, request: ListStore) -> Manifest | None:
+    def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
         """Return the manifest of the store, or None while the store is being searched."""
         if self._search is None or (request.fresh and self._search.done()):
             # in a thread, which alone may use the hashes until it ends
@@ -192,11 +191,8 @@ class StoreServer:
                 entries.append(entry if change is None or change.entry is None else change.entry)
         return Manifest(entries, manifest.skipped)
 
-    def _read(self, host_rank: int, request: ReadStore) -> list[bytes | None]:
-        parts = request.parts
-        if len(parts) > MAX_PARTS or sum(max(0, size) for _, _, size in parts) > CHUNK_BYTES:
-            raise ValueError("too much at once")
-        return [self._part(path, offset, size) for path, offset, size in parts]
+    def _read(self, host_rank: int, request: ReadFiles) -> list[bytes | None]:
+        return [self._part(path, offset, size) for path, offset, size in request.parts]
 
     def _part(self, path: str, offset: int, size: int) -> bytes | None:
         """Read `size` bytes at `offset` of a file that was listed or changed in this run.
@@ -213,7 +209,7 @@ class StoreServer:
         except OSError:
             return None
 
-    def _news(self, host_rank: int, request: ListChanges) -> ChangeList:
+    def _list_changes(self, host_rank: int, request: ListChanges) -> ChangeList:
         """Return the changes that other hosts made after change number `request.since`."""
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
@@ -227,10 +223,8 @@ class StoreServer:
                 entries.append(change.entry)
         return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
-    def _publish(self, host_rank: int, request: PublishFiles) -> dict[str, str]:
+    def _publish(self, host_rank: int, request: WriteFiles) -> dict[str, str]:
         """Apply a host's changes; return the reason for each refused path."""
-        if sum(len(piece.data) for piece in request.pieces) > CHUNK_BYTES:
-            raise ValueError("too much at once")
         answers: dict[str, str] = {}
         for first in range(0, len(request.pieces), GROUP):
             answers |= self._write_pieces(host_rank, request.pieces[first : first + GROUP])

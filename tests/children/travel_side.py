@@ -16,6 +16,7 @@ from taas_magic.errors import PoolError
 from taas_magic.store.manifest import Ask, FileRequest
 from taas_magic.store.mirror import reserve, update_mirror
 from taas_magic.store.outbound import Outbound
+from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
@@ -71,7 +72,7 @@ def be_host(socket: str, store: str, cache: str) -> None:
     ask = asking(Client(socket))
     mirror = reserve(store, "me", Path(cache))
     update_mirror(mirror, ask)
-    outbound = Outbound(mirror, ask, print)
+    outbound = Outbound(mirror, ask, print, Ledger(mirror.path, ()))
     outbound.start()
     print("ready", flush=True)
     for number in itertools.count():

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from taas_magic.display.head import MAX_FILES, receipt_lines
-from taas_magic.messages import KeptOutFile, RankHeld, RankTouched, StoreReceipt, WrittenFile
+from taas_magic.messages import (
+    KeptOutFile,
+    RankHeld,
+    RankTouched,
+    StoreReceipt,
+    UnsentFile,
+    WrittenFile,
+)
+from taas_magic.store.manifest import FOLDER, Entry
 from taas_magic.store.receipt import Ledger, Receipt, changed
 
 
@@ -30,7 +38,7 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
     os.utime(store / "old" / "by-child.bin", (1, 1))
     ledger.record(0, RankTouched(str(store / "noted.pt")))
     ledger.record(0, RankTouched(str(store / "gone.pt")))
-    assert ledger.close(has_rank_0=True).written == [
+    assert ledger.close(searches=True).written == [
         WrittenFile(".hidden-file", 3),
         WrittenFile("noted.pt", 3),
         WrittenFile("old/by-child.bin", 3),
@@ -41,7 +49,7 @@ def test_a_file_that_is_made_at_once_is_found(store: Path) -> None:
     for number in range(20):
         ledger, name = Ledger(str(store), ()), f"{number}.pt"
         (store / name).touch()
-        assert name in {file.path for file in ledger.close(has_rank_0=True).written}
+        assert name in {file.path for file in ledger.close(searches=True).written}
 
 
 def test_another_host_looks_through_nothing(store: Path) -> None:
@@ -50,16 +58,34 @@ def test_another_host_looks_through_nothing(store: Path) -> None:
     ledger.record(2, RankTouched(str(store / "new.txt")))
     ledger.record(2, RankTouched(str(store / "other.txt")))
     ledger.record(2, RankHeld("Landlock"))
-    closed = ledger.close(has_rank_0=False)
+    closed = ledger.close(searches=False)
     assert closed.kept_out == [KeptOutFile(2, "new.txt", True), KeptOutFile(2, "other.txt", False)]
     assert (closed.written, closed.means, closed.complete) == ([], "Landlock", True)
+
+
+def test_a_mirrors_files_are_those_that_the_store_accepted(store: Path) -> None:
+    ledger = Ledger(str(store), [str(store / "shards")])
+    for name in ("opened.pt", "old/by-child.bin"):
+        (store / name).write_text("new")
+        ledger.record(0, RankTouched(str(store / name)))
+    for path in ("m.pt", "gone.pt", "shards/1"):
+        ledger.record_sent(Entry(path, 3, "0"))
+    ledger.record_removed("gone.pt")
+    for path in ("late.pt", "late", ".env", "removed"):
+        ledger.record_refused(path, "no space")
+    ledger.record_sent(Entry("late.pt", 2, "0"))
+    ledger.record_sent(Entry("late", 0, FOLDER))
+    ledger.record_removed("removed")
+    closed = ledger.close(searches=False)
+    assert closed.written == [WrittenFile("late.pt", 2), WrittenFile("m.pt", 3)]
+    assert closed.not_sent == [UnsentFile(".env", "no space")] and closed.complete
 
 
 def test_a_shared_folder_is_nobodys(store: Path) -> None:
     ledger = Ledger(str(store), [str(store / "shards")])
     (store / "shards").mkdir()
     (store / "shards" / "1.distcp").touch()
-    closed = ledger.close(has_rank_0=True)
+    closed = ledger.close(searches=True)
     assert closed.written == [] and closed.shared == ["shards"]
 
 
@@ -67,7 +93,7 @@ def test_an_unfinished_save_of_a_dead_rank_is_cleared_away(store: Path) -> None:
     ledger = Ledger(str(store), ())
     (store / ".m.pt.abc.taas-saving").mkdir()
     (store / ".m.pt.abc.taas-saving" / "m.pt").write_text("half")
-    assert ledger.close(has_rank_0=True).written == []
+    assert ledger.close(searches=True).written == []
     assert os.listdir(store) == ["old"]
 
 

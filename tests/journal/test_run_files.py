@@ -7,13 +7,25 @@ from unittest import mock
 import pytest
 from msgspec import structs
 
-from taas_magic.errors import ProtocolError
+from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host import files as run_files
-from taas_magic.host.files import FileServer, HostFiles, OwnedFiles, RunFolderCopy
+from taas_magic.host.files import HostFiles, RunFolderCopy
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
-from taas_magic.store.manifest import FileRequest, ReadRunFile, WriteRunFile
+from taas_magic.pool.files import FileServer, OwnedFiles
+from taas_magic.store.manifest import (
+    FOLDER,
+    Entry,
+    FileRequest,
+    FileRoot,
+    ListChanges,
+    MakeToken,
+    Manifest,
+    Piece,
+    ReadFiles,
+    WriteFiles,
+)
 
 HERE = HostAddress("here", "127.0.0.1", is_foreign=False)
 
@@ -56,6 +68,12 @@ class Far:
         return self.server.answer_of_folder(self.host_rank, owned, request)
 
 
+def writes(name: str, data: bytes = b"x", size: int | None = None) -> WriteFiles:
+    """Return a request to write the first `data` of a file of `size` bytes, by default all."""
+    entry = Entry(name, len(data) if size is None else size, "")
+    return WriteFiles([Piece(entry, 0, data)], root=FileRoot.RUN)
+
+
 @pytest.fixture
 def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
     return Far(home, plan, tmp_path / "cache")
@@ -76,7 +94,7 @@ def test_another_runs_folder_of_the_same_path_is_not_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     other = RunFolder.create("another-run", structs.replace(plan, run_id="another-run"), "cell")
     spec = share_of(plan, str(other.path))
-    files = HostFiles(spec, HERE, mock.Mock(return_value={}), print)
+    files = HostFiles(spec, HERE, mock.Mock(return_value=Manifest([], {})), print)
     here = files.copy_in(lambda: True)
     assert here is not None and here.run_dir != here.run.run_dir == str(other.path)
     files.send_back()
@@ -122,9 +140,9 @@ def test_logs_ledgers_and_the_result_go_back(
 
 
 def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder) -> None:
-    far.ask(WriteRunFile("results/0-0-0", 0, b"half", False))
+    far.ask(writes("results/0-0-0", b"half", size=8))
     assert not (home.results / "0-0-0").exists()
-    far.ask(WriteRunFile("results/0-0-0", 0, b"whole", True))  # sent again
+    far.ask(writes("results/0-0-0", b"whole"))  # sent again
     assert (home.results / "0-0-0").read_bytes() == b"whole"
 
 
@@ -133,13 +151,40 @@ def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder
 )
 def test_what_a_host_may_not_bring_is_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
-        far.ask(WriteRunFile(name, 0, b"x", True))
+        far.ask(writes(name))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "events.jsonl", "data/../plan.json"])
 def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
-        far.ask(ReadRunFile(name, 0, 10))
+        far.ask(ReadFiles([(name, 0, 10)], root=FileRoot.RUN))
+
+
+def test_only_files_are_written_and_none_is_removed(far: Far, home: RunFolder) -> None:
+    home.log(0).write_bytes(b"log")
+    for request in (
+        WriteFiles([Piece(Entry("logs/rank-0.log", 0, FOLDER), 0, b"")], root=FileRoot.RUN),
+        WriteFiles(removed=["logs/rank-0.log"], root=FileRoot.RUN),
+        ReadFiles([("payload", 0, 1 << 30)], root=FileRoot.RUN),
+        ListChanges(0, root=FileRoot.RUN),
+        MakeToken(root=FileRoot.RUN),
+    ):
+        with pytest.raises(ProtocolError):
+            far.ask(request)
+    assert home.log(0).read_bytes() == b"log"
+
+
+def test_a_file_that_became_shorter_is_not_copied(
+    far: Far, home: RunFolder, tmp_path: Path
+) -> None:
+    def truncating(request: FileRequest[Any]) -> Any:
+        answer = far.ask(request)
+        home.payload.write_bytes(b"short")
+        return answer
+
+    files = RunFolderCopy(far.spec, truncating, tmp_path / "other")
+    with pytest.raises(PoolError, match="payload of the run folder was truncated"):
+        files.copy_in(lambda: True)
 
 
 @pytest.mark.fault(73)
@@ -149,17 +194,17 @@ def test_a_host_brings_what_is_of_its_own_ranks(
     other = Far(home, plan, tmp_path / "cache", host_rank=1)
     own = ("results/0-2-0", "logs/rank-3.log", "data/ledger/ledger-0-2", "profile/0-3.json.gz")
     for name in own:
-        other.ask(WriteRunFile(name, 0, b"x", True))
+        other.ask(writes(name))
     refused = ("logs/rank-1.log", "logs/fetcher-2.log", "results/0-0-0", "results/0-00-0")
     other_attempts = ("results/1-2-0", "results/00-3-0", "profile/1-2.json.gz")
     not_asked = ("results/0-3-0", "profile/0-1.json.gz")
     for name in (*refused, *other_attempts, *not_asked):
         with pytest.raises(ProtocolError):
-            other.ask(WriteRunFile(name, 0, b"x", True))
+            other.ask(writes(name))
     other.attempt = 1  # the ranks have started again
     with pytest.raises(ProtocolError):
-        other.ask(WriteRunFile("results/0-2-0", 0, b"x", True))
-    other.ask(WriteRunFile("results/1-2-0", 0, b"x", True))
+        other.ask(writes("results/0-2-0"))
+    other.ask(writes("results/1-2-0"))
 
 
 def test_results_of_earlier_attempts_stay_on_the_host(far: Far, home: RunFolder) -> None:

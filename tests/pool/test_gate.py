@@ -54,14 +54,14 @@ from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.runs import PoolRun
 from taas_magic.store.manifest import (
+    Entry,
+    FileRoot,
     ListChanges,
-    ListRunFiles,
-    ListStore,
+    ListFiles,
     MakeToken,
-    PublishFiles,
-    ReadRunFile,
-    ReadStore,
-    WriteRunFile,
+    Piece,
+    ReadFiles,
+    WriteFiles,
 )
 from tests.events import Line
 from tests.frontend import WAIT_S
@@ -154,7 +154,7 @@ def test_nothing_that_is_sent_is_unpickled(
     file = tmp_path / "made"
 
     async def play(pool: Pool) -> None:
-        for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_ListStore")):
+        for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_ListFiles")):
             told = pool.keys.host("bad"), pool.keys.cluster(talks=False)
             for comm in [await pool.connect(security) for security in told]:
                 with pytest.raises(CommClosedError):
@@ -190,8 +190,7 @@ def test_who_may_ask_what_and_who_answers(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check who may send each request. A new request class must be added to one of these sets."""
-    by_hosts: Kinds = {ListRunFiles, ReadRunFile, WriteRunFile, MakeToken, ListStore, ReadStore}
-    by_hosts |= {ListChanges, PublishFiles}
+    by_hosts: Kinds = {ListFiles, ReadFiles, WriteFiles, ListChanges, MakeToken}
     by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
     by_kernels |= {TakeSession, AllowRestarts}
@@ -434,9 +433,10 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 may_write |= dict.fromkeys(["logs/rank-0.log", "results/0-0-0"], False)
                 may_write |= dict.fromkeys(["results/1-1-0", "results/0-2-0"], False)
                 for name, may in may_write.items():
-                    written = WriteRunFile(name, 0, b"x", True, run_id="a-run")
-                    assert (await bad.ask(written) == to_bytes(None)) == may
-                answer = await bad.ask(ReadStore([("a", "no number", 1)]))  # type: ignore[list-item]
+                    piece = Piece(Entry(name, 1, ""), 0, b"x")
+                    written = WriteFiles([piece], run_id="a-run", root=FileRoot.RUN)
+                    assert (await bad.ask(written) == to_bytes({})) == may
+                answer = await bad.ask(ReadFiles([("a", "no number", 1)]))  # type: ignore[list-item]
                 assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
                 await _refuses(controller, 12)
                 assert controller.pool_hosts.refused == 12

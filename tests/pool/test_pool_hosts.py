@@ -22,7 +22,7 @@ from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.pool.runs import RunClock
-from taas_magic.store.manifest import WriteRunFile
+from taas_magic.store.manifest import Entry, FileRoot, Piece, WriteFiles
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
@@ -71,8 +71,9 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
     said = [Note(text="ü"), FetcherEnded(number=1)]
     request = Launch("kernel", RunSpec(plan, "/", origin), said)
     assert messages.from_bytes(messages.to_bytes(request), Launch) == request
-    written = WriteRunFile("results/0-0-0", 0, bytes(range(256)), True)
-    assert messages.from_bytes(messages.to_bytes(written), WriteRunFile) == written
+    piece = Piece(Entry("results/0-0-0", 256, ""), 0, bytes(range(256)))
+    written = WriteFiles([piece], root=FileRoot.RUN)
+    assert messages.from_bytes(messages.to_bytes(written), WriteFiles) == written
     for packed in (
         b"",
         b"\xc1",
@@ -83,7 +84,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
         5,
     ):
         with pytest.raises(ValueError):
-            messages.from_bytes(packed, WriteRunFile)  # type: ignore[arg-type]
+            messages.from_bytes(packed, WriteFiles)  # type: ignore[arg-type]
 
 
 @pytest.mark.fault(49)

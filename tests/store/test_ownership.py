@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from taas_magic.store.manifest import PathFileCheck, PublishFiles
+from taas_magic.store.manifest import PathFileCheck, WriteFiles
 from taas_magic.store.mirror import StoreUpdater, update_mirror
 from taas_magic.store.ownership import (
     WHY_BESIDE,
@@ -45,7 +45,7 @@ def put(
 ) -> str:
     """Publish a file in two pieces; return the reason for a refusal, or ""."""
     ask = wired(store_server, host_rank)
-    said = [ask(PublishFiles([piece])).get(path, "") for piece in in_two(path, content)]
+    said = [ask(WriteFiles([piece])).get(path, "") for piece in in_two(path, content)]
     return next(filter(None, said), "")
 
 
@@ -70,7 +70,7 @@ def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> No
         "new.json", *(f"{name}.from-host" for name in kept),
     }  # fmt: skip
     assert not os.access(travel.store / "run.sh.from-host", os.X_OK)
-    assert travel.outbound.refused == dict.fromkeys(kept, WHY_BESIDE)
+    assert travel.refused == dict.fromkeys(kept, WHY_BESIDE)
     [note] = travel.notes  # the receipt has the other files
     assert "the existing file is not from a run" in note and "[store] overwrite" in note
 
@@ -110,7 +110,7 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
     (travel.store / "copied").write_bytes(content)  # as git or a copy of the project does
     assert [put(store_server, name, b"again") for name in names[:3]] == ["", WHY_BESIDE, ""]
     (travel.store / "own").write_text("mine")
-    removed = wired(store_server)(PublishFiles(removed=["edited", "gone", "m.pt", "own"]))
+    removed = wired(store_server)(WriteFiles(removed=["edited", "gone", "m.pt", "own"]))
     assert removed == {"own": WHY_NOT_REMOVED}  # edited.from-host is removed
     assert set(os.listdir(travel.store)) == {"edited", "copied", "own"}
     assert (travel.store / "edited").read_text() == "my own words!"
@@ -162,7 +162,7 @@ def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_fold
     before = tree_of(travel.store)
     for path in IN_THE_USERS_FOLDERS:
         assert put(store_server, path) == WHY_NOT_NEW, path
-        assert wired(store_server)(PublishFiles([empty(path)])) == {path: WHY_NOT_NEW}
+        assert wired(store_server)(WriteFiles([empty(path)])) == {path: WHY_NOT_NEW}
     assert tree_of(travel.store) == before
     store_server = next_run(travel, overwrite=IN_THE_USERS_FOLDERS)
     assert [put(store_server, path) for path in IN_THE_USERS_FOLDERS] == [""] * len(
@@ -186,7 +186,7 @@ def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel
         and put(store_server, "exp/src/conftest.py") == WHY_NOT_NEW
     )
     assert put(store_server, "exp/__init__.py") == WHY_NOT_NEW  # else `exp` would be a package
-    assert wired(store_server)(PublishFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
+    assert wired(store_server)(WriteFiles(folders([".idea2", "venv/bin/activate.d"]))).keys() == {
         ".idea2", "venv/bin/activate.d",
     }  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_no_host_makes_a_program(travel: Travel, store_server: StoreServer) -> N
         name = f"bin/ls{number}"
         for piece in in_two(name, begins * 3):
             entry = structs.replace(piece.entry, executable=True)
-            said = wired(store_server)(PublishFiles([structs.replace(piece, entry=entry)]))
+            said = wired(store_server)(WriteFiles([structs.replace(piece, entry=entry)]))
         assert said == ({} if begins == b"data" else {name: WHY_NOT_NEW})
     assert not os.access(travel.store / "bin" / "ls2", os.X_OK)
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
-from taas_magic.store.manifest import Entry, FileRequest, Ignore, ListStore, Manifest, ReadStore
+from taas_magic.store.manifest import Entry, FileRequest, Ignore, ListFiles, Manifest, ReadFiles
 from taas_magic.store.mirror import reserve, update_mirror
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
@@ -23,7 +23,7 @@ class Counted:
         self.read: list[str] = []
 
     def __call__(self, request: FileRequest[Any]) -> Any:
-        if isinstance(request, ReadStore):
+        if isinstance(request, ReadFiles):
             self.read += [path for path, _, _ in request.parts]
         return self._ask(request)
 
@@ -106,7 +106,7 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
     def flipping(request: FileRequest[Any]) -> Any:
         nonlocal flips
         answer = ask(request)
-        if isinstance(request, ReadStore) and flips and len(answer[-1]) > 1000:
+        if isinstance(request, ReadFiles) and flips and len(answer[-1]) > 1000:
             flips -= 1
             return [*answer[:-1], b"flip" + answer[-1][4:]]
         return answer
@@ -161,8 +161,8 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [Entry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
-        ListStore: Manifest([*entries, *map(folder, ["../folder", "fine"])], {}),
-        ReadStore: [b"x"],
+        ListFiles: Manifest([*entries, *map(folder, ["../folder", "fine"])], {}),
+        ReadFiles: [b"x"],
     }
     mirror = travel.host()
 
@@ -229,7 +229,7 @@ def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) ->
     ask = wired(travel.store_server)
     travel.look_again()
     (travel.store / "later").write_text("not in the list")
-    answer = ask(ReadStore([("../secret", 0, 6), ("later", 0, 6), ("a", 0, 1), ("a", -1, 1)]))
+    answer = ask(ReadFiles([("../secret", 0, 6), ("later", 0, 6), ("a", 0, 1), ("a", -1, 1)]))
     assert answer == [None, None, b"a", None]
 
 
@@ -331,5 +331,5 @@ def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
 def test_secrets_cannot_be_read_by_a_host_that_asks_for_them(travel: Travel) -> None:
     make(travel.store, {".env": b"secret", "train.py": b"code"})
     travel.mirrored()
-    answer = wired(travel.store_server)(ReadStore([(".env", 0, 6), ("train.py", 0, 4)]))
+    answer = wired(travel.store_server)(ReadFiles([(".env", 0, 6), ("train.py", 0, 4)]))
     assert answer == [None, b"code"]

@@ -57,7 +57,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     store_server = Client(str(socket))
     ask = travel_side.asking(store_server)
     update_mirror(mirror, ask)
-    outbound = Outbound(mirror, ask, travel.notes.append)
+    outbound = Outbound(mirror, ask, travel.notes.append, travel.ledger)
     outbound.start()
     over = threading.Event()
     threading.Timer(random.Random(seed).uniform(0.1, 0.6), over.set).start()

@@ -21,8 +21,8 @@ from taas_magic.store.manifest import (
     MakeToken,
     MessageSizer,
     Piece,
-    PublishFiles,
-    ReadStore,
+    ReadFiles,
+    WriteFiles,
     batches,
 )
 from taas_magic.store.receipt import Receipt
@@ -152,9 +152,9 @@ def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
 def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
     store_server = Travel(tmp_path).store_server
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(store_server)(ReadStore([("a", 0, 1 << 30)]))
+        wired(store_server)(ReadFiles([("a", 0, 1 << 30)]))
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(store_server)(PublishFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
+        wired(store_server)(WriteFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
-from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListStore, Manifest
+from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListFiles, Manifest
 from taas_magic.store.mirror import Mirror, reserve, update_mirror
 from taas_magic.store.outbound import Outbound
+from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
@@ -61,14 +62,15 @@ class Travel:
             str(self.store), shared=open_to_all, limit_bytes=limit_bytes, overwrite=overwrite
         )
         self.store_server = StoreServer(self.rule, folder / "state")
+        self.ledger = Ledger(self.rule.path, self.rule.shared)
         self.notes: list[str] = []
 
     def look_again(self) -> None:
         """Make the store server list the store again."""
-        listed = self.store_server.answer(0, ListStore(fresh=True))
+        listed = self.store_server.answer(0, ListFiles(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
-            listed = self.store_server.answer(0, ListStore())
+            listed = self.store_server.answer(0, ListFiles())
 
     def host(self, number: int = 0) -> Mirror:
         """Reserve a mirror on the host with this number."""
@@ -78,13 +80,22 @@ class Travel:
         mirror = self.host(number)
         return mirror, update_mirror(mirror, wired(self.store_server, number))
 
+    @property
+    def written(self) -> dict[str, int]:
+        """Bytes of each file that the store has accepted from hosts, by path."""
+        return {file.path: file.bytes for file in self.ledger.close(searches=False).written}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Reason for each path that the store has not accepted from hosts."""
+        return {file.path: file.why for file in self.ledger.close(searches=False).not_sent}
+
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
         """Yield a host's mirror, as during a run; send all remaining changes after the block."""
         mirror, _ = self.mirrored(number)
-        self.outbound = Outbound(
-            mirror, wired(self.store_server, number), self.notes.append, shared
-        )
+        ask = wired(self.store_server, number)
+        self.outbound = Outbound(mirror, ask, self.notes.append, self.ledger, shared)
         self.outbound.start()
         try:
             yield Path(mirror.path)

@@ -1,0 +1,189 @@
+"""The pool's side of file transfer: handles hosts' requests for files of a run (`FileServer`).
+
+`host/files.py` sends the requests. Into the run folder, a host may write only files of its own
+ranks or fetchers (`OwnedFiles`). `store/server.py` checks and handles the requests about the
+project store.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from taas_magic.data import service
+from taas_magic.errors import ProtocolError
+from taas_magic.host.files import PROFILE, RESULT
+from taas_magic.host.spec import RunSpec
+from taas_magic.store.manifest import (
+    Entry,
+    FileRequest,
+    FileRoot,
+    ListFiles,
+    Manifest,
+    Piece,
+    ReadFiles,
+    WriteFiles,
+)
+from taas_magic.store.rule import state_folder
+from taas_magic.store.server import StoreServer
+
+_T = TypeVar("_T")
+
+_OF_RANK = re.compile(r"logs/rank-(\d+)\.log|data/ledger/ledger-\d+-(\d+)", re.ASCII)
+_OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log", re.ASCII)
+
+
+@dataclass(frozen=True)
+class OwnedFiles:
+    """Files of the run folder that a host may write.
+
+    Attributes:
+        numbers: Numbers of the host's ranks, or of its fetchers.
+        attempt: The run's current attempt. The host may not write results of earlier attempts.
+        senders: Ranks that may send results.
+    """
+
+    numbers: Collection[int]
+    attempt: int
+    senders: Collection[int]
+
+    def has(self, name: str, fetches: bool) -> bool:
+        """Return whether the host may write a file of the run folder.
+
+        Args:
+            name: Path of the file, relative to the run folder.
+            fetches: Whether the share runs fetchers instead of ranks.
+        """
+        if not fetches and (result := RESULT.fullmatch(name)) is not None:
+            attempt, rank = int(result[1]), int(result[2])
+            return attempt == self.attempt and rank in self.numbers and rank in self.senders
+        if not fetches and (profile := PROFILE.fullmatch(name)) is not None:
+            return int(profile[1]) == self.attempt and int(profile[2]) in self.numbers
+        found = (_OF_FETCHER if fetches else _OF_RANK).fullmatch(name)
+        return found is not None and int(next(filter(None, found.groups()))) in self.numbers
+
+
+class FileServer:
+    """Handler of file requests from the hosts that run a run's ranks, or its fetchers.
+
+    Requests about the project store run in a thread of their own, because they wait for the disk.
+
+    Args:
+        fetches: Whether the hosts run the run's fetchers instead of its ranks.
+    """
+
+    def __init__(self, run: RunSpec, fetches: bool) -> None:
+        self._run, self._fetches, self._path = run, fetches, run.folder.path
+        self._thread = ThreadPoolExecutor(1, "taas-store")
+        self._store_server: StoreServer | None = None
+        self._is_closed = False
+
+    async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
+        """Handle a host's request for files; return the response.
+
+        Args:
+            host_rank: Number of the host among those of the run's ranks, or of its fetchers.
+            owned: Files of the run folder that the host may write.
+
+        Raises:
+            ProtocolError: The request is invalid, or this host may not send it.
+            StoreError: The store is too large to be copied.
+        """
+        if asked.root is FileRoot.RUN:
+            return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
+        if self._is_closed or self._run.plan.store is None:
+            raise ProtocolError("the run has no project store, or has ended")
+        loop = asyncio.get_running_loop()
+        answer = self._answer_of_store
+        return await loop.run_in_executor(self._thread, answer, host_rank, asked)
+
+    async def close(self) -> None:
+        """Refuse further requests about the store, and wait for those that have begun."""
+        self._is_closed = True
+        if self._store_server is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._store_server.close)
+        self._thread.shutdown(wait=False)
+
+    def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
+        """Handle a request about the run folder. Blocks; any thread may call this.
+
+        Raises:
+            ProtocolError: The request is invalid, or this host may not send it.
+        """
+        asked.check_size()
+        match asked:
+            case ListFiles():
+                return self._list()
+            case ReadFiles():
+                return self._read(asked)
+            case WriteFiles():
+                return self._write(host_rank, owned, asked)
+        raise ProtocolError(f"host {host_rank}: {asked.op()}: not for the run folder")
+
+    def _list(self) -> Manifest:
+        """Return the files that the host's ranks or fetchers need."""
+        names = [] if self._fetches else ["payload"]
+        data = service.folder_of(self._path)
+        if data.exists():
+            names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
+        paths = {name: self._path / name for name in names}
+        entries = [
+            Entry(name, path.stat().st_size, "") for name, path in paths.items() if path.exists()
+        ]
+        return Manifest(entries, {})
+
+    def _read(self, asked: ReadFiles) -> list[bytes | None]:
+        """Return parts of files that `_list` returns."""
+        listed = {entry.path for entry in self._list().entries}
+        parts: list[bytes | None] = []
+        for name, offset, size in asked.parts:
+            if name not in listed or offset < 0 or size < 0:
+                raise ProtocolError(f"a host asked for {name!r} of the run's folder")
+            with (self._path / name).open("rb") as file:
+                file.seek(offset)
+                parts.append(file.read(size))
+        return parts
+
+    def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
+        """Write files, if the host may write all of them; no path is refused singly."""
+        entries = [piece.entry for piece in asked.pieces]
+        foreign = [it.path for it in entries if not owned.has(it.path, self._fetches)]
+        folders = [it.path for it in entries if it.is_folder]
+        if refused := [*foreign, *folders, *asked.removed]:
+            what = f"sent {refused[0]!r} for the run's folder"
+            raise ProtocolError(f"host {host_rank} of the run {what}")
+        for piece in asked.pieces:
+            self._write_piece(host_rank, piece)
+        return {}
+
+    def _write_piece(self, host_rank: int, piece: Piece) -> None:
+        """Write a piece of a file beside its path; after the last piece, move the file there."""
+        path = self._path / piece.entry.path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = Path(f"{path}.part-{host_rank}")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as file:
+            file.truncate(piece.offset)
+            file.seek(piece.offset)
+            file.write(piece.data)
+        if piece.end == piece.entry.size:
+            beside.replace(path)
+
+    def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
+        if self._store_server is None:
+            rule = self._run.plan.store
+            assert rule is not None
+            folder = state_folder(rule.path)
+            # While these ranks or fetchers run, other runs may use the store too.
+            if self._run.reads_only or self._run.is_session:
+                self._store_server = StoreServer(rule, folder / "readers", writer=-1)
+            elif self._fetches:
+                self._store_server = StoreServer(rule, folder / "fetchers", writer=-1)
+            else:
+                self._store_server = StoreServer(rule, folder)
+        return self._store_server.answer(host_rank, asked)
