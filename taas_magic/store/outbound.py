@@ -262,8 +262,8 @@ class _Sender:
         """
         try:
             file = self._mirror.tree.open_file(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return  # the removal is an event of its own
+        except (FileNotFoundError, NotADirectoryError, UnsafeError):
+            return  # it was removed or replaced by a folder or link, which is an event of its own
         except OSError as error:
             raise UnsafeError(path, str(error.strerror)) from error
         with file:

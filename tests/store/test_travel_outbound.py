@@ -428,6 +428,27 @@ def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Trave
     assert travel.notes == [] and travel.written == {}
 
 
+def test_a_file_that_becomes_a_folder_before_it_is_read_is_not_refused(
+    travel: Travel, tmp_path: Path
+) -> None:
+    ask = wired(travel.store_server)
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside" / "big").write_bytes(os.urandom(1 << 20))
+
+    def replacing(request: FileRequest[Any]) -> Any:
+        if "out/big" in travel.outbound._sender.large and (mirror / "out" / "big").is_file():
+            (mirror / "out" / "big").unlink()
+            (mirror / "out" / "big").mkdir()
+        return ask(request)
+
+    with travel.running() as mirror:
+        travel.outbound._sender._ask = replacing
+        # the first message has the folder; the file is opened after this message
+        (tmp_path / "aside").rename(mirror / "out")
+        eventually(lambda: (travel.store / "out" / "big").is_dir())
+    assert travel.notes == [] and travel.refused == {}
+
+
 def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
