@@ -25,6 +25,7 @@ from taas_magic.capture import culprit, payload
 from taas_magic.capture.payload import CellSource, Payload
 from taas_magic.capture.work import CellWork
 from taas_magic.errors import CaptureError
+from tests.cellfiles import cells_of
 from tests.harness import without_pytests_filter
 
 REPOSITORY = Path(__file__).parents[2]
@@ -98,7 +99,9 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Notebook:
-    if "torch" in sys.modules:  # an earlier test's seed would travel, and then import torch
+    if (
+        "torch" in sys.modules
+    ):  # a seed that an earlier test set would travel, and the rank would import torch
         sys.modules["torch"].seed()
     return Notebook(tmp_path)
 
@@ -243,37 +246,7 @@ def test_code_that_runs_while_loading_finds_its_globals(notebook: Notebook) -> N
     assert notebook.in_rank("out = [a_table[Key(1)], list(a_table)[0].mixed]") == ["one", 7]
 
 
-DEFINITIONS = """
-    import dataclasses, enum, typing, torch
-    from torch.utils.data import DataLoader, Dataset
-
-    @dataclasses.dataclass
-    class Config:
-        steps: int = 3
-        def double(self): return self.steps * FACTOR
-
-    class Colour(enum.Enum):
-        RED = 1
-        BLUE = 2
-
-    class Pair(typing.NamedTuple):
-        left: int
-        right: object
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-        def forward(self, x): return self.layer(x) * FACTOR
-
-    class Numbers(Dataset):
-        def __len__(self): return 4
-        def __getitem__(self, i): return Pair(i, (Config(i), Colour.RED, Net()))
-
-    FACTOR = 2
-    config, colour, pair, net = Config(4), Colour.BLUE, Pair(1, 2), Net()
-    data = Numbers()
-"""
+[DEFINITIONS] = cells_of("pickled_definitions")
 
 
 def test_dataclass_enum_namedtuple_and_module(notebook: Notebook) -> None:
@@ -381,7 +354,7 @@ def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> Non
 
 
 def test_what_a_real_shell_holds(notebook: Notebook) -> None:
-    is_own = not InteractiveShell.initialized()  # an earlier test's shell must stay
+    is_own = not InteractiveShell.initialized()  # keep the shell of an earlier test
     shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
     try:
         shell.run_cell("import sys; n = 3; held = [get_ipython, get_ipython()]", silent=True)
@@ -504,39 +477,16 @@ def test_reading_the_header_unpickles_nothing(notebook: Notebook, tmp_path: Path
     assert isinstance(loaded.work, CellWork) and loaded.work.line_offset == 1
 
 
-MEMORY_RANK = """
-import sys, types
-from pathlib import Path
-from taas_magic.capture import payload
-
-import torch
-
-def kib(field):
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(field))
-
-main = types.ModuleType("__main__")
-sys.modules["__main__"] = main
-before = kib("Private")
-payload.read(Path(sys.argv[1])).load_into(main.__dict__)
-total = main.big.sum().item()
-print(total, flush=True)
-sys.stdin.readline()
-print(kib("Private") - before, flush=True)
-sys.stdin.readline()
-"""
-
-
 def test_a_big_tensor_is_in_memory_once_for_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
     size_kib = 128 << 10
     notebook.run(f"import torch\nbig = torch.ones({size_kib << 10} // 4)")
-    Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM, the peak memory.
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak memory
     before = _peak_kib()
     payload.write(notebook.capture("big"), tmp_path / "payload")
     grown = _peak_kib() - before
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMORY_RANK, str(tmp_path / "payload")],
+            [sys.executable, "-m", "tests.children.memory_rank", str(tmp_path / "payload")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

@@ -1,76 +1,11 @@
-"""Lightning and accelerate take a registered loader as it is: sharded once, not twice."""
+"""Lightning and accelerate use a registered loader unchanged; each sample goes to one rank."""
 
 import pytest
 
+from tests.cellfiles import cells_of
 from tests.harness import Notebook
 
-LOADER = """
-import taas, torch
-from torch.utils.data import DataLoader, TensorDataset
-
-loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
-"""
-LIGHTNING = """
-import lightning as L, torch, warnings, logging
-warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, _):
-        print("saw", self.current_epoch, *(int(value) for value in batch[0]))
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-trainer = L.Trainer(
-    max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(Model(), loader)
-"""
-ACCELERATE = """
-from accelerate import Accelerator
-import torch
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(1, 1)
-model, prepared = accelerator.prepare(model, loader)
-for epoch in range(2):
-    for (batch,) in prepared:
-        print("saw", epoch, *(int(value) for value in batch))
-accelerator.end_training()
-"""
-
-PLACED = """
-from accelerate import Accelerator
-import torch
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-prepared = accelerator.prepare(loader)
-print("type", isinstance(prepared, type(loader)), prepared.device == accelerator.device)
-print("total", prepared.total_batch_size, len(prepared), len(prepared.dataset))
-for step, (batch,) in enumerate(prepared):
-    with accelerator.accumulate():
-        print("step", step, accelerator.sync_gradients, prepared.end_of_dataloader)
-    seen = accelerator.gather_for_metrics(batch)
-    print("gathered", *sorted(int(value) for value in seen))
-    if step == 1:
-        state = prepared.state_dict()
-prepared.device = torch.device("meta")
-print("placed", *{batch.device.type for (batch,) in prepared})
-prepared.load_state_dict(state)
-prepared.device = None
-print("resumed", *(int(value) for (batch,) in prepared for value in batch))
-prepared.set_epoch(0)
-rest = accelerator.skip_first_batches(prepared, 3)
-print("rest", len(rest), *(int(value) for (batch,) in rest for value in batch))
-left = accelerator.prepare(loader, device_placement=[False])
-print("left", left.device)
-accelerator.end_training()
-"""
+LOADER, LIGHTNING, ACCELERATE, PLACED = cells_of("trainers")
 
 
 def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) -> None:

@@ -1,7 +1,8 @@
-"""Programs that leave a loader, fork, interrupt or wait for threads, as they do under torchrun."""
+"""Cells that stop iterating early, fork, are interrupted, or use threads and child processes."""
 
 import pytest
 
+from tests.cellfiles import cells_of
 from tests.harness import Notebook
 
 
@@ -46,48 +47,7 @@ def test_an_epoch_of_large_batches_that_is_left_leaves_no_thread(
     assert run(notebook, LEFT, cpus) == ["receive 0"]
 
 
-STUCK = """
-import os, taas, time, torch
-from pathlib import Path
-from torch.utils.data import DataLoader, Dataset
-
-class Stuck(Dataset):
-    # its second sample sends the rank a signal, and never comes, nor do those behind it
-    def __init__(self, values, signal):
-        self.values, self.signal = values, signal
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        while index and not Path("rank").exists():
-            time.sleep(0.01)
-        if index == 1:
-            os.kill(int(Path("rank").read_text()), self.signal)
-        while index:
-            time.sleep(1)
-        return torch.zeros(self.values)
-
-Path("rank").unlink(missing_ok=True)
-loader = taas.register(DataLoader(Stuck({values}, {signal}), batch_size=1))
-"""
-INTERRUPTED = """
-import os, signal
-from pathlib import Path
-
-def ring(*_):
-    raise TimeoutError("took too long")
-
-signal.signal(signal.SIGALRM, ring)
-batches = iter(loader)
-next(batches)
-Path("draft").write_text(str(os.getpid()))
-try:
-    os.rename("draft", "rank")  # from here on the signal may come
-    next(batches)
-except (KeyboardInterrupt, TimeoutError) as error:
-    print(type(error).__name__)
-"""
+STUCK, INTERRUPTED = cells_of("stuck_batch")
 
 
 @pytest.mark.parametrize("values", [1, 1 << 18], ids=["small", "large"])
@@ -97,56 +57,12 @@ except (KeyboardInterrupt, TimeoutError) as error:
 def test_what_a_signal_raises_does_not_wait_for_the_batch(
     notebook: Notebook, values: int, signal: int, raised: str
 ) -> None:
-    stuck = STUCK.replace("{values}", str(values)).replace("{signal}", str(signal))
-    notebook.define(stuck)
+    notebook.define(f"values, number = {values}, {signal}")
+    notebook.define(STUCK)
     assert run(notebook, INTERRUPTED, 1) == [raised]
 
 
-GATED = """
-import os, taas, time, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Gated(Dataset):
-    # an epoch's third batch comes when there is a file of the epoch's number
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        time.sleep(0.001)  # a worker says with the next one what it had at once
-        while index > 1 and not os.path.exists(str(self.epoch)):
-            time.sleep(0.01)
-        return torch.tensor(index)
-
-loader = taas.register(DataLoader(Gated(), batch_size=1))
-"""
-FORKED = """
-import multiprocessing
-from pathlib import Path
-
-next(iter(loader))
-context = multiprocessing.get_context("fork")
-go, goes = context.Pipe()
-
-def child():
-    goes.recv()
-    iter(loader)  # the pass that the parent has begun is left, here too
-
-process = context.Process(target=child)
-process.start()
-Path("0").touch()
-batches = iter(loader)
-seen = [int(next(batches))]
-go.send("go")
-process.join()
-Path("1").touch()
-print(seen + [int(batch) for batch in batches] == list(range(20)), process.exitcode)
-print("retried", loader.counts.retried)
-"""
+GATED, FORKED = cells_of("gated_epochs")
 
 
 def test_a_fork_that_leaves_a_pass_calls_nothing_off_for_the_rank(notebook: Notebook) -> None:
@@ -275,44 +191,7 @@ def test_a_child_that_is_spawned_finds_all_names_but_the_batches(notebook: Noteb
     assert refused.startswith('refused loader "loader" works only in ranks, and process ')
 
 
-POOLED = """
-import multiprocessing, taas
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-OFFSET = 100
-
-@dataclass
-class Task:
-    number: int
-
-def work(task):
-    return task.number + OFFSET
-
-def pool():
-    return ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
-
-class Items(Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        with pool() as executor:
-            return executor.submit(work, Task(index)).result()
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        with pool() as executor:
-            yield from executor.map(work, [Task(number) for number in range(2)])
-
-items = taas.register(DataLoader(Items(), batch_size=None))
-stream = taas.register(DataLoader(Stream(), batch_size=None))
-"""
-POOLED_EPOCHS = """
-for epoch in range(2):
-    print(list(items), list(stream))
-"""
+POOLED, POOLED_EPOCHS = cells_of("pooled_datasets")
 
 
 @pytest.mark.parametrize("cpus", [0, 1])

@@ -1,4 +1,4 @@
-"""What is registered, by its user: the notebook, the cell, and a local DataLoader beside it."""
+"""Registered loaders as the notebook and cells see them, compared with local DataLoaders."""
 
 from typing import Any
 
@@ -7,25 +7,12 @@ import torch
 
 from taas_magic import registry
 from taas_magic.data.sharding import seed_of
+from tests.cellfiles import cells_of
 from tests.harness import ANSI, Notebook, Outcome
 
 SEED = 5
 
-DEFINE = """
-import functools, os, random, taas, torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
-from torch.utils.data import Sampler, get_worker_info
-
-class Numbers(Dataset):
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-"""
+DEFINE, SURFACE = cells_of("registered_loaders")
 
 
 @pytest.fixture
@@ -42,14 +29,14 @@ def result(outcome: Outcome) -> Any:
 
 
 def refusal(notebook: Notebook, source: str) -> str:
-    """Return what an ordinary cell says that fails."""
+    """Return the message of a cell that must fail in the notebook."""
     ran = notebook.shell.run_cell(source, store_history=True)
     assert ran.error_in_exec is not None
     return str(ran.error_in_exec)
 
 
 def local(notebook: Notebook, expression: str) -> list[list[int]]:
-    """Return what a local DataLoader yields in this process."""
+    """Return the batches of a local DataLoader in this process."""
     torch.manual_seed(seed_of(SEED, 0))
     return [torch.as_tensor(batch).tolist() for batch in eval(expression, notebook.shell.user_ns)]
 
@@ -96,7 +83,7 @@ OTHERS = [
     ),
     (0, "DataLoader(Numbers(24), 2), seed=5", "the order of this epoch is different now"),
 ]
-"""A number of fetchers, another loader, and how the state of the first is refused."""
+"""Number of fetchers, another loader, and the message that refuses a loader's state for it."""
 
 
 @pytest.mark.parametrize(("cpus", "now", "says"), OTHERS)
@@ -316,95 +303,6 @@ def test_a_method_that_changes_only_the_ranks_copy_is_said(defined: Notebook) ->
     said = " ".join(outcome.lines[0])
     assert "loader.dataset.evaluate() changed 'mode' only in this rank's copy" in said
     assert outcome.lines[0][-1] == "4"
-
-
-SURFACE = """
-class Bunches(Sampler):
-    def __init__(self, size):
-        self.size, self.epoch = size, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.size - self.epoch
-
-    def __iter__(self):
-        return iter([[n, self.epoch] for n in range(len(self))])
-
-class Unsized(Sampler):
-    def __iter__(self):
-        return iter([3, 1, 2])
-
-class Endless(Sampler):
-    def __iter__(self):
-        while True:
-            yield int(torch.randint(8, ()))
-
-class Sized(IterableDataset):
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __iter__(self):
-        return iter(range(self.size))
-
-def added(batch):
-    return torch.tensor([sum(batch)])
-
-def hello(worker):
-    random.seed(worker)
-
-def length(loader):
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-def about(loader):
-    names = ("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "in_order")
-    names += ("prefetch_factor", "persistent_workers")
-    shown = {name: getattr(loader, name) for name in names}
-    for name in ("collate_fn", "worker_init_fn"):
-        shown[name] = getattr(getattr(loader, name), "__name__", None)
-    generator, context = loader.generator, loader.multiprocessing_context
-    shown["generator"] = None if generator is None else generator.initial_seed()
-    shown["context"] = None if context is None else context.get_start_method()
-    shown["lengths"] = [length(loader), length(loader.dataset)]
-    if not isinstance(loader.dataset, IterableDataset):
-        samplers = (loader.sampler, loader.batch_sampler)
-        shown["lengths"] += [one if one is None else length(one) for one in samplers]
-    return shown
-
-def made():
-    return [
-        DataLoader(Numbers(3), 4, drop_last=True),
-        DataLoader(Numbers(9), 2, shuffle=True, generator=torch.Generator().manual_seed(9)),
-        DataLoader(Numbers(9), 2, collate_fn=added, worker_init_fn=hello, num_workers=1,
-                   timeout=50, prefetch_factor=3, persistent_workers=True,
-                   multiprocessing_context="fork"),
-        DataLoader(Numbers(9), batch_size=None),
-        DataLoader(Numbers(9), batch_sampler=Bunches(5)),
-        DataLoader(Numbers(9), 2, sampler=Unsized()),
-        DataLoader(Numbers(9), 2, sampler=Endless()),
-        DataLoader(Sized(9), 2),
-        DataLoader(Sized(9), 2, drop_last=True),
-        DataLoader(Sized(9), batch_size=None),
-    ]
-
-loaders = [taas.register(loader, seed=5) for loader in made()]
-
-def looked_at(loaders):
-    shown = [about(loader) for loader in loaders]
-    batches = [[torch.as_tensor(one).tolist() for one in loader]
-               for loader in loaders[:6] + loaders[7:]]
-    bunches = loaders[4]
-    bunches.batch_sampler.set_epoch(3)
-    epochs = [length(bunches), [one.tolist() for one in bunches], bunches.batch_sampler.size]
-    return shown, batches, epochs
-"""
 
 
 def test_a_rank_shows_what_the_loader_has(defined: Notebook) -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from taas_magic.farms.farm import Farm, Job
+from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
@@ -40,67 +41,9 @@ options = {{ queue = "debug", cores = {cores}, memory = "1GB", walltime = "00:10
 interface = "eth0", scheduler_options = {{ host = "{caller}" }} }}
 """
 
-FUNCTIONS = """import os, socket, time
-import numpy
-import taas
-from scaling import scale
+[FUNCTIONS] = cells_of("farm_host_jobs")
 
-class Solution:
-    def __init__(self, value, host): self.value, self.host = value, host
-
-def train(x):
-    with open("data.txt") as file:
-        more = len(file.read())
-    print("training", x, flush=True)
-    taas.save(x, "models/model.pt")
-    with open("stray.txt", "w") as stray:
-        stray.write("not for the store")
-    return Solution(scale(x) + more, socket.gethostname())
-
-def meet(x, limit_s=0.2):
-    time.sleep(limit_s)
-    return socket.gethostname()
-
-def total(array, go):
-    print("begun", flush=True)
-    while not os.path.exists(go):
-        time.sleep(0.1)
-    array[0] = 1
-    return float(array.sum()), socket.gethostname()
-
-def wait_while(name, value):
-    print("begun", flush=True)
-    while os.environ[name] == value:
-        time.sleep(0.1)
-    return os.environ[name]
-
-def variable(name):
-    return os.environ[name]
-"""
-
-KEYLESS = """
-import psutil, socket, ssl
-context = ssl.create_default_context()
-context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-for seen in psutil.net_connections("tcp4"):
-    try:
-        words = " ".join(psutil.Process(seen.pid).cmdline()) if seen.status == "LISTEN" else ""
-    except psutil.Error:  # it has ended just now
-        continue
-    name = "node" if "farms.node" in words else words[:4]
-    address, port = seen.laddr
-    if name not in ("node", "sshd") or port == 22:
-        continue
-    said = b""
-    try:
-        plain = socket.create_connection((address, port), 30)
-        with plain, context.wrap_socket(plain) as stranger:
-            stranger.sendall(b"hello")
-            said = stranger.recv(100)
-    except OSError:
-        pass
-    print(address, name, len(said))
-"""
+KEYLESS = Path(__file__).parents[1] / "children" / "keyless.py"
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +174,7 @@ def ways_are(hosts: Hosts, count: int) -> bool:
 
 def keyless(hosts: Hosts, number: int) -> list[str]:
     """Return the tunnels and nodes of a host, and how many bytes each sends without a key."""
-    return hosts.exec(number, sys.executable, "-c", KEYLESS).splitlines()
+    return hosts.exec(number, sys.executable, str(KEYLESS)).splitlines()
 
 
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:

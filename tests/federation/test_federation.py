@@ -13,6 +13,7 @@ from taas_magic.federation.federation import Federation
 from taas_magic.federation.flower import RESULT, _keeping
 from taas_magic.notebook import launch
 from taas_magic.notebook.runs import Run
+from tests.cellfiles import cells_of
 from tests.events import Line
 from tests.harness import Notebook, on_event, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
@@ -25,41 +26,7 @@ from flwr.serverapp import ServerApp  # noqa: E402
 
 from taas_magic.federation.programs import _bundle  # noqa: E402
 
-APPS = """
-import time
-import numpy as np, taas
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-from flwr.serverapp.strategy import FedAvg
-
-client_app = ClientApp()
-
-@client_app.train()
-def train(message, context):
-    with open(context.node_config["data"]) as file:
-        examples = len(file.read())
-    print("trains in round", message.content["config"]["server-round"], flush=True)
-    weights, = message.content["arrays"].to_numpy_ndarrays()
-    metrics = MetricRecord({"num-examples": examples, "seen": float(examples)})
-    content = {"arrays": ArrayRecord([weights + examples]), "metrics": metrics}
-    return Message(RecordDict(content), reply_to=message)
-
-server_app = ServerApp()
-
-@server_app.main()
-def main(grid, context):
-    print("serves", context.run_config["rounds"], "rounds", flush=True)
-    while len(list(grid.get_node_ids())) < 2:
-        time.sleep(0.1)
-    strategy = FedAvg(fraction_evaluate=0, min_train_nodes=1, min_available_nodes=1)
-    return strategy.start(
-        grid,
-        ArrayRecord([np.zeros(2)]),
-        num_rounds=context.run_config["rounds"],
-        timeout=context.run_config["timeout"],
-    )
-"""
+[APPS] = cells_of("federation_apps")
 
 PLACES = ("/tmp", "/root", "/home", "/var/tmp", "/run", "/dev/shm", "/srv", "/mnt")
 """Folders in which a process could leave a file on a host."""

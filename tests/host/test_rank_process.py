@@ -6,37 +6,16 @@ import pytest
 
 from taas_magic.errors import RankFailed
 from taas_magic.host.agent_worker import REST_IDLE_S
+from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.harness import Notebook
 
 
 @pytest.mark.timeout(240)
 def test_spawned_children_know_the_notebook_and_start_no_training(notebook: Notebook) -> None:
-    notebook.define("def square(number):\n    return number * number\n")
-    source = """
-import multiprocessing
-
-OFFSET = 5
-print("the cell runs")
-
-class Answer:
-    def __init__(self, value):
-        self.value = value
-
-def load(number, answers):
-    answers.put(Answer(square(number) + OFFSET))
-
-print(multiprocessing.get_start_method(allow_none=True), multiprocessing.current_process().name)
-multiprocessing.set_start_method("spawn")
-context = multiprocessing.get_context()
-answers = context.SimpleQueue()
-children = [context.Process(target=load, args=(number, answers)) for number in (1, 2)]
-for child in children:
-    child.start()
-print(sorted(answers.get().value for _ in children))
-print([child.join() or child.exitcode for child in children])
-"""
-    outcome = notebook.run(source, gpus=1)
+    square, cell = cells_of("spawned_children")
+    notebook.define(square)
+    outcome = notebook.run(cell, gpus=1)
     assert outcome.lines == {0: ["the cell runs", "None MainProcess", "[6, 9]", "[0, 0]"]}
 
 

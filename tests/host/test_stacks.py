@@ -326,33 +326,13 @@ def test_a_process_that_computes_gets_no_signal(tmp_path: Path) -> None:
     assert not written.read_text()
 
 
-FAMILY = """
-import ctypes, os, subprocess, sys, time
-from pathlib import Path
-from taas_magic.host import tracebacks
-
-def größe():
-    time.sleep(600)
-
-def lock_twice():
-    mutex = ctypes.create_string_buffer(64)
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
-    print("up", flush=True)
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
-
-tracebacks.write_stack_on_signal(Path(sys.argv[1]))
-if os.fork() == 0:
-    größe()
-sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-subprocess.Popen(sleep, close_fds=False, preexec_fn=lambda: None)
-lock_twice()
-"""
+FAMILY = Path(__file__).parents[1] / "children" / "forked_family.py"
 
 
 def test_each_fork_has_its_own_stack_and_a_program_gets_no_signal(tmp_path: Path) -> None:
     """The main thread of the first process is in a C call."""
     written = tmp_path / "stacks"
-    command = [sys.executable, "-c", FAMILY, str(written)]
+    command = [sys.executable, str(FAMILY), str(written)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

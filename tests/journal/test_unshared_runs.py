@@ -9,19 +9,14 @@ import pytest
 from taas_magic.display.head import receipt_lines
 from taas_magic.errors import RankFailed, RunLost
 from taas_magic.journal.folder import RunFolder
+from tests.cellfiles import cells_of
 from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
-MEET = """
-import os, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-total = torch.ones(1)
-dist.all_reduce(total)
-"""
+MEET, FORGES = cells_of("forged_results")
 
 
 @pytest.fixture(scope="module")
@@ -173,37 +168,13 @@ def test_a_lazy_cube_of_the_project_is_read_where_nothing_is_shared(far: Noteboo
     assert "use a path relative to it" in str(failed.error)
 
 
-FORGES = """
-import pickle
-from pathlib import Path
-from taas_magic.capture import pickling
-from taas_magic.host.results import ResultsHeader
-
-class Makes:
-    def __reduce__(self):
-        return os.mknod, (MADE,)
-
-names = ["x", "<value>"]
-folder = Path(os.environ["TAAS_PAYLOAD"]).parent / "results"
-if rank:
-    folder.mkdir(exist_ok=True)
-    data = pickle.dumps(dict.fromkeys(names, pickling.loads and Makes()))
-    for name in ("0-0-0", "0-0-9", "0-1-0", "1-0-0"):
-        written = pickling.Pickled(data, ())
-        pickling.write_archive(folder / name, written, ResultsHeader(names=names))
-x = rank
-dist.barrier()
-rank + 7
-"""
-
-
 @pytest.mark.fault(73)
 def test_a_host_that_forges_results_runs_nothing_in_the_kernel(
     far: Notebook, tmp_path: Path
 ) -> None:
     made = tmp_path / "made"
-    source = MEET + FORGES.replace("MADE", repr(str(made)))
-    outcome = far.run(source, "--pool far --out x", gpus=2)
+    far.define(f"MADE = {str(made)!r}")
+    outcome = far.run(MEET + FORGES, "--pool far --out x", gpus=2)
     assert isinstance(outcome.error, RunLost) and outcome.run is not None, outcome.shown
     assert "lost: host 1 of the run sent 'results/0-" in outcome.shown
     assert outcome.run.result in (None, 7) and outcome.run.out in ({}, {"x": 0})

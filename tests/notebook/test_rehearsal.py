@@ -7,45 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cellfiles import cells_of
 from tests.frontend import Frontend
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
 
-DEFINE = """
-import os, threading, torch, taas, torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
-data = TensorDataset(torch.randn(160, 8), torch.randint(0, 2, (160,)))
-train = taas.register(DataLoader(data, batch_size=4))
-net = torch.nn.Linear(8, 2)
-open("last.pt", "w").write("an old checkpoint")
-"""
-
-TRAIN = """%%taas --gpus 4 --rehearse --out seen --shared-writes shards
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-seen = []
-for epoch in range(2):
-    seen.append(0)
-    for x, y in train:
-        seen[-1] += 1
-        for _ in range(20):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    if rank == 0:
-        os.makedirs("checkpoints", exist_ok=True)
-        torch.save(model.state_dict(), f"checkpoints/{epoch}.pt")
-        os.replace(f"checkpoints/{epoch}.pt", "last.pt")
-    dist.barrier()
-    model.load_state_dict(torch.load("last.pt", weights_only=True))  # rank 0's, on every rank
-with open(f"shards/{rank}", "w") as shard:
-    shard.write(str(rank))
-dist.barrier()
-assert sorted(os.listdir("shards")) == ["0", "1"] and os.path.isdir("checkpoints")
-print("steps", seen, len(train), os.environ["TAAS_REHEARSE"], dist.get_world_size())
-"""
+DEFINE, TRAIN, FILES = cells_of("rehearsed_training")
 
 
 @pytest.fixture
@@ -87,7 +54,9 @@ def failed(kernel: Frontend, cell: str) -> tuple[str, str]:
 
 
 def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
-    text = kernel.text(kernel.run(TRAIN))
+    text = kernel.text(
+        kernel.run(f"%%taas --gpus 4 --rehearse --out seen --shared-writes shards\n{TRAIN}")
+    )
     assert "steps [3, 3] 3 3 2" in text
     assert "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED" in text
     assert 'rehearsed for pool "local": 4 ranks on 1 host' in text
@@ -144,56 +113,6 @@ def test_a_program_that_the_cell_starts_cannot_write_to_the_store(kernel: Fronte
     assert "code 1" in kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
 
 
-FILES = """%%taas --gpus 2 --rehearse --shared-writes shards
-import glob, numpy
-import torch.distributed.checkpoint as dcp
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-with open("log.txt", "a") as log:  # every rank appends; only rank 0's line counts
-    log.write(f"rank {rank}")
-os.makedirs("out", exist_ok=True)
-save_file({"x": torch.full((2,), float(rank))}, "out/x.safetensors")
-if rank == 0:
-    numpy.save("out/array.npy", numpy.zeros(3))
-    Path("last.pt").write_text("new")
-    with open("last.pt", "a") as file:
-        file.write("er")
-    os.symlink("out", "latest")
-dist.barrier()
-assert Path("last.pt").read_text() == "newer"
-assert load_file("out/x.safetensors")["x"].tolist() == [0.0, 0.0]
-assert Path("log.txt").read_text() == "rank 0"
-dist.barrier()
-numpy.load("out/array.npy", mmap_mode="r+")[:] += rank
-dist.barrier()
-assert numpy.load("out/array.npy")[0] == 0
-assert Path("latest/x.safetensors").exists() and os.path.islink("latest")
-assert sorted(os.listdir("latest")) == ["array.npy", "x.safetensors"]
-assert sorted(glob.glob("out/*")) == ["out/array.npy", "out/x.safetensors"]
-names = sorted(it.name for it in os.scandir("."))
-assert names == ["last.pt", "latest", "log.txt", "out", "shards"]
-dist.barrier()
-if rank == 1:
-    os.remove("last.pt")  # only this rank's: it has none
-    os.rename("out/x.safetensors", "moved")
-    try:
-        Path("out/1.distcp").write_text("")
-    except PermissionError as error:
-        print(error.strerror)
-dist.barrier()
-assert Path("last.pt").read_text() == "newer" and Path("out/x.safetensors").exists()
-state = {"w": torch.full((2,), 7.0)}
-dcp.save(state, checkpoint_id="shards/step")
-loaded = {"w": torch.zeros(2)}
-dcp.load(loaded, checkpoint_id="shards/step")
-assert loaded["w"].tolist() == [7.0, 7.0]
-os.chdir("out")
-assert os.listdir() == os.listdir(".") and Path("array.npy").exists()
-"""
-
-
 def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Frontend) -> None:
     kernel.run(
         "from taas_magic.store.rule import owned\n"
@@ -202,7 +121,7 @@ def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Fronten
     )
     _, error = failed(kernel, "%%taas --gpus 1\npass")
     assert "run another run writes to the project store" in error
-    text = kernel.text(kernel.run(FILES))
+    text = kernel.text(kernel.run(f"%%taas --gpus 2 --rehearse --shared-writes shards\n{FILES}"))
     kernel.run("another_run.__exit__(None, None, None)")
     assert "rank 1 writes a shard of a checkpoint into the project store" in text
     written = (

@@ -15,6 +15,7 @@ from taas_magic.errors import RankFailed, StoreError
 from taas_magic.store.ownership import RunsFiles
 from taas_magic.store.rule import owned, state_folder
 from taas_magic.store.tree import Tree
+from tests.cellfiles import cells_of
 from tests.events import new_state, parsed
 from tests.harness import Notebook, Outcome
 
@@ -154,29 +155,8 @@ assert torch.load("m.pt", weights_only=True)[0] == 0
 def test_rank_0s_file_is_read_in_a_folder_that_another_rank_made_first(
     notebook: Notebook,
 ) -> None:
-    source = """
-if rank == 0:
-    dist.barrier()
-os.makedirs("out/deep", exist_ok=True)
-os.chdir("out")
-if rank == 1:
-    assert os.listdir() == ["deep"] and os.path.isdir("deep")
-    dist.barrier()
-torch.save(model, "m.pt")
-torch.save(model, os.path.abspath("deep/m.pt"))
-if rank == 1:
-    open("mine.txt", "w").close()
-dist.barrier()
-for path in ("m.pt", "deep/m.pt", os.path.abspath("m.pt"), "../out/m.pt"):
-    assert torch.load(path, weights_only=True)[0] == 0, path
-assert set(os.listdir()) - {"mine.txt"} == {"deep", "m.pt"}
-assert {entry.name for entry in os.scandir(".")} == set(os.listdir("."))
-dist.barrier()
-shutil.rmtree("deep")
-os.chdir("..")
-assert os.listdir() == ["out"]
-"""
-    outcome = notebook.run("import shutil\n" + SAVE + source)
+    [cell] = cells_of("early_folder")
+    outcome = notebook.run(cell)
     assert outcome.error is None and outcome.run is not None
     assert outcome.run.receipt.kept_out["out/m.pt"] == (1,)
     assert outcome.run.receipt.written == {"out/m.pt": os.path.getsize("out/m.pt")}
@@ -282,32 +262,8 @@ torch.save([torch.zeros(1000), Deadly()], "m.pt")
 
 
 def test_a_run_resumes_after_a_killed_rank_to_the_same_weights(notebook: Notebook) -> None:
-    notebook.define("""
-def train(path, kill_at=None):
-    import os, torch, torch.distributed as dist, taas
-    from torch.nn.parallel import DistributedDataParallel
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(3, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    first = 0
-    if os.path.exists(path):
-        state = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"] + 1
-    for step in range(first, 6):
-        if step == kill_at and dist.get_rank() == 1 and first == 0:
-            os.kill(os.getpid(), 9)
-        x = torch.arange(3.0) + step + dist.get_rank()
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        taas.save(state, path)
-        dist.barrier()
-    return model.module.weight.detach()
-""")
+    [train] = cells_of("restarted_training")
+    notebook.define(train)
     undisturbed = notebook.run("train('a.pt')")
     disturbed = notebook.run("train('b.pt', kill_at=3)", flags="--max-restarts 1")
     assert undisturbed.run is not None and disturbed.run is not None

@@ -12,6 +12,7 @@ import torch
 
 from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
+from tests.cellfiles import cells_of
 from tests.events import line_of
 from tests.eventually import eventually
 from tests.harness import Notebook, Outcome
@@ -186,38 +187,8 @@ dist.barrier()
 
 def test_other_hosts_follow_checkpoints_that_rank_0_rotates(far: Notebook) -> None:
     """Rank 0 writes and renames a checkpoint, removes the old one, and replaces "latest"."""
-    source = """
-import os, shutil, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-for step in range(4):
-    if rank == 0:
-        os.makedirs("tmp/parts")
-        torch.save(torch.full((100_000,), float(step)), "tmp/parts/weights.pt")
-        os.rename("tmp", f"checkpoint-{step}")
-        shutil.rmtree(f"checkpoint-{step - 1}", ignore_errors=True)
-        if step:
-            (os.remove if os.path.isfile("latest") else shutil.rmtree)("latest")
-        if step % 2:
-            open("latest", "w").write(str(step))
-        else:
-            os.makedirs("latest/parts")
-            open("latest/parts/step", "w").write(str(step))
-    latest = "latest" if step % 2 else "latest/parts/step"
-    def followed():
-        try:
-            weights = torch.load(f"checkpoint-{step}/parts/weights.pt")
-            gone = not os.path.exists(f"checkpoint-{step - 1}") and not os.path.exists("tmp")
-            return gone and weights[0] == step and open(latest).read() == str(step)
-        except OSError:
-            return False
-    until = time.monotonic() + 100
-    while not followed():
-        assert time.monotonic() < until, (rank, step, os.listdir())
-        time.sleep(0.02)
-    dist.barrier()
-"""
-    outcome = far.run(source, "--pool two", gpus=4)
+    [cell] = cells_of("rotated_checkpoints")
+    outcome = far.run(cell, "--pool two", gpus=4)
     assert outcome.error is None, outcome.shown
     assert set(os.listdir()) == {"checkpoint-3", "latest"}
     assert Path("latest").read_text() == "3" and notes(outcome) == []

@@ -17,6 +17,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
+from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.rig.browser.chromium import Page, find, open_page
 from tests.rig.browser.lab import Lab, command, open_lab, open_notebook, run_cell
@@ -33,46 +34,7 @@ max_hosts = 3
 cores = 2
 """
 WARM_UP = "%%taas --gpus 2\npass"
-DIGITS = """
-import taas
-import torch
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-digits = load_digits()
-pixels = torch.tensor(digits.data / 16, dtype=torch.float32)
-labels = torch.tensor(digits.target)
-train_set = TensorDataset(pixels[:1400], labels[:1400])
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-"""
-TRAINING = """
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
-from tqdm import trange
-
-dist.init_process_group()
-ddp = DistributedDataParallel(make_model())
-optimizer = torch.optim.Adam(ddp.parameters(), lr=5e-4)
-sampler = DistributedSampler(train_set)
-for epoch in trange(EPOCHS, desc="epochs"):
-    sampler.set_epoch(epoch)
-    for x, y in DataLoader(train_set, batch_size=32, sampler=sampler):
-        logits = ddp(x)
-        loss = nn.functional.cross_entropy(logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        accuracy = (logits.argmax(1) == y).float().mean()
-        taas.log(loss=loss, accuracy=accuracy)
-    if epoch % 5 == 0:
-        print(f"epoch {epoch}: last loss {loss.item():.3f}")
-""".replace("EPOCHS", "400")
+DIGITS, TRAINING = cells_of("digits_training")
 
 READ = """
 def read(index):
@@ -153,7 +115,7 @@ class Session:
 
 def running_cell(session: Session) -> bytes:
     """Show a cell that trains on two ranks: a progress bar, two live curves, its log."""
-    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}")
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits\n{TRAINING}")
     session.run(0, 1, 2)
     session.wait_for(2, "epoch 10:")
     return session.picture(2, 2)
@@ -161,7 +123,7 @@ def running_cell(session: Session) -> bytes:
 
 def narrow(session: Session) -> bytes:
     """Show the same cell in a page that is 480 pixels wide."""
-    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}", width=480)
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits\n{TRAINING}", width=480)
     session.run(0, 1, 2)
     session.wait_for(2, "epoch 10:")
     return session.picture(2, 2)
@@ -169,7 +131,7 @@ def narrow(session: Session) -> bytes:
 
 def dark(session: Session) -> bytes:
     """Show the same cell in JupyterLab's dark theme, and a failure."""
-    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits{TRAINING}", READ, FAILS)
+    session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits\n{TRAINING}", READ, FAILS)
     session.run(0, 1, 2)
     command(session.page, "apputils:change-theme", theme="JupyterLab Dark")
     session.wait_for(2, "epoch 10:")
@@ -246,7 +208,7 @@ jobs = farm.map(train, range(12))
 
 def attach(session: Session) -> bytes:
     """Show a detached run, attached again after a reload of the page."""
-    cell = f"%%taas --gpus 2 --name digits --detach{TRAINING}"
+    cell = f"%%taas --gpus 2 --name digits --detach\n{TRAINING}"
     session.open(DIGITS, WARM_UP, cell, "%taas attach digits")
     session.run(0, 1, 2)
     session.wait_for(2, "DETACHED")

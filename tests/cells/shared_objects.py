@@ -1,0 +1,90 @@
+"""Objects that several variables share, and asserts that their copies share them too."""
+
+# %%
+import functools
+
+
+def make_meter():
+    total, count = 0, 0
+
+    def add(x):
+        nonlocal total, count
+        total, count = total + x, count + 1
+
+    def mean():
+        return total / count
+
+    return add, mean
+
+
+add, mean = make_meter()
+
+
+def counted(f):
+    calls = 0
+
+    @functools.wraps(f)
+    def inner(*args):
+        nonlocal calls
+        calls += 1
+        return f(*args)
+
+    inner.calls = lambda: calls  # type: ignore[attr-defined]
+    return inner
+
+
+@counted
+def step():
+    return 1
+
+
+def mutual():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    return even, odd
+
+
+even, odd = mutual()
+
+
+class Meter:
+    made = []  # noqa: RUF012
+
+    def __init__(self):
+        self.values = []
+        type(self).made.append(self)
+
+    def add(self, x):
+        self.values.append(x)
+
+
+meter = Meter()
+observe = meter.add
+
+
+@functools.lru_cache
+def known(n, box=[]):  # noqa: B006
+    box.append(n)
+    return box
+
+
+also_known, (box,) = known, known.__wrapped__.__defaults__  # type: ignore[misc]
+first = functools.partial(dict.setdefault, state := {}, "first")
+
+# %%
+add(1)
+add(2)
+assert mean() == 1.5
+step()
+step()
+assert step.calls() == 2
+assert even(10) and not odd(10) and even.__closure__[0].cell_contents is odd
+observe(3)
+assert meter.values == [3] and Meter.made == [meter] and type(meter) is Meter
+assert also_known is known and known(1) is box and box == [1]
+first(7)
+assert state == {"first": 7}

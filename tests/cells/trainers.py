@@ -1,0 +1,84 @@
+"""A registered loader, used by Lightning and by accelerate."""
+
+# %%
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import taas
+
+loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
+
+# %%
+import logging
+import warnings
+
+import lightning as L
+import torch
+
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, _):
+        print("saw", self.current_epoch, *(int(value) for value in batch[0]))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+trainer = L.Trainer(
+    max_epochs=2,
+    accelerator="cpu",
+    devices=2,
+    strategy="ddp",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Model(), loader)
+
+# %%
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+model, prepared = accelerator.prepare(model, loader)
+for epoch in range(2):
+    for (batch,) in prepared:
+        print("saw", epoch, *(int(value) for value in batch))
+accelerator.end_training()
+
+# %%
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+prepared = accelerator.prepare(loader)
+print("type", isinstance(prepared, type(loader)), prepared.device == accelerator.device)
+print("total", prepared.total_batch_size, len(prepared), len(prepared.dataset))
+for step, (batch,) in enumerate(prepared):
+    with accelerator.accumulate():
+        print("step", step, accelerator.sync_gradients, prepared.end_of_dataloader)
+    seen = accelerator.gather_for_metrics(batch)
+    print("gathered", *sorted(int(value) for value in seen))
+    if step == 1:
+        state = prepared.state_dict()
+prepared.device = torch.device("meta")
+print("placed", *{batch.device.type for (batch,) in prepared})
+prepared.load_state_dict(state)
+prepared.device = None
+print("resumed", *(int(value) for (batch,) in prepared for value in batch))
+prepared.set_epoch(0)
+rest = accelerator.skip_first_batches(prepared, 3)
+print("rest", len(rest), *(int(value) for (batch,) in rest for value in batch))
+left = accelerator.prepare(loader, device_placement=[False])
+print("left", left.device)
+accelerator.end_training()
