@@ -11,7 +11,7 @@ import taas
 
 
 class Gated(Dataset):
-    """Gives the third sample of an epoch when a file with the epoch's number exists."""
+    """Holds back an epoch's third sample until a file with the epoch's number exists."""
 
     epoch = 0
 

@@ -44,5 +44,5 @@ items = taas.register(DataLoader(Items(), batch_size=None))
 stream = taas.register(DataLoader(Stream(), batch_size=None))
 
 # %%
-for _ in range(2):
+for _epoch in range(2):
     print(list(items), list(stream))

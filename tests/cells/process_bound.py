@@ -47,8 +47,7 @@ prepared = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))  # type: ign
 sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)  # type: ignore[arg-type]
 loader = torch.utils.data.DataLoader([1, 2], sampler=sampler)  # type: ignore[arg-type]
 
-store = dist.HashStore()  # type: ignore[attr-defined]
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 group = dist.group.WORLD
 mesh = init_device_mesh("cpu", (1,))
 wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))

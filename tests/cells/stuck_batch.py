@@ -14,7 +14,7 @@ import taas
 
 
 class Stuck(Dataset):
-    """Sends a signal to the rank when its second sample is read; that sample never comes."""
+    """Sends a signal to the rank instead of its second sample; later samples never come."""
 
     def __init__(self, values, signal):
         self.values, self.signal = values, signal

@@ -74,7 +74,7 @@ import os
 import tempfile
 
 for loader in loaders.values():
-    for _ in loader:  # so that connections are open when the cell forks
+    for _batch in loader:  # so that connections are open when the cell forks
         pass
 file = tempfile.mktemp()
 child = os.fork()

@@ -73,7 +73,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 seen = {}
 for name, loader in loaders.items():
-    for _ in range(2):
+    for _epoch in range(2):
         try:
             mine = [n for batch in loader for n in batch.tolist()]
         except Exception as error:
