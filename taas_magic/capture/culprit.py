@@ -79,10 +79,11 @@ def refusal(
 
     Args:
         name: Name of the variable; the path in the message starts with it.
-        probe: Function that pickles a value, and raises if it cannot be pickled.
-        error: Exception that pickling `value` raised.
+        value: The variable's value, which cannot be pickled.
+        probe: Function that pickles an object, and raises if it cannot be pickled.
+        error: Exception that `probe` raised for `value`. The message may quote it.
         note: Reason why the variable is captured, shown in parentheses; may be empty.
-        to: Destination of the value; the advice in the message depends on it.
+        to: Destination of the value. The advice in the message depends on it.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)

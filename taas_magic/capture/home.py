@@ -202,7 +202,7 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equivalent, so that either may have the name."""
+    """Return whether two values are equal. Functions are equal if their code does the same."""
     if here is there:
         return True
     if type(here) is not type(there):

@@ -331,9 +331,14 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 
 
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
-    """Wrap a buffer as a storage without copying it.
+    """Rebuild a storage from its bytes.
 
-    If the storage was on a GPU and this process is a rank with CUDA, it moves to the rank's GPU.
+    The storage uses the memory of `buffer`. Only if `device` is "cuda" and this process is a rank
+    with CUDA, the storage is a copy on the rank's GPU.
+
+    Args:
+        buffer: The storage's bytes.
+        device: Type of the device that the original storage was on, such as "cpu" or "cuda".
     """
     import torch
 

@@ -132,7 +132,9 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The time gets shorter, the longer no fetcher has responded.
+        This is at most the part of `fetch_s` that is left since the last response of any fetcher.
+        So if no fetcher responds, the run fails after about `fetch_s`, even if the rank asks
+        several fetchers in turn.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 

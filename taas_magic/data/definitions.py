@@ -1,7 +1,7 @@
-"""The notebook's functions and classes that a loader uses, in the `__main__` of a worker.
+"""Add a loader's functions and classes from the notebook to the `__main__` of a worker.
 
-pickle saves functions, and instances of classes, by name, and looks the name up in `__main__`. A
-loader may pickle them in a worker, for example to send them to a process pool.
+A loader may pickle these functions, or instances of these classes, in a worker, for example to send
+them to a process pool. pickle saves only their names, and looks the names up in `__main__`.
 """
 
 import itertools

@@ -121,6 +121,11 @@ class DaskClassEngine(Engine):
         return await asyncio.shield(self._request_hosts(count))
 
     async def _request_hosts(self, count: int) -> list[str]:
+        """Let the cluster start Dask workers until `count` have been requested.
+
+        Returns the lines of `Vehicles.describe_awaited`. Raises PoolError if a worker or its batch
+        job could not start, or has ended too early.
+        """
         from distributed import Status
 
         async with self._turn:
@@ -478,14 +483,15 @@ class Vehicles:
     async def describe_awaited(
         self, requested: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
-        """Return one line for the user about each host that has not joined yet.
+        """Return one line for the user about each requested worker whose agent has not joined.
 
-        Queries the batch system at most every `LOOK_S`.
+        Queries the batch system at most every `LOOK_S`. Between two queries, returns the lines of
+        the last query.
 
         Args:
-            requested: Names of all requested workers.
-            up: Names of the workers that have joined.
-            agents: Names of the workers whose agents have joined.
+            requested: Names of all requested Dask workers.
+            up: Names of the Dask workers that have joined the pool's scheduler.
+            agents: Names of the Dask workers whose agents have joined the pool.
 
         Raises:
             PoolError: A job ended before its agent joined.

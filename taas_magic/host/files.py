@@ -158,9 +158,9 @@ class RunFolderCopy:
 
 
 def _is_same(run: RunSpec) -> bool:
-    """Return whether this host shares the notebook's run folder.
+    """Return whether this host sees the notebook's run folder, at the same path.
 
-    It does if the folder of that path here contains a plan with the run's random id.
+    If the folder at this path contains a plan with the run's random id, it is the same folder.
     """
     try:
         return run.folder.plan().run_id == run.plan.run_id

@@ -407,9 +407,10 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return an idle timer for the stand-in, or else the forkserver, that starts the next process.
+    """Return an idle timer for the process that will fork the next process.
 
-    Returns None if the forkserver is not running yet.
+    This is the stand-in if there is one, else the forkserver. Returns None if the forkserver is not
+    running yet.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)

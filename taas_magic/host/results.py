@@ -1,10 +1,10 @@
 """Return results from ranks to the notebook: variables of `--out` and the value of the work.
 
-    <run folder>/results/<attempt>-<rank>-<number>     an archive of one value
+    <run folder>/results/<attempt>-<rank>-<number>     an archive of values
 
-Each value is written, sent and loaded separately, so that the failure of one does not lose another.
-Values that share objects (an optimizer shares the parameters of its model) are in one file, and
-share these objects in the notebook, too.
+Each archive has one value, or several values that share objects: an optimizer shares the parameters
+of its model. These values share the objects in the notebook, too. Each archive is written, sent and
+loaded separately, so that a failure loses only the values of one archive.
 
 Plain data (`capture/plain.py`) is read without running code. Other values are pickled. A pickle can
 run arbitrary code of its sender, so the notebook loads pickles only from trusted pools.

@@ -265,7 +265,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def fetches(self) -> bool:
-        """Whether the share consists of fetchers."""
+        """Whether the share consists of fetchers. If False, it consists of ranks."""
         return self.host_plan is None
 
     @property

@@ -459,11 +459,15 @@ def _cores_of(flow: Flow, host: str) -> int:
 
 
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
-    """Return the work of a fetcher's workers while ranks received batches.
+    """Return the seconds that a fetcher and its workers spent while ranks received batches.
 
     Args:
         last: The fetcher's counts at the end of that time.
-        first: Its counts at the beginning; None if the fetcher started later.
+        first: The fetcher's counts at the beginning; None if the fetcher started later.
+
+    Returns:
+        Counts of which only the four fields in seconds are valid: `fetch_s`, `fetch_cpu_s`,
+        `fetch_most_s` and `up_s`.
     """
     if first is None or first.up_s >= last.up_s:
         return last

@@ -409,7 +409,10 @@ class EndRun(Request[None]):
 
 
 class PlaceFetcher(Request[None]):
-    """The pool's process sends an agent the addresses of a fetcher, for the ranks on its host."""
+    """The pool's process sends an agent the addresses of a fetcher.
+
+    The agent writes them to a folder, where the ranks on the agent's host read them.
+    """
 
     run_id: str
     number: int

@@ -443,7 +443,7 @@ def _cell_to_watch(session: "Run") -> "Run":
     """Return the cell that a session runs, for a terminal, and print what else the user can do.
 
     Args:
-        session: The session's own run.
+        session: The run that keeps the session's ranks. Each cell of the session is another run.
 
     Raises:
         UsageError: The session runs no cell.

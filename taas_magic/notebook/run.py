@@ -316,6 +316,10 @@ class RunFetchers:
             interrupts.attend(lambda: self._close(is_detached), patience=2)
 
     def _close(self, is_detached: bool) -> None:
+        """End the fetchers, or only stop listening to them if `is_detached`.
+
+        Then end the thread that forwards events to the ranks' pool, and wait for its end.
+        """
         if not is_detached:
             self._end()
         elif self._connection is not None:

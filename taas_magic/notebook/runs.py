@@ -500,7 +500,8 @@ def to_attach(
         asked: Id, beginning of an id, or name. None for the project's newest active run, or its
             newest run if none is active. If the project has no runs, all projects' runs count.
         project: Folder of the project.
-        is_kept: Function that returns whether to leave a run out. It is used if `asked` is None.
+        is_kept: Returns whether a kernel keeps a run to itself, so that `%taas attach` must not
+            choose it. Such runs are left out if `asked` is None.
 
     Raises:
         UsageError: There is no such run.

@@ -591,7 +591,7 @@ def running_cell(session: Run) -> Run | None:
     """Return the cell that a session runs now; None if it runs none.
 
     Args:
-        session: The session's own run.
+        session: The run that keeps the session's ranks. Each cell of the session is another run.
     """
     name, pool_folder = session.plan.session, session.context.pool_folder
     for run in runs.newest():
@@ -602,7 +602,10 @@ def running_cell(session: Run) -> Run | None:
 
 
 def is_kept(run: Run) -> bool:
-    """Return whether a run is a session that only its kernel can use, or that this kernel has."""
+    """Return whether a kernel keeps a run to itself, so that attach must not choose it.
+
+    This is so for a session that is not detached, and for a session of this kernel.
+    """
     flags = flags_of(run)
     if flags is None:
         return False

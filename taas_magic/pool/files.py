@@ -56,7 +56,7 @@ class OwnedFiles:
 
         Args:
             name: Path of the file, relative to the run folder.
-            fetches: Whether the share runs fetchers instead of ranks.
+            fetches: Whether the host runs fetchers of the run. If False, it runs ranks.
         """
         if not fetches and (result := RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
@@ -68,12 +68,12 @@ class OwnedFiles:
 
 
 class FileServer:
-    """Handler of file requests from the hosts that run a run's ranks, or its fetchers.
+    """Handler of file requests from the hosts of one share: all ranks of a run, or all fetchers.
 
     Requests about the project store run in a thread of their own, because they wait for the disk.
 
     Args:
-        fetches: Whether the hosts run the run's fetchers instead of its ranks.
+        fetches: Whether the share is the run's fetchers. If False, it is the run's ranks.
     """
 
     def __init__(self, run: RunSpec, fetches: bool) -> None:

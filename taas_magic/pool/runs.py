@@ -998,9 +998,12 @@ class PoolRun(Share):
     async def _start_ranks(
         self, part: HostPart, running: Collection[str], master_addr: str, master_port: int = 0
     ) -> int:
-        """Start an attempt's ranks on one host. Record a failed start as the host's report.
+        """Start an attempt's ranks on one host.
+
+        If the start fails, record the failure as if the host had reported it.
 
         Args:
+            part: The host, with its number in the run.
             running: Addresses of the hosts that ran the last attempt.
             master_addr: Address of the first host, which creates the rendezvous of the ranks.
             master_port: Port of the rendezvous; 0 for the first host, which chooses the port.

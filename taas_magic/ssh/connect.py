@@ -306,6 +306,7 @@ def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[N
 
 
 def _close(client: SSHClient) -> None:
+    """Close an SSH connection, and wait up to `_END_S` until its thread has ended."""
     transport = client.get_transport()
     client.close()
     if transport not in (None, threading.current_thread()) and transport.ident is not None:

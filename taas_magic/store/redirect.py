@@ -695,13 +695,17 @@ def _call_on_existing(
 
 
 def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path with which to call a library's writing function; see `Watched.resolve`."""
+    """Return the path to pass to a library's writing function: `path`, or the redirected path.
+
+    Args:
+        decide: Maps a place in the store to the path to use; see `Watched.resolve`.
+    """
     led, _ = _redirect_path(view, decide, path, follow=True)
     return led
 
 
 def shown_path(view: Watched, path: Path) -> Path:
-    """Return the path with which to call a library's reading function."""
+    """Return the path to pass to a library's reading function: `path`, or the redirected path."""
     return view.resolve(view.shown, path) or path
 
 
