@@ -409,6 +409,7 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
+    """Make a tensor from plain data; raise ValueError if the tensor would exceed its storage."""
     import torch
 
     storage, name, requires_grad, offset, *form = items

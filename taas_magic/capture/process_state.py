@@ -263,6 +263,7 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
+    """Return torch's settings and seed, without settings that have torch's default value."""
     torch = _imported("torch")
     if torch is None:
         return {}
@@ -287,6 +288,7 @@ def _collect_torch() -> dict[str, Any]:
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
+    """Apply the settings of `_collect_torch` to this process."""
     import torch
 
     def set_device(device: str) -> None:

@@ -459,6 +459,7 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
 
 def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Restore a scheduler's state, and replace `step` of its optimizer; see `_reduce_scheduler`."""
     import torch.optim.lr_scheduler
 
     vars(scheduler).update(state)

@@ -233,6 +233,7 @@ class RunState:
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _started(self, event: RanksStarted, now: float) -> None:
+        """Record that a host has started its ranks. In a new attempt, forget the earlier hosts."""
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}

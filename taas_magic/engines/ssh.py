@@ -272,6 +272,10 @@ class _SshHost(Host):
         self._doing, self._since = doing, time.monotonic()
 
     def _start_host(self, host: str) -> None:
+        """Connect to the host, install packages there if needed, and start an agent's supervisor.
+
+        Runs in a thread. `_do` records each step, so that a message can name a slow step.
+        """
         pool, name = self._engine.pool, self.name
         self._do("`ssh -G` is still reading its settings")
         target = find_target(host, self._engine.config_file, self._stop)

@@ -61,6 +61,10 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
 
 
 def _feed_of(served: Service, share: LocalShare, rank: int) -> Feed:
+    """Collect what the loaders of a rank need to receive batches.
+
+    If the run has no fetchers, the rank gets servers of its own.
+    """
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:

@@ -140,6 +140,7 @@ class RunFolderCopy:
             file.write(data)
 
     def _send(self, path: Path, name: str) -> None:
+        """Send a file to the run folder in pieces; if it is a log, only its last `LOG_BYTES`."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             left_out = max(0, size - LOG_BYTES) if name.startswith("logs/") else 0

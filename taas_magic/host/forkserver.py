@@ -305,6 +305,10 @@ def start_importing_rest() -> None:
 
 
 def _import_rest_once() -> None:
+    """Make the forkserver import `LATER`, and wait for the end of the import.
+
+    Does nothing if the forkserver has imported `LATER` or has children.
+    """
     global _has_rest
     with _importing:
         if _has_rest or _server is None:

@@ -157,6 +157,10 @@ class HostShare(ABC):
             self.wakeup.close()
 
     def _run(self) -> None:
+        """Copy files to this host, run the share's processes, clean up, and send files back.
+
+        An error of one step does not prevent the later steps.
+        """
         try:
             self._local = self._files.copy_in(self._is_wanted)
             if self._local is not None:
@@ -516,6 +520,7 @@ class HostRun(HostShare):
         return Attempt.begin(self.local, self.place, self.folder, self.emit, self._on_message)
 
     def _start_ranks(self) -> Attempt:
+        """Start the ranks of an attempt, and the rendezvous if it is on this host."""
         spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
@@ -763,6 +768,10 @@ class HostFetchers(HostShare):
             one.process.kill()
 
     def _end(self, control: connection.Connection) -> None:
+        """Wait up to `_EXIT_S` for the exit of a fetcher, then kill it; report how it ended.
+
+        The end is a failure unless the share is being stopped.
+        """
         one = self._running.pop(control)
         control.close()
         one.process.join(_EXIT_S)

@@ -579,7 +579,7 @@ class PipeReader:
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
-        """Wait until everything is read that an ended rank wrote to its pipes."""
+        """Wait until the thread has read everything that an ended rank wrote to its pipes."""
         done = threading.Event()
         self._to_drain.put((rank, done))
         self._wakeup.set()
@@ -612,6 +612,10 @@ class PipeReader:
         self._wakeup.close()
 
     def _run(self) -> None:
+        """Read the pipes and send their lines to the sink, until `close` (the thread's function).
+
+        Between two reads, handle the requests of `drain` and `follow`.
+        """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
             due_s = COALESCE_S if has_lines else PROGRESS_S if self._progress_due() else None

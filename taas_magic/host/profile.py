@@ -83,6 +83,7 @@ class StepProfiler:
             self._end()
 
     def _start(self) -> None:
+        """Start torch's profiler, unless the program runs a profiler of its own."""
         import torch
         from torch.profiler import profile, schedule
 

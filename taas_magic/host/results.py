@@ -151,6 +151,10 @@ def _load(
     sources: ResultCriteria,
     namespace: dict[str, Any],
 ) -> None:
+    """Load one archive of results, and add its expected values to `received`.
+
+    If loading fails, or if an untrusted pool sent a pickle, add the reason to `received.missing`.
+    """
     names: list[str] = []
     try:
         mapped = pickling.read_archive(path)

@@ -387,6 +387,10 @@ class StackMonitor:
                 state.sample = None
 
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
+        """Return a rank's stacks and what the rank waits for.
+
+        If the rank does not respond, use what the system and the rank's last heartbeat show.
+        """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
         sample = _of_system(state.pid)

@@ -112,6 +112,7 @@ def memory() -> Any:
 
 
 def _described(value: Any) -> Variable:
+    """Return the type, shape, dtype, device, size and digest of a value."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
         return Variable(
@@ -183,6 +184,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(found: Any, value: Any, depth: int) -> None:
+    """Add a value to the hash `found`. Raise _NotComparedError if it cannot be compared."""
     parts = _parts(value)
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         if value.dtype.hasobject:

@@ -91,6 +91,7 @@ class Vehicle(WorkerPlugin):
             self._supervisor.kill()
 
     async def _start(self, worker: Worker) -> None:
+        """Get an agent's name and keys from the pool's process, and start the agent."""
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
             for listener in worker.listeners:

@@ -352,6 +352,7 @@ def _record(file: IO[bytes]) -> bytes:
 
 
 def _cgroup_files(pid: int) -> list[Path]:
+    """Return the files in which the kernel counts out-of-memory kills of a process's cgroups."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:

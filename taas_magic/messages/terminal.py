@@ -74,6 +74,7 @@ def cleaned(value: _T) -> _T:
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    """Apply `clean` to all strings in a value. Change a Struct in place; copy other containers."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

@@ -386,6 +386,7 @@ _LOGS_FLAGS = FlagParser(
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
+    """Return the log of a rank for `%taas logs`; by default, that of the rank that failed first."""
     from taas_magic.notebook import runs
     from taas_magic.notebook.logs import end_of_log, shortened
 
@@ -403,6 +404,10 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 
 
 def _attach(words: Sequence[str], settings: Config) -> str:
+    """Show a run for `%taas attach`, or take over a session.
+
+    Only a notebook can take over a session. In a terminal, show the cell that the session runs.
+    """
     from IPython.core.getipython import get_ipython
 
     from taas_magic.notebook import attach, launch, runs, sessions
@@ -462,6 +467,7 @@ def _cell_to_watch(session: "Run") -> "Run":
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
+    """Detach a session of this kernel, or a run, from its kernel for `%taas detach`."""
     from taas_magic.notebook import pools, runs, sessions
 
     name = _optional_word("detach", words)
@@ -504,6 +510,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
+    """Return a table of pools and their hosts for `%taas pools`; check the hosts if `--check`."""
     from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
@@ -555,6 +562,10 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 
 
 def _sessions(words: Sequence[str], settings: Config) -> str:
+    """Return a table of sessions for `%taas sessions`, with the memory that their ranks use.
+
+    The table also lists detached sessions of other kernels, which this kernel can take over.
+    """
     from msgspec import convert
 
     from taas_magic.host.variables import RankMemory, memory
@@ -594,6 +605,7 @@ def _vars(words: Sequence[str], settings: Config) -> str:
 
 
 def _end(words: Sequence[str], settings: Config) -> str:
+    """End a session for `%taas end`. Take it over first if another kernel has left it."""
     from taas_magic.notebook import pools, sessions
     from taas_magic.notebook.run import Interrupts
 

@@ -280,6 +280,10 @@ def _travels(found: Findings) -> str:
 
 
 def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
+    """Yield rows of the report about data: the size and speed of each registered loader.
+
+    The last row names the loops that the rehearsal could not shorten.
+    """
     for name, size in found.loader_bytes.items():
         flow = found.flows.get(name)
         speed = estimate(flow, found.flags.gpus) if flow is not None else "no batch was prepared"
@@ -329,6 +333,7 @@ def _rate(per_s: float) -> str:
 
 
 def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
+    """Yield rows of the report about ranks: their memory, and the files that they wrote."""
     if not found.state:
         return
     if found.reports:

@@ -56,6 +56,7 @@ def write_report(config: Config, run: Path | None, target: Path) -> Path:
 
 
 def _system() -> Iterator[str]:
+    """Yield the lines about this machine, and the versions of `PACKAGES`."""
     yield f"# taas-magic report, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     yield "# Read it before you send it: error messages may quote your code and data."
     yield "\n## System"

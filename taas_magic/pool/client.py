@@ -330,6 +330,7 @@ class PoolConnection:
         run_id: str,
         on_event: Callable[[Event], None],
     ) -> list[str]:
+        """Send a request to start ranks or fetchers. If no host starts them, forget `on_event`."""
         self._listeners[run_id] = on_event
         answer = StartResponse()
         try:
@@ -454,6 +455,10 @@ class PoolConnection:
         )
 
     def _send(self, request: Request[_T]) -> "futures.Future[_T]":
+        """Send a request to the pool's process, and return a future of the response.
+
+        Any thread may call this. The future runs in the event loop of the Dask client.
+        """
         self.check()
         client = self._client
 

@@ -175,6 +175,10 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
+        """Handle a request about the project store; run by the thread of this object.
+
+        The first request makes the store's server.
+        """
         if self._store_server is None:
             rule = self._run.plan.store
             assert rule is not None

@@ -96,6 +96,10 @@ class GateComm(TLS):
         return message
 
     async def _frame(self) -> memoryview:
+        """Read one message of Dask's protocol, without decoding it.
+
+        Raises CommClosedError if the connection has ended.
+        """
         if self.stream is None:
             raise CommClosedError("the connection has ended")
         try:

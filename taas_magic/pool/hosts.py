@@ -236,6 +236,10 @@ class PoolHosts(SchedulerPlugin):
                 self._publish_lines([])
 
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
+        """Wait until `count` hosts have joined, and return the hosts that `choose` selects.
+
+        If the hosts do not join, return all hosts without a run to the engine.
+        """
         self._acquiring += 1
         try:
             await self._have_joined(count)

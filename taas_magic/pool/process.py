@@ -276,6 +276,10 @@ def main() -> int:
 
 
 async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
+    """Run the pool's scheduler and controller until the pool ends.
+
+    While the pool runs, `pool.json` in `folder` has the address and keys for kernels.
+    """
     import dask
 
     from taas_magic.engines.keys import Keys

@@ -896,6 +896,7 @@ class PoolRun(Share):
         return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
 
     def _on_host_event(self, part: HostPart, event: Event) -> None:
+        """Publish an event of a host, and change the state of the run as the event requires."""
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
             first = first_failure(event.failures)

@@ -479,6 +479,12 @@ def _neighbours(folder: str) -> list[str]:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
+    """Allow access to `path` and everything below it in a Landlock ruleset.
+
+    Args:
+        rules: Descriptor of the ruleset.
+        rights: Bits of the allowed kinds of access.
+    """
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -70,6 +70,7 @@ def install(view: Watched) -> None:
 
 
 def _replace_all(view: Watched, calls: list[_Call]) -> None:
+    """Replace library functions by redirecting ones, also where other modules imported them."""
     for call in calls:
         holder: Any = sys.modules[call.module]
         *classes, name = call.name.split(".")
@@ -105,6 +106,8 @@ def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
 
 
 def _redirected(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `real` with the redirected path."""
+
     @functools.wraps(real, updated=())
     def lead(*args: Any, **kw: Any) -> Any:
         path = args[call.position] if len(args) > call.position else kw.get(call.parameter)

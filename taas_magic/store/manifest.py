@@ -499,6 +499,7 @@ def _hashed(
 
 
 def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
+    """Raise StoreError if a store has too many files or bytes to be copied to hosts."""
     size_bytes = sum(tree_entry.status.st_size for tree_entry in files)
     if size_bytes > limit_bytes:
         raise StoreError(

@@ -174,6 +174,10 @@ class Watched:
             return None if place is None else decide(place)
 
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
+        """Return the absolute path of a file call's argument, with symbolic links resolved.
+
+        Returns None if the path is outside the store, or in a folder that all ranks may write.
+        """
         if isinstance(path, int):  # a descriptor
             return None
         name = os.fsdecode(path)
@@ -740,6 +744,7 @@ def _os_open(
     *,
     dir_fd: int | None = None,
 ) -> Any:
+    """Call `os.open`, with a redirected path if the flags allow writing."""
     if not flags & _WRITE_FLAGS:
         return _call_on_existing(view, real, path, flags, mode, dir_fd=dir_fd)
     target = partial(writable, view, needs_content=not flags & (os.O_TRUNC | os.O_EXCL))
