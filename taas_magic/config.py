@@ -159,8 +159,8 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
         keep: Number of run folders that are kept.
         keep_bytes: Bytes that these folders may have together.
         notify: Command line to execute at the end of a detached run; None for none.
-        hang_s: Seconds without progress of any rank after which the run's head shows where the
-            ranks are; 0 for never.
+        hang_s: Seconds without progress of any rank after which the run's status header shows where
+            the ranks are; 0 for never.
         session_idle_s: Seconds without a cell after which a session is ended.
     """
 
@@ -453,7 +453,7 @@ def _table(value: object, where: str) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: str) -> None:
-    """Raise a UsageError if a table has a key that is not possible."""
+    """Raise a UsageError if a table has an unknown key (one that is not in `possible`)."""
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)

@@ -4,7 +4,7 @@
     ├── UsageError            a mistake in the %%taas line, a name or taas.toml; no start
     │   └── RegistrationError taas.register refuses a loader; also a TypeError and a ValueError
     ├── CellSyntaxError       the cell is not Python; nothing was started
-    ├── CaptureError          a notebook object cannot travel; nothing was started
+    ├── CaptureError          a notebook object cannot be sent; nothing was started
     ├── ResultError           the run succeeded, but a name of --out could not be returned
     ├── StoreError            the project store cannot be used as requested
     ├── RunError              the user's cell failed
@@ -47,7 +47,7 @@ class CellSyntaxError(TaasError):
 
 
 class CaptureError(TaasError):
-    """Raised if an object cannot travel to or from the ranks; the message has the path to it."""
+    """Raised if an object cannot be sent to or from the ranks; the message has the path to it."""
 
 
 class ResultError(TaasError):

@@ -46,7 +46,7 @@ class DataPlan(Struct, frozen=True):
         pool_hosts: Number of hosts that must be available before `hosts` of them are chosen. If
             the pool also runs the ranks, this leaves them hosts without fetchers, if possible.
         fetchers: The fetchers, by number.
-        crosses: Whether batches may travel from host to host.
+        crosses: Whether batches may be sent from host to host.
         cores: Processors that each fetcher may use. The number is the same for all fetchers, as
             it determines the number of workers of a loader.
     """
@@ -199,8 +199,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
         gpus: Number of ranks (world size); 0 for the session's number.
         data_pool: Name of the pool that runs the fetchers; "" lets `choose_data_pool` choose.
         uneven_hosts: Whether hosts may have different numbers of ranks.
-        hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
-            never; None for the value in taas.toml.
+        hang_s: Seconds without progress after which the status header shows where the ranks are; 0
+            for never; None for the value in taas.toml.
         store: Folder of the project store; "" for the one in taas.toml, or else the notebook's
             folder.
         store_writes: What happens to writes to the project store by ranks other than 0:
@@ -238,7 +238,7 @@ class HostCapacity:
 
 
 class HostPlan(Struct, frozen=True):
-    """Share of one host in a run.
+    """Ranks that a run puts on one host.
 
     Attributes:
         host_rank: Number of the host among the hosts that run ranks.
@@ -257,9 +257,9 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     """Plan of a run.
 
     Attributes:
-        hosts: Share of each host that runs ranks.
-        hang_s: Seconds without progress after which the head shows where the ranks are; 0 for
-            never.
+        hosts: Ranks of each host, in the order of `host_rank`. `data` has the hosts for fetchers.
+        hang_s: Seconds without progress after which the status header shows where the ranks are; 0
+            for never.
         notes: Notes for the user.
         store: Rule for access to the project store; None for no restrictions.
         data: Plan of the fetchers; None if the run has none.

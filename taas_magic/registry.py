@@ -77,7 +77,7 @@ class Registered:
         """Pickle the parts of the loader that a run needs.
 
         Raises:
-            CaptureError: An object in it cannot travel, or `load_state_dict` has set its position.
+            CaptureError: An object in it cannot be sent, or `load_state_dict` has set its position.
         """
         from taas_magic.data.dataset import as_data_loader, parts_of
 
@@ -313,7 +313,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
         The pickled state of its sampler and generator.
 
     Raises:
-        RegistrationError: An object in it cannot travel; the message has the path to it.
+        RegistrationError: An object in it cannot be sent; the message has the path to it.
     """
     from taas_magic.data import dataset
 

@@ -200,7 +200,7 @@ class Frontend:
 
 
 def before_start(frontend: Frontend, request: str) -> str:
-    """Return what a cell has printed, and its heads in state STARTING."""
+    """Return what a cell has printed, and its status headers in state STARTING."""
     heads = [it["data"]["text/plain"] for it in frontend.contents(request, "update_display_data")]
     return frontend.text(request) + "".join(head for head in heads if head.startswith("STARTING"))
 

@@ -1,6 +1,6 @@
-"""Find the path from a variable to the innermost object in it that cannot travel.
+"""Find the path from a variable to the innermost object in it that cannot be sent to a rank.
 
-An object cannot travel to another process if pickling it fails, or if it works only in the process
+An object cannot be sent to another process if pickling it fails, or if it works only in the process
 that made it.
 """
 
@@ -75,7 +75,7 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Return the error that names the part of a variable's value that cannot travel.
+    """Return the error that names the part of a variable's value that cannot be sent.
 
     Args:
         name: Name of the variable; the path in the message starts with it.

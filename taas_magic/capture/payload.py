@@ -389,7 +389,7 @@ def capture(
         imports: Further modules, of which the project's own are captured.
 
     Raises:
-        CaptureError: A value cannot travel (the message has the path to it), the values are too
+        CaptureError: A value cannot be sent (the message has the path to it), the values are too
             large, or a module cannot be read. With `problems`, only the last is raised.
         SyntaxError: The cell is not Python.
     """

@@ -184,7 +184,7 @@ def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None)
         namespace: See `ValuePickler`.
 
     Raises:
-        CaptureError: An object in the value cannot travel; the message has the path to it.
+        CaptureError: An object in the value cannot be sent; the message has the path to it.
     """
     pickler = ValuePickler(namespace)
     pickler.pickle_variable(name, obj)
@@ -289,7 +289,7 @@ class ValuePickler(cloudpickle.Pickler):
             note: Reason for the variable's capture, for the message; may be empty.
 
         Raises:
-            CaptureError: An object in the value cannot travel; the message has the path to it.
+            CaptureError: An object in the value cannot be sent; the message has the path to it.
         """
         try:
             return self.add(value)
@@ -345,7 +345,7 @@ class ValuePickler(cloudpickle.Pickler):
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
     def probe(self, value: Any) -> None:
-        """Pickle a value by the same rules and discard the result; raise if it cannot travel."""
+        """Pickle a value by the same rules and discard the result; raise if it cannot be sent."""
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
         pickler.coming = self.coming

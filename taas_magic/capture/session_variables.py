@@ -121,7 +121,7 @@ class RankVariables:
             send: Names whose values are sent although cells have assigned them (`--send`).
             to: Destination of the values.
             travels: Function that returns whether a name may be sent: it is a variable of the user.
-            refuse: Function that is called with the error of each value that cannot travel.
+            refuse: Function that is called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
@@ -285,7 +285,7 @@ def _pickle_value(name: str, namespace: dict[str, Any], to: Destination) -> tupl
         The record of the value, and the names that it needs.
 
     Raises:
-        CaptureError: An object in the value cannot travel.
+        CaptureError: An object in the value cannot be sent.
     """
     pickler = ValuePickler(namespace, to)
     pickler.coming[name] = namespace[name]

@@ -624,7 +624,7 @@ class Scheduler:
             self._start(number)
 
     def stats(self) -> FetcherCounts:
-        """Return the loader's current counts, which the run's status display shows."""
+        """Return the loader's current counts, which the run's status header shows."""
         return structs.replace(
             self.counts,
             ready=self.buffer.ready_batches,

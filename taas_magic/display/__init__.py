@@ -1,7 +1,7 @@
 """Turns the events of a run into the output of the notebook; runs in the cell's thread.
 
 view.py     the view of one run, and the screens: notebook, console, terminal
-head.py     the run's state, computed from its events, and the head as text and HTML
+head.py     the run's state, computed from its events, and the status header as text and HTML
 log.py      the log under the cell, from the lines of all ranks
 tails.py    the last lines of each rank, from the log files
 failure.py  the exception, from the failures of a run

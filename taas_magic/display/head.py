@@ -1,4 +1,4 @@
-"""The head, the status display above a run's log: its state, and its form as text and HTML. Pure.
+"""The status header (the lines above a run's log): its state, and its form as text and HTML. Pure.
 
 `RunState` computes the state from the run's events. Text and HTML show the same facts. The HTML
 uses only elements that Jupyter does not remove from an untrusted notebook (inline styles, details,
@@ -65,7 +65,7 @@ TABLE = (  # a <pre> of JupyterLab has an opaque background
 )
 LABEL = "opacity:0.6;font-size:12px"
 WORDS_CHARS = 500
-"""Maximum length of a name, a note or a reason in the head."""
+"""Maximum length of a name, a note or a reason in the status header."""
 
 CELL_CHARS = 200
 """Maximum length of a cell of a table, or of a command."""
@@ -78,9 +78,9 @@ MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
 STALE_S = 30
-"""Seconds without an update after which the head of an active run says that it is out of date.
+"""Seconds without an update after which an active run's status header says that it is out of date.
 
-An active run updates its head each second.
+An active run updates its header each second.
 """
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
@@ -88,7 +88,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _HANG_HEAD = ("rank", "host", "since", "at", "waits for")
 
 Fact = tuple[str, str]
-"""One item of the head: a label and a value."""
+"""One item of the status header: a label and a value."""
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class RunState:
         asking: Numbers of the ranks that wait for a line of input of the user.
         last_attempt: The last attempt, once the run has ended; only its results count.
         left: Title to show instead of the state if the notebook has stopped following the run, so
-            that this head will not show the run's end; "" otherwise.
+            that this status header will not show the run's end; "" otherwise.
         tails: The last log lines of ranks, by rank, once the run has ended and its logs were read.
     """
 
@@ -154,7 +154,7 @@ class RunState:
         self.notes = list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
-        """Apply the next event; events that do not concern the head are ignored.
+        """Apply the next event; events that do not concern the status header are ignored.
 
         Args:
             event: The event.
@@ -272,12 +272,12 @@ class RunState:
 
 
 def text(state: RunState, now: float) -> str:
-    """Return the head as plain text, without a newline at its end."""
+    """Return the status header as plain text, without a newline at its end."""
     return "\n".join(words for words, _ in _parts(state, now))
 
 
 def both(state: RunState, now: float) -> dict[str, str]:
-    """Return the head as text and as HTML, by MIME type."""
+    """Return the status header as text and as HTML, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
     html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{''.join(rows)}</div>"
     return {"text/html": html, "text/plain": "\n".join(words)}
@@ -288,7 +288,7 @@ def _colour(state: RunState) -> str:
 
 
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the head from top to bottom, each as text and as HTML."""
+    """Yield the rows of the status header from top to bottom, each as text and as HTML."""
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
@@ -354,7 +354,7 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the head with the first metrics that ranks logged by `taas.log`.
+    """Yield the rows of the status header with the first metrics that ranks logged by `taas.log`.
 
     In HTML they are one row of small curves, in text one line for each metric.
     """
@@ -392,7 +392,7 @@ def _values_text(first: Curve, n_ranks: int) -> str:
 
 
 def facts(state: RunState, now: float) -> list[Fact]:
-    """Return the facts of the head's first row, in their order."""
+    """Return the facts of the status header's first row, in their order."""
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.up) < state.plan.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"

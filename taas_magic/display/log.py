@@ -1,12 +1,16 @@
-"""Turns the lines of all ranks into a run's log in the notebook. Pure: callers pass the time.
+"""Merge the lines of all ranks into a run's log in the notebook. Pure: callers pass the time.
 
-Equal lines of several ranks become one line. Each line gets a prefix with the ranks that printed
-it, and counts towards the size of the cell. A browser draws all output of a cell again whenever
-more is added, so a cell shows at most `CELL_BYTES` of text. Of the lines after that, a display that
-is updated in place shows only the last ones (`LogSummary`).
+If several ranks print the same line at about the same time, the log shows the line once. A prefix
+names the ranks that printed it. To find equal lines, `LineMerger` holds each new line back until
+the first of these events:
 
-Before a line is shown, it waits for other ranks to print it too. The wait is at most `hold_s`,
-which is too short to notice. It ends earlier if each of the other ranks has printed something else.
+- All ranks have printed the line.
+- Every rank has lines that wait, and no other rank has printed this one.
+- The line has waited for `hold_s`, which is too short to notice.
+
+A browser draws all output of a cell again whenever more is added. So a cell shows at most
+`CELL_BYTES` of text. After that, a display that is updated in place shows the number of further
+lines, the errors among them, and the last ones (`LogSummary`).
 """
 
 import math
@@ -128,15 +132,16 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Return and remove the line that a rank must show next.
+        """Stop holding back a rank's first waiting line: remove it from the queue and return it.
 
-        If no other rank waits with this line, the rank's following lines of this kind are returned
-        too. A rank that prints very much has many such lines, and handling them one by one would
-        take several times as long.
+        If the first waiting lines of other ranks are equal, they are removed too, and become one
+        shown line. If instead no other waiting line is equal, the lines behind it in the rank's
+        queue are also returned, up to the first one that has an equal. A rank that prints very much
+        has many such lines, and handling them one by one would take several times as long.
 
         Args:
-            rank: The rank.
-            most: Largest number of lines to return.
+            rank: The rank, which has a waiting line.
+            most: Most lines of this rank to return if no other waiting line is equal to them.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):

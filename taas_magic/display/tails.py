@@ -11,7 +11,7 @@ TAIL_LINES = 15
 """Number of last lines of each rank."""
 
 MOST_RANKS = 32
-"""Maximum number of ranks whose last lines the head shows; `%taas logs` shows the others."""
+"""Maximum number of ranks whose last lines the status header shows. `%taas logs` shows all."""
 
 _READ_BYTES = 1 << 14
 

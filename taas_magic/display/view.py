@@ -1,4 +1,4 @@
-"""The view of one run: receives the run's events and shows its head and log.
+"""The view of one run: receives the run's events and shows its status header and log.
 
 A screen writes the output below a notebook's cell, in a console, or in a terminal. It uses displays
 with an id, which are updated in place, instead of ipywidgets. JupyterLab, Notebook 7, VS Code and
@@ -45,7 +45,7 @@ class NotebookScreen:
         self._clears_first = False
 
     def show(self, state: RunState, now: float) -> None:
-        """Show the head, or update it if it has changed."""
+        """Show the status header, or update it if it has changed."""
         is_shown, before = bool(self._head), self._head
         self._head = head.both(state, now)
         if self._head != before:
@@ -54,7 +54,7 @@ class NotebookScreen:
     open = show
 
     def write(self, text: str) -> None:
-        """Write whole lines below the head at once."""
+        """Write whole lines below the status header at once."""
         self._clear_now()
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -76,7 +76,7 @@ class NotebookScreen:
         publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
 
     def clear(self, wait: bool) -> None:
-        """Clear the cell's output except the head.
+        """Clear the cell's output except the status header.
 
         Args:
             wait: Whether to clear only when the next output comes, as IPython's `clear_output`.
@@ -86,11 +86,11 @@ class NotebookScreen:
             self._clear_now()
 
     def close(self, state: RunState, now: float) -> None:
-        """Update the head for the last time."""
+        """Update the status header for the last time."""
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """Clear the cell's output now and show the head again, without a moment of empty output."""
+        """Clear the cell's output and show the header again, with no empty output in between."""
         if self._clears_first:
             self._clears_first = False
             self._shows_rest = False
@@ -103,9 +103,9 @@ class NotebookScreen:
 
 
 class UrgentLines:
-    """News of the head that a user must see at once: new notes, and a hang of the run.
+    """News of the status header that a user must see at once: new notes, and a hang of the run.
 
-    It is for screens that show the head only at the start and end of a run.
+    It is for screens that show the status header only at the start and end of a run.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class UrgentLines:
 
 
 class ConsoleScreen(NotebookScreen):
-    """A kernel's console, which cannot update displays: it shows the head at start and end."""
+    """A kernel's console, which cannot update displays: the header appears at start and end."""
 
     limit_bytes = 16 * CELL_BYTES
     _rest = ""
@@ -132,12 +132,12 @@ class ConsoleScreen(NotebookScreen):
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Show the head."""
+        """Show the status header."""
         super().show(state, now)
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Update the head if the console supports that, and write the urgent lines."""
+        """Update the status header if the console supports that, and write the urgent lines."""
         super().show(state, now)
         if news := self._urgent.lines(state, now):
             self.write(news)
@@ -147,12 +147,12 @@ class ConsoleScreen(NotebookScreen):
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
-        """Write the summary that was kept, and the head."""
+        """Write the summary that was kept, and the status header."""
         self.write(f"{self._rest}{head.text(state, now)}\n")
 
 
 class TerminalScreen:
-    """Standard output: shows the head at the start and end of a run, urgent lines in between."""
+    """Standard output: the status header at a run's start and end, urgent lines in between."""
 
     limit_bytes = UNBOUNDED
 
@@ -161,7 +161,7 @@ class TerminalScreen:
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Write the head."""
+        """Write the status header."""
         self.write(head.text(state, now) + "\n")
         self._urgent.lines(state, now)
 
@@ -193,7 +193,7 @@ class TerminalScreen:
         """Do nothing, because a terminal cannot remove old output."""
 
     def close(self, state: RunState, now: float) -> None:
-        """Remove the progress bar and write the head again."""
+        """Remove the progress bar and write the status header again."""
         if self._progress:
             self._progress = ""
             self.write("\r\x1b[K")
@@ -219,7 +219,7 @@ def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
 
 
 HEAD_GAP_S = 0.1
-"""Shortest time in seconds between two updates of the head."""
+"""Shortest time in seconds between two updates of the status header."""
 
 HEAD_TICK_S = 1.0
 """Seconds between updates of the elapsed time while a run is active and no events arrive."""
@@ -358,7 +358,7 @@ class View:
             self._screen.show(self._state, now)
 
     def flush(self) -> None:
-        """Write all output and the head now, without waiting until they are due."""
+        """Write all output and the status header now, without waiting until they are due."""
         self._log.flush()
         self._write(now := self._clock())
         self._head_at, self._head_is_stale = now, False
@@ -374,7 +374,7 @@ class View:
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
-        """Write all remaining output and the final head."""
+        """Write all remaining output and the final status header."""
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)

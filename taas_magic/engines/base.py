@@ -97,7 +97,7 @@ class Engine(ABC):
         return {}
 
     def notes(self) -> tuple[str, ...]:
-        """Return lines about the pool's settings for the head of each run."""
+        """Return lines about the pool's settings for the status header of each run."""
         return ()
 
     @abstractmethod

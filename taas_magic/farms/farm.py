@@ -645,11 +645,12 @@ class _StoredParts:
 
 @dataclass(frozen=True)
 class _PackedCall:
-    """The call that a job makes, with its arguments in pickled form.
+    """A job's function call, with its pickled arguments.
 
     Attributes:
-        work: The call.
-        parts: The pickles of all arguments as one item, then the buffers that they refer to.
+        work: The function and its arguments, not pickled.
+        parts: First the pickled arguments, then the memory of each array and tensor among them,
+            which is not copied into the pickle.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """

@@ -121,8 +121,8 @@ class JobProcessState(Struct, frozen=True):
 
     Attributes:
         store: The rule of the project store, with this host's path.
-        means: The mechanism that keeps the process's writes out of the store
-            (`store.guard.StoreProtection`).
+        means: The mechanism that keeps the process's writes out of the store (value of
+            `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: The scratch folder for writes that are kept out of the store; the process creates
             it. A `Slot` has only a prefix here, and adds a new suffix for each process.

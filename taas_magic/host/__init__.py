@@ -22,7 +22,7 @@ forkserver.py  starts ranks and fetchers as forks of a process that has torch im
 activity.py    distinguishes a slow start of a process from one that is stuck
 system.py      network addresses and processes of this host
 files.py       transfer of the run folder and the project store to and from the host
-vehicle.py     starts a supervisor on the host of a plain Dask worker
+vehicle.py     starts a supervisor on a host of a Dask cluster class
 metrics.py     metrics that ranks log by `taas.log`
 profile.py     records the first steps of a rank by torch.profiler, for `--profile`
 """

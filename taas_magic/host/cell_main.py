@@ -4,11 +4,13 @@ Such a child imports its parent's main module again, to find functions and class
 by name. For a script, the main module is the script's file. For a cell, it is this module, because
 the `__spec__` of a rank's `__main__` names this module, as `python -m` would.
 
-When the child first looks up a name, this module loads all names. Names of earlier cells come from
-the run's payload. Names of the `%%taas` cell come from running the cell's top-level statements: all
-of them if the cell has an `if __name__ == "__main__":`, as for a script; otherwise only imports,
-functions, classes and constants, so that no child starts the training again. If the run's work is a
-function, there is no cell, and all names come from the payload.
+When the child first looks up a name, this module loads all names:
+
+- Names of earlier cells come from the run's payload.
+- To get the names of the `%%taas` cell, the child runs top-level statements of the cell. If the
+  cell has an `if __name__ == "__main__":`, the child runs all of them, as for a script. Otherwise
+  it runs only imports, functions, classes and constants, so that it does not train again.
+- If the run's work is a function, there is no cell, and all names come from the payload.
 
 The module itself imports little, because each such child imports it.
 """

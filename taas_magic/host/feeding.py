@@ -224,9 +224,19 @@ class SessionFeeds:
         return self._feed.loaders if self._feed is not None else []
 
     def _keep(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
-        """Keep a cell's loaders, and all settings so far; return the folder that has them.
+        """Copy a cell's pickled loaders from its run folder to a folder of the session.
 
-        The ranks of a host share the folder, and the first rank fills it.
+        The folder also gets the settings of all cells so far. The loaders' data processes read both
+        from there, in this cell and in later cells. The ranks of a host share the folder. The first
+        rank fills it, and the others wait.
+
+        Args:
+            number: Number of the cell in the session.
+            run_dir: The cell's run folder.
+            names: Names of the loaders.
+
+        Returns:
+            The folder.
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)

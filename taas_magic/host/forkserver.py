@@ -138,9 +138,10 @@ def _write_import_name(file: Path, name: str) -> None:
 
 
 def _watch() -> None:
-    """End the forkserver if it is stopped or stuck for too long. Runs in a thread of the agent.
+    """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
-    Callers that wait for the forkserver then get an error, and the pool replaces the host.
+    A process suspended by SIGSTOP still exists but answers nothing, so callers would wait forever.
+    After the kill, they get an error, and the pool replaces the host.
     """
     stopped_at: float | None = None
     while is_alive():

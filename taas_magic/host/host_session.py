@@ -4,7 +4,8 @@ This code runs in the agent. `HostSession` is a run whose ranks wait for cells a
 (`host/prompt.py`) instead of running one cell. As any run, it starts the ranks, notices the end of
 a rank, and cleans up. `HostCell` is the run of one cell of the session. It starts no processes:
 it sends the cell to the session's ranks, and has succeeded or failed when all of them are back at
-their prompt. While a cell runs, `HostCell` checks the ranks. Between cells, `HostSession` does.
+their prompt. While a cell runs, `HostCell` checks the ranks for failures and hangs. Between cells,
+`HostSession` does.
 """
 
 import os
@@ -188,7 +189,10 @@ class HostSession(HostRun):
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
-        """Reserve the ranks for a cell, whose run checks them until `end_cell`.
+        """Reserve the ranks for a cell.
+
+        Until `end_cell`, the cell's run checks them for failures and hangs, and the session does
+        not.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.
@@ -204,7 +208,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Give the ranks back to the session, which reads their output and checks them again."""
+        """Give the ranks back to the session, which again reads their output and checks them."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:

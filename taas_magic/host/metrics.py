@@ -94,7 +94,7 @@ def log(
     all_ranks: bool = False,
     **scalars: Any,
 ) -> None:
-    """Log scalars of a training. The status display above the run's log draws them as live curves.
+    """Log scalars of a training. The status header above the run's log draws them as live curves.
 
     A call takes a few microseconds. It does not wait, writes no file, and involves no other rank.
     Call it in a rank. In the notebook, or in a program outside of a run, it does nothing.

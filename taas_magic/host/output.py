@@ -752,6 +752,6 @@ class PipeReader:
         return bool(lines)
 
     def _progress_due(self) -> bool:
-        """Return whether rank 0's progress bar has changed. The head shows only rank 0's bar."""
+        """Return whether rank 0's progress bar, the only one in the status header, has changed."""
         first = self._logs.get(0)
         return first is not None and first.assembler.progress != first.shown_progress

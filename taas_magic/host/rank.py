@@ -708,7 +708,7 @@ def flush() -> None:
 
 
 def _use_text_bars() -> None:
-    """Make tqdm.notebook draw text bars for the head of the run, because ranks have no widgets."""
+    """Make tqdm.notebook draw text bars for the status header, because ranks have no widgets."""
     module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
     for name in ("tqdm", "tqdm_notebook"):
         setattr(module, name, text.tqdm)

@@ -397,7 +397,7 @@ class ProcessSpec:
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and
             `--env` overrides both.
-        means: The host's mechanism that enforces the rule of the project store.
+        means: The host's mechanism that keeps ranks other than 0 from writing to the project store.
     """
 
     share: LocalShare

@@ -1,10 +1,11 @@
-"""A vehicle: a plain Dask worker that starts a host's supervisor and holds the host's lease.
+"""Dask plugin that starts our processes on a host that a Dask cluster class provides.
 
 Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
-this package. Dask installs the plugin `Vehicle` in every worker that joins the pool's scheduler.
-The plugin starts the supervisor, and the supervisor's agent joins the pool as a separate worker.
-When the vehicle ends for whatever reason (wall time, a cancelled job, a lost connection), the
-supervisor's standard input closes, and everything on the host ends.
+this package. Such a worker is called a vehicle, because it only brings our agent to the host. Dask
+installs the plugin `Vehicle` in every worker that joins the pool's scheduler. The plugin starts the
+supervisor, and the supervisor's agent joins the pool as a separate worker. The vehicle also holds
+the host's lease: when it ends for whatever reason (wall time, a cancelled job, a lost connection),
+the supervisor's standard input closes, and everything on the host ends.
 
 This is a separate module so that neither such a worker nor the engine imports the agent.
 """
@@ -43,7 +44,7 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that makes a worker a vehicle: it starts a supervisor, and ends it at the end.
+    """Dask plugin for a vehicle: starts the host's supervisor, and ends it with the worker.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

@@ -1,8 +1,9 @@
 """Analysis of a run's loaders: sums, advice and plots of how long ranks waited for batches. Pure.
 
-Ranks and fetchers send events with counts, such as batches received and seconds waited. The head,
-the advice and the plot use the same sums of these counts. The clocks of hosts may differ by days,
-so the caller passes the arrival time of each event, and ranks and workers measure only durations.
+Ranks and fetchers send events with counts, such as batches received and seconds waited. The status
+header, the advice and the plot use the same sums of these counts. The clocks of hosts may differ by
+days, so the caller passes the arrival time of each event, and ranks and workers measure only
+durations.
 `load_of` reduces the sums of a run to a few numbers, and `advise` uses only these.
 """
 
@@ -262,7 +263,7 @@ class Load:
         own_hosts: Whether every fetcher has a host to itself.
         room: Number of fetchers, with as many workers each as now, for which the hosts have enough
             cores; infinite if each fetcher has a host to itself, or if the cores are unknown.
-        crosses: Whether batches travel between hosts.
+        crosses: Whether batches are sent from host to host.
         receiving: The share of the ranks' receiving time that was their own CPU time.
         mb_per_s: Megabytes per second that all ranks received.
     """

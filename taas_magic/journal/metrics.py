@@ -1,4 +1,4 @@
-"""The numbers that ranks log by `taas.log`: curves for the head, a run's table, a plot of runs.
+"""Numbers that ranks log by `taas.log`: curves in the status header, a run's table, a plot of runs.
 
 The functions are pure, except `read`. The pool's process appends each point to `metrics.csv`, and
 `read` returns that file as a table.
@@ -22,7 +22,7 @@ FILE = "metrics.csv"
 HEADER = ("time", "step", "rank", "name", "value")
 
 CURVE_POINTS = 200
-"""Largest number of points of a curve in the head."""
+"""Largest number of points of a curve in the status header."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_CHARS = 24

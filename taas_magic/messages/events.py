@@ -319,7 +319,7 @@ class Prefilling(Event, tag="filling", kw_only=True):
 
 
 class Note(Event, tag="note", kw_only=True):
-    """Any process sends a note for the user, which the run's head shows."""
+    """Any process sends a note for the user, which the run's status header shows."""
 
     text: str
 

@@ -127,7 +127,11 @@ class RankTouched(StoreMessage, tag="touched"):
 
 
 class RankHeld(StoreMessage, tag="held"):
-    """The rank reports what keeps its writes out of the project store (`StoreProtection`)."""
+    """The rank reports the mechanism that keeps its writes out of the project store.
+
+    Attributes:
+        means: The mechanism (value of `store.guard.StoreProtection`, such as "Landlock").
+    """
 
     means: str
 

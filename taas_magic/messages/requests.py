@@ -168,7 +168,8 @@ class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 
     Attributes:
-        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
+        means: Mechanism that keeps ranks other than 0 on the host from writing to the project store
+            (value of `store.guard.StoreProtection`, such as "Landlock").
         runs: Ids of the runs on the host.
         had_s: Seconds since the host was allocated.
         idle_s: Seconds without a run; None if it has one.
@@ -371,7 +372,8 @@ class HostHello(Struct, kw_only=True):
     Attributes:
         host: Name of the host for the user.
         address: Address at which other hosts reach its ranks and fetchers.
-        means: What keeps writes of its ranks out of the project store (`StoreProtection`).
+        means: Mechanism that keeps ranks other than 0 on the host from writing to the project store
+            (value of `store.guard.StoreProtection`, such as "Landlock").
         gpus: Number of its GPUs.
     """
 

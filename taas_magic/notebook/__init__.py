@@ -10,7 +10,7 @@ run.py        follows a run, handles the user's interrupts, and starts its fetch
 keyboard.py   lines that the user types for the ranks of a run
 runs.py       finds runs and reads their folders (`taas.runs()`)
 attach.py     shows a run's view again
-heads.py      updates the heads of runs whose views were closed
+heads.py      updates the status headers of runs whose views were closed
 sessions.py   the sessions of this kernel
 pools.py      the pools of this kernel
 logs.py       reads the log files of ranks

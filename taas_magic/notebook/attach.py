@@ -27,7 +27,7 @@ CHECK_S = 1.0
 """Seconds between checks that the process that owns the run is alive, if the journal is silent."""
 
 NOT_ATTACHED = "NOT ATTACHED"
-"""Title of a run's head after the user stopped watching the run, which may still be active."""
+"""Title of a run's status header after the user stopped watching. The run may still be active."""
 
 
 def attach(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Update the heads of runs that ended after their views were closed.
+"""Update the status headers of runs that ended after their views were closed.
 
 A view is closed before its run ends if the run is detached or the user stops watching it.
 """
@@ -14,17 +14,17 @@ from taas_magic.notebook import between_cells
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
-"""Active runs whose views were closed and whose heads can still be updated, by id."""
+"""Active runs whose views were closed and whose status headers can still be updated, by id."""
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run. The head then says how to show the run again.
+    """Close the view of an active run. The status header then says how to show the run again.
 
     Args:
         run: The run.
         view: View of the run.
         state: State that the view shows.
-        title: Text that the head shows in place of the run's state.
+        title: Text that the status header shows in place of the run's state.
     """
     state.left = title
     view.close()
@@ -33,12 +33,12 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Stop updating a run's head, because it already shows the run's end."""
+    """Stop updating a run's status header, because it already shows the run's end."""
     _left.pop(run.run_id, None)
 
 
 def correct() -> None:
-    """Update the heads of runs that have ended since their views were closed.
+    """Update the status headers of runs that have ended since their views were closed.
 
     Called before each cell.
     """

@@ -242,7 +242,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes for the head of a run, without those that need no repetition.
+    """Return the notes for the status header of a run, without those that need no repetition.
 
     A note on a missing GPU or on differing constants holds for many runs. Such a note is shown only
     once in a kernel, and again if the values of the constants change.

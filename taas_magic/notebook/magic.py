@@ -370,7 +370,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     _optional_word("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
-        # formatted as in the head of the run
+        # formatted as in the status header of the run
         elapsed = duration(run.duration_s, decimals=int(not run.is_active))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
@@ -445,7 +445,9 @@ def _take_session(run: "Run", shell: "InteractiveShell", settings: Config) -> st
 
 
 def _cell_to_watch(session: "Run") -> "Run":
-    """Return the cell that a session runs, for a terminal, and print what else the user can do.
+    """Return the run of a session's current cell, for `attach` in a terminal to show.
+
+    Prints how the user can take over or end the session.
 
     Args:
         session: The run that keeps the session's ranks. Each cell of the session is another run.

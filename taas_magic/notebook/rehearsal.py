@@ -52,9 +52,9 @@ class Findings:
         problems: Reasons why the run would fail on the pool.
         host_rows: Result of the check of each host for the cell's modules. A pool whose hosts do
             not exist yet has one row without a host.
-        captured: Values that travel to the ranks.
-        travels_bytes: Size of everything that travels to the ranks.
-        loader_bytes: Size of each registered loader that travels to the fetchers, by name.
+        captured: Values that are sent to the ranks.
+        travels_bytes: Size of everything that is sent to the ranks.
+        loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
         flows: Counts of the registered loaders.
         reports: Report of each rank, in the order of their arrival.
         state: State in which the rehearsed run ended; "" if it was not run.

@@ -63,13 +63,13 @@ KILL_WAIT_S = 15.0
 """Seconds that the cell waits for a run to end after the first interrupt."""
 
 SILENT_NOTE_S = 5.0
-"""Seconds without a heartbeat of the pool's process after which the head shows a note."""
+"""Seconds without a heartbeat of the pool's process after which the status header shows a note."""
 
 SILENT_LOST_S = 60.0
 """Seconds without a heartbeat of the pool's process after which the run counts as lost."""
 
 DETACHED = "DETACHED"
-"""Title of the head of a detached run. The head is not updated any more."""
+"""Title of the status header of a detached run. The header is not updated any more."""
 
 _ENDS = ("signal", "exit", "end", "stopped", "host")
 """Values of `Failure.how` that mean that a process of the run has ended or is about to end."""
@@ -430,7 +430,7 @@ class RunDriver:
     Attributes:
         run: The `Run` object that users get as `taas.last_run`.
         plan: Plan of the run.
-        head: State of the run, computed from its events. The head above its log shows it.
+        head: State of the run, computed from its events. The status header above its log shows it.
         hosts: Names of the hosts of the first attempt, in the order of their ranks.
         is_detached: Whether the run continues without this kernel.
     """

@@ -135,7 +135,7 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """The run's state, computed from all its events. The head above the log shows it."""
+        """The run's state, computed from all its events. The run's status header shows it."""
         if self.live:
             return self.live
         if self._replay is None:

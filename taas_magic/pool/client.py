@@ -543,7 +543,7 @@ class Pool:
         return find_engine(self.config).capacity()
 
     def notes(self) -> tuple[str, ...]:
-        """Return lines about the pool's settings for the head of each run."""
+        """Return lines about the pool's settings for the status header of each run."""
         return find_engine(self.config).notes()
 
     @property

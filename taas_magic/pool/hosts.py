@@ -49,7 +49,8 @@ class PoolHost:
         name: The host's name in the notebook; "" until the host can start ranks.
         starting: The host's last progress report about its start; None if there is none, or once
             the host can start ranks.
-        means: The mechanism that keeps the host's ranks from writing to the project store.
+        means: The mechanism that keeps ranks other than 0 on the host from writing to the project
+            store (value of `store.guard.StoreProtection`).
         place: The address at which other hosts reach this host's ranks and fetchers.
         runs: Ids of the runs that use the host.
         is_returned: Whether the host is being returned to the engine.

@@ -682,13 +682,16 @@ class RunClock:
 
 
 class PoolRun(Share):
-    """The ranks of a run on all hosts, in all its attempts.
+    """A run in the pool's process: its ranks on all hosts, in all its attempts.
 
-    A session is such a run too. A cell in a session is a run that uses the session's ranks.
+    A session is a `PoolRun` whose ranks wait for cells. Each cell of the session is a `PoolRun` of
+    its own, which uses the ranks of the session.
 
     Args:
-        over: Set by the caller when the run has ended on all hosts and in the pool's process.
-        session: For a cell in a session: the session, whose hosts and ranks the cell uses.
+        over: Event that the caller sets when the run has ended on all hosts and in the pool's
+            process.
+        session: The session whose hosts and ranks the run uses; None if the run is not a cell of a
+            session.
     """
 
     fetches = False

@@ -12,7 +12,7 @@ changed files are sent to the mirror. While the ranks run, each file that rank 0
 at once. Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
-manifest.py  rules for which files travel, and the requests that copy them (also for the run folder)
+manifest.py  rules for which files are copied, and the requests that copy them (also the run folder)
 ownership.py rules for which files are the user's, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy

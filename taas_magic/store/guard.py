@@ -124,7 +124,7 @@ def apply_rule(
     Args:
         rule: Settings of the store.
         who: Name of the process in messages.
-        means: Strongest mechanism of this host, from `strongest`.
+        means: Strongest mechanism by which this host can protect the store, from `strongest`.
         scratch: Path of the scratch folder, which is made here for this process alone. It must be
             on this host and outside the store. The process that ends this one removes it.
         run_folder: Run folder, which stays writable.
@@ -284,7 +284,7 @@ def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StorePr
     Args:
         store: Path of the store.
         holes: Folders inside the store that stay writable, from `holes`.
-        means: Strongest mechanism to try, from `strongest`.
+        means: Strongest mechanism to protect the store by, from `strongest`.
 
     Returns:
         The mechanism in effect: `means`, or a weaker one if `means` fails for this store.

@@ -1,12 +1,11 @@
 """Rules for which files are copied between hosts and the notebook, and the requests that copy them.
 
-In the modules of this folder, a file "travels" if it is copied between the notebook's machine and
-hosts. Version control, caches, secrets and the files named in `.taasignore` do not travel. A file
-that shells, ssh, git, Python or this package would execute or read as settings is never accepted
-from a host. These rules compare names without regard to case and invisible characters, because a
-file system may not distinguish them. Regular files are identified by their hash (`Hashes`), and a
-`Manifest` lists all files of a store that travel. Files are cut into pieces. The size of a message
-is adapted to the speed of the link and is at most `CHUNK_BYTES`.
+Version control, caches, secrets and the files named in `.taasignore` are not copied, neither to a
+host nor back. A file that shells, ssh, git, Python or this package would execute or read as
+settings is never accepted from a host. These rules compare names without regard to case and
+invisible characters, because a file system may not distinguish them. Regular files are identified
+by their hash (`Hashes`), and a `Manifest` lists all files of a store to copy. Files are cut into
+pieces. The size of a message is adapted to the speed of the link and is at most `CHUNK_BYTES`.
 
 The same requests copy files of the run folder, to which the rules do not apply (`FileRoot`).
 
@@ -37,7 +36,7 @@ from taas_magic.shared_files import replacing
 from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, shown, why_unsafe
 
 FILE_NAME = ".taasignore"
-"""Name of the file in which the user lists files that do not travel."""
+"""Name of the file in which the user lists files that are not copied to or from hosts."""
 
 DEFAULTS = (
     ".git/",
@@ -57,7 +56,7 @@ DEFAULTS = (
     "*.taas-saving/",
     f"{ARRIVING}*",
 )
-"""Patterns of files that do not travel, in gitignore's syntax; `.taasignore` can override them."""
+"""Patterns of files that are not copied, in gitignore's syntax; `.taasignore` can override them."""
 
 SECRETS = (
     r"\.ssh",
@@ -175,11 +174,11 @@ def normal_form(path: str) -> str:
 
 
 class Ignore:
-    """Patterns of files that do not travel.
+    """Patterns of files that are not copied to or from hosts.
 
     Args:
         lines: Lines of a `.taasignore`, in gitignore's syntax. They can override the defaults:
-            after `!__pycache__/` such folders travel, and after `!.env` that secret does. A line
+            after `!__pycache__/` such folders are copied, and after `!.env` that secret is. A line
             that names no file, such as `!*/`, overrides neither.
     """
 
@@ -206,7 +205,7 @@ class Ignore:
         return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
-        """Return whether an ignore rule matches `path` itself, so that it does not travel.
+        """Return whether an ignore rule matches `path` itself, so that it is not copied.
 
         If a rule matches a folder, the folder is not searched.
 
@@ -387,7 +386,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct):
-    """List of all files and folders that travel, and of those that cannot.
+    """List of all files and folders of a store to copy, and of those that cannot be copied.
 
     Attributes:
         entries: Files and folders; a folder comes before its contents.
@@ -614,9 +613,9 @@ class ListFiles(FileRequest[Manifest | None]):
 
 
 class ReadFiles(FileRequest[list[bytes | None]]):
-    """Request parts of files that were listed, or that a change list names.
+    """Request parts of files that the response to `ListFiles` or `ListChanges` named.
 
-    The response holds one item for each part; None if the part cannot be read.
+    The response has the bytes of each part, or None for a part that cannot be read.
     """
 
     parts: list[Part]

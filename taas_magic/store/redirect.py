@@ -108,10 +108,13 @@ class Watched:
         return None
 
     def own(self, place: str) -> str | None:
-        """Return the path of the version of `place` that this rank wrote to its scratch folder.
+        """Return the path of this rank's own version of the store's file `place`.
+
+        A rank other than 0 has its own version of a file if it wrote to the file, because such a
+        write goes to the rank's scratch folder.
 
         Returns:
-            The path; None if the rank wrote no version of its own.
+            The path in the scratch folder; None if the rank has no version of its own.
         """
         return None
 
@@ -277,7 +280,7 @@ class Discarded(Watched):
         return os.fsencode(place) if isinstance(path, bytes) else place
 
     def own(self, place: str) -> str | None:
-        """Return the path in the scratch folder that corresponds to `place`, if it exists."""
+        """See `Watched.own`."""
         path = self.write_path(place)
         return path if os.path.lexists(path) else None
 

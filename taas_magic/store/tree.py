@@ -56,7 +56,7 @@ def why_astray(path: str) -> str:
 
 
 def why_unsafe(path: str) -> str:
-    """Return why a path may not travel to another machine; "" if it may."""
+    """Return why a path may not be copied to another machine; "" if it may."""
     if why := why_astray(path):
         return why
     try:

@@ -101,7 +101,7 @@ class Notebook:
 def notebook(tmp_path: Path) -> Notebook:
     if (
         "torch" in sys.modules
-    ):  # a seed that an earlier test set would travel, and the rank would import torch
+    ):  # a seed of an earlier test would be sent, and the rank would import torch
         sys.modules["torch"].seed()
     return Notebook(tmp_path)
 

@@ -270,7 +270,7 @@ def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
 
 
 def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
-    """The kernel's own arguments, loggers and seed do not travel to the ranks."""
+    """The kernel's own arguments, loggers and seed are not sent to the ranks."""
     frontend.run("import torch; torch.seed()")
     frontend.run("""%%taas --gpus 1
 import sys, torch

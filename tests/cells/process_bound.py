@@ -1,4 +1,4 @@
-"""Objects that belong to one process, so that they cannot travel to ranks."""
+"""Objects that belong to one process, so that they cannot be sent to ranks."""
 
 # %%
 import torch

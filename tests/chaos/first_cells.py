@@ -158,8 +158,8 @@ class FirstCells:
     def _has_begun(self, frontend: Frontend, requests: Sequence[str], phase: int) -> bool:
         """Return whether a phase has begun.
 
-        The phases: 0: the pool's process exists. 1: it listens. 2: the first cell shows its head.
-        3: the first cell has ended. 4: the second cell has printed.
+        The phases: 0: the pool's process exists. 1: it listens. 2: the first cell shows its status
+        header. 3: the first cell has ended. 4: the second cell has printed.
         """
         first, second = requests
         if phase == 0:

@@ -1,4 +1,4 @@
-"""What the head shows of a run's loaders."""
+"""What the status header shows of a run's loaders."""
 
 from taas_magic.display.head import filling, loader_lines
 from taas_magic.journal.analysis import Flow

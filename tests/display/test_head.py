@@ -1,4 +1,4 @@
-"""The head of a run: its state after events, and equal content in text and HTML."""
+"""The status header of a run: its state after events, and equal content in text and HTML."""
 
 import re
 from html import unescape
@@ -15,7 +15,7 @@ from tests.events import event, new_state, parsed
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
 SURVIVING_TAGS = {"div", "span", "b", "details", "summary", "progress", "img", "br"}
 LIVE_TAGS = {"style"}
-"""Tags that only the head of an active run uses. A saved notebook may lose them."""
+"""Tags that only the status header of an active run uses. A saved notebook may lose them."""
 
 SURVIVING_ATTRIBUTES = {"style", "value", "max", "src", "alt"}
 

@@ -225,7 +225,7 @@ dist.barrier()
 def test_a_restart_waits_for_a_host_that_cannot_be_reached_yet(
     far: Notebook, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only spare host is unreachable until the head reports the wait for another host."""
+    """The only spare host is unreachable until the status header reports the wait for a host."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
 

@@ -1,4 +1,4 @@
-"""`taas.log`: values of ranks appear in the run's table, and as curves in the run's head."""
+"""`taas.log`: values of ranks appear in the run's table, and as curves in its status header."""
 
 import base64
 import math

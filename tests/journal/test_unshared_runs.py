@@ -1,4 +1,4 @@
-"""Runs on hosts that share no files with the notebook: all data travel through the pool."""
+"""Runs on hosts that share no files with the notebook: all data go through the pool."""
 
 import re
 from collections.abc import Iterator

@@ -72,7 +72,7 @@ def only(frontend: Frontend, word: str) -> psutil.Process:
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """Return the last text of a cell's head."""
+    """Return the last text of a cell's status header."""
     shown = frontend.contents(request, "update_display_data")
     return str(shown[-1]["data"]["text/plain"])
 

@@ -46,7 +46,7 @@ def beside(folder: Path) -> Iterator[Frontend]:
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """Return the newest text of the head below a cell, or ""."""
+    """Return the newest text of the status header below a cell, or ""."""
     kinds = ("display_data", "update_display_data")
     shown = [m["content"] for m in frontend.outputs[request] if m["msg_type"] in kinds]
     heads = [it for it in shown if it["transient"].get("display_id", "").endswith(":head")]

@@ -136,7 +136,7 @@ print("sum", loss.item())
 
 
 def heads(frontend: Frontend, request: str) -> list[str]:
-    """Return the texts that a cell's head had, oldest first."""
+    """Return the texts that a cell's status header had, oldest first."""
     shown = frontend.contents(request, "update_display_data")
     return [str(each["data"]["text/plain"]) for each in shown]
 

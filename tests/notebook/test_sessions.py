@@ -67,7 +67,7 @@ def error(frontend: Frontend, cell: str) -> str:
 
 
 def notes(frontend: Frontend, request: str) -> str:
-    """Return the last text of a cell's head."""
+    """Return the last text of a cell's status header."""
     return str(frontend.contents(request, "update_display_data")[-1]["data"]["text/plain"])
 
 

@@ -218,7 +218,7 @@ def test_a_dry_run_names_the_store(notebook: Notebook, capsys: pytest.CaptureFix
 def test_a_link_that_leads_out_of_the_store_is_said(
     notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/faults.md 42: all ranks write through the link, and the head warns of it."""
+    """docs/faults.md 42: all ranks write through the link, and the status header warns of it."""
     (tmp_path / "scratch").mkdir()
     Path("out").symlink_to(tmp_path / "scratch")
     source = "import os\nopen(f\"out/{os.environ['RANK']}\", 'w').close()"

@@ -310,7 +310,7 @@ SECRETS = (
 
 @pytest.mark.fault(75)
 def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
-    """docs/faults.md 75: files with secrets do not travel if the store is a home folder."""
+    """docs/faults.md 75: files with secrets are not copied if the store is a home folder."""
     make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
     mirror, manifest = travel.mirrored()
     assert files_of(manifest) == {"train.py", "environment.yml"}

@@ -107,7 +107,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.fault(75)
 def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
-    """docs/faults.md 75: they travel in neither direction, and notes name the first of them."""
+    """docs/faults.md 75: they are copied in neither direction, and notes name the first of them."""
     for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("secret")

@@ -42,7 +42,7 @@ class Travel:
 
     Args:
         folder: Folder for the store, the server's state and the mirrors.
-        limit_bytes: Maximum size of the files that travel.
+        limit_bytes: Maximum total size of the files to copy.
         shared: Folders that all ranks may write.
         overwrite: Patterns of the user's files that hosts may overwrite; all by default.
     """

@@ -1,8 +1,8 @@
 """Script that takes the pictures in docs/: notebooks in JupyterLab in a real browser.
 
 Run it from the checkout: `python -m tests.rig.browser.picture FOLDER [NAME ...]`. Without names, it
-takes all pictures. A picture has the name of the function that takes it. The heads in the pictures
-show run folders of the user who runs the script.
+takes all pictures. A picture has the name of the function that takes it. The status headers in the
+pictures show run folders of the user who runs the script.
 """
 
 import io
@@ -151,7 +151,7 @@ def failure(session: Session) -> bytes:
 
 
 def data_advice(session: Session) -> bytes:
-    """Show the end of a run that waited for its data: the head says what to change."""
+    """Show the end of a run that waited for its data: the status header says what to change."""
     dataset = """
 import time
 
