@@ -32,7 +32,7 @@ class TaasKernelApp(IPKernelApp):
     default_extensions = List(Unicode(), ["storemagic", EXTENSION]).tag(config=True)
 
     def init_extensions(self) -> None:
-        """Load the extensions, and mark ours as not loaded.
+        """Load the extensions, and mark `taas_magic` as not loaded.
 
         So `%load_ext taas_magic`, which notebooks contain, prints no "already loaded" message.
         """

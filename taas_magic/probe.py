@@ -296,7 +296,7 @@ def install(
 
     The folder is filled under a temporary name and then renamed, so a folder with the final name is
     always complete. If several hosts that share a home folder install the same packages at once,
-    the first one wins and the others discard theirs.
+    the first one wins and the others discard their folders.
 
     Args:
         folder: The folder to create; its name identifies the content.

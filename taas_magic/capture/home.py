@@ -39,11 +39,12 @@ class RankNamespace:
 
 
 class SentVariable(NamedTuple):
-    """A variable that the cell has set and that a result needs, so that it is sent, too.
+    """A variable of the cell that is sent because a result needs it.
 
     Attributes:
         name: Name of the variable.
-        owner: Name of that result: a variable of `--out`, or the value of the last expression.
+        owner: Name of the result that needs it: a variable of `--out`, or the value of the last
+            expression.
     """
 
     name: str
@@ -101,7 +102,7 @@ class ResultPickler(ValuePickler):
         return mine | set(self._storages) | set(self.filled)
 
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
-        """Add a value; first add the cell's variables that a trial pickle of it shows to be needed.
+        """Add a value, after the cell's variables that it needs; a trial pickle finds these.
 
         Args:
             value: Function that returns the value.

@@ -184,7 +184,7 @@ def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether a variable is IPython's or Python's own, and not set by the user."""
+    """Return whether IPython or Python, and not the user, has set a variable."""
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True

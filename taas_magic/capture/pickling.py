@@ -474,7 +474,7 @@ class ValuePickler(cloudpickle.Pickler):
         return importlib.import_module, (module.__name__,)
 
     def _need_by_name(self, definition: Any) -> None:
-        """Add a function's or class's own name to `needs`, so that the receiver defines that name.
+        """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
         The worker processes of a DataLoader pickle instances with the name of their class.
         """

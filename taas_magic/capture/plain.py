@@ -147,7 +147,7 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
-        """Write the node of a value, and before it the nodes of its parts; return its number."""
+        """Write the nodes of a value and its parts; return the number of the value's node."""
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
@@ -170,7 +170,7 @@ class PlainWriter:
         raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
     def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
-        """Write a container; it gets its number before its parts, as these may refer to it."""
+        """Write a container. Number it before its parts, because these may refer to it."""
         number = self._append(Node(type(value).__name__))
         self._numbers[id(value)] = number
         self._nodes[number].items = self._items(parts(value))

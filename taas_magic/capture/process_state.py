@@ -131,7 +131,7 @@ class _Logger(NamedTuple):
     """Settings of a logger; for a library's logger, only the level is used.
 
     Attributes:
-        is_own: Whether a cell probably made the logger: libraries name theirs after a module.
+        is_own: Whether a cell probably made the logger. Libraries name loggers after a module.
         handlers: Stream name, level and pickled formatter of each handler.
     """
 

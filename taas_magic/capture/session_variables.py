@@ -311,7 +311,7 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 
 def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
-    """Return `names`, and all names whose values share an object with theirs.
+    """Return `names`, and all names whose values share an object with the values of `names`.
 
     A value may share an object directly, or by way of the values of other names.
     """

@@ -382,7 +382,7 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state at or before a slot, of the dataset that reads its stream.
+        """Return the latest saved state, at or before a slot, of the dataset of the slot's stream.
 
         Returns:
             The number of items that the stream had given before the state, and the state; None if
@@ -412,7 +412,7 @@ class Client:
         self._links = {}
 
     def _loader_request(self, slot_request: SlotRequest) -> LoaderRequest:
-        """Return the message for the fetcher that requests a slot's batch or its units."""
+        """Return the message that requests a slot's batch, or only the batch's units."""
         kind = RequestKind.GET if slot_request.mine else RequestKind.PEEK
         detail = b"" if self._indices is None else encode.as_bytes(self._indices[slot_request.slot])
         return LoaderRequest(kind, self._epoch, slot_request.slot, detail)

@@ -521,9 +521,9 @@ class Snapshots:
 
     Each state is stored under the index of the item that follows it.
 
-    No state is saved before the dataset has yielded an item. Until then, the `state_dict` of a
-    dataset that has loaded a state, or whose `__iter__` is a generator, does not report the
-    position at which the dataset begins.
+    No state is saved before the dataset has yielded an item. Until then, `state_dict` may not
+    report the position at which the dataset begins: for example, if the dataset has loaded a state,
+    or if its `__iter__` is a generator.
     """
 
     def __init__(self) -> None:

@@ -509,8 +509,8 @@ def use_feed(feed: Feed | None) -> None:
 def arrive(shape: LoaderShape) -> DataLoader[Any]:
     """Return a new `RemoteLoader` in place of a registered loader.
 
-    A registered loader is pickled as a call of this function. In a process that is not a rank, such
-    as a child that a rank has spawned, the result is a loader that raises an exception when it is
+    A registered loader is pickled as a call of this function. If the process is not a rank,
+    for example a child that a rank spawned, the returned loader raises an exception when it is
     used.
     """
     if _feed is None:

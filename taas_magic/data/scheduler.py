@@ -454,9 +454,9 @@ class Buffer:
             self.ahead.ended(request.epoch, request.slot)
 
     def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
-        """Record that this response is the next one that `who` must send.
+        """Record that `who` must send the response to `request` next.
 
-        Such a request is prepared even if the buffer is full. If its response was dropped, the
+        The request is prepared even if the buffer is full. If its response was dropped, the
         request is queued again.
         """
         self.add_request(who, request)
@@ -810,7 +810,7 @@ class Scheduler:
 
 
 def _given_up(request: LoaderRequest, how_ended: str) -> Prepared:
-    """Return the LOST response to a request that ended its worker `_TRIES` times.
+    """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries.
 
     Args:
         request: The request.

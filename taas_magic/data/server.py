@@ -725,8 +725,8 @@ class OwnServers:
 
     The constructor forks a child, the starter process, which later forks the servers. Call the
     constructor while the rank has one thread and has not run user code. A fork at a later time,
-    when the cell iterates a loader, could deadlock: it would copy a lock that another thread holds
-    at that moment (for example that of torch's random generator) and would wait for it forever.
+    when the cell iterates a loader, could deadlock: the child would copy a lock that another
+    thread holds at that moment, such as that of torch's random generator, and would wait forever.
 
     `close` ends the starter process and the servers, and waits for them. Without `close`, they end
     when the rank's process ends.

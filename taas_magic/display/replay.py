@@ -1,7 +1,7 @@
 """Computes a run's state and its past output from its journal, for views opened later. Pure.
 
-The state is the same as in a view that was open all the time. Of the lines that ranks printed, only
-those that the view shows are decoded, so a journal of 100 MB takes less than a second.
+The state is the same as in a view that was open all the time. The reader decodes only those printed
+lines that the view shows, so a journal of 100 MB takes less than a second.
 """
 
 import re

@@ -45,14 +45,14 @@ class LocalEngine(HostsEngine):
     def prepare(self) -> None:
         """Start the first host's supervisor early, while this process imports Dask.
 
-        Of all steps of a host's start, its imports take longest, and they need no scheduler.
+        The imports are the slowest step of a host's start, and they need no scheduler.
         """
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
         """Return a supervisor that waits for its agent's settings on standard input.
 
-        It is the one that `prepare` started, or a new one.
+        This is the supervisor that `prepare` started, or a new one.
         """
         if self._started:
             return self._started.pop()

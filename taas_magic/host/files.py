@@ -45,7 +45,7 @@ from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 
 LOG_BYTES = 64 << 20
-"""Maximum bytes of a log that are sent back. Of a longer log, only the end is sent."""
+"""Maximum bytes of a log that are sent back. If a log is longer, only its end is sent."""
 
 RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 """Name of a result in the run folder: attempt and rank, then a number."""

@@ -465,8 +465,8 @@ def _runs(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process; None while it runs, or while another thread starts one.
 
-    The watching thread calls this. It must not wait for a thread that starts a process, because
-    that thread waits until the watching thread kills a forkserver that is stopped.
+    The watching thread calls this, and must not wait for a thread that starts a process. If the
+    forkserver is stopped, that thread waits until the watching thread kills the forkserver.
     """
     if not _lock.acquire(blocking=False):
         return None

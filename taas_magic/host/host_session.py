@@ -120,7 +120,7 @@ class CellAttempt(Attempt):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Interrupt the ranks that run the cell. If they still do later, cut their connections.
+        """Interrupt the ranks that run the cell. If they run it for longer, cut their connections.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.

@@ -95,7 +95,7 @@ def order(folder: Path, rank: int, cell: CellOrder) -> None:
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send a rank the line of input that it waits for. It is at most PIPE_BUF bytes long."""
+    """Send a rank the line of input that it waits for. The line has at most PIPE_BUF bytes."""
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
 

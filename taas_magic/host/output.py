@@ -301,8 +301,8 @@ class LogBudget:
         """Divide lines into those that fit into the budget and the errors among the others.
 
         Returns:
-            The first lines, as many as fit into the budget. Of the other lines, those that look
-            like errors and fit into the reserve. All remaining lines are dropped.
+            Two lists: the first lines, as many as fit into the budget; and those of the other
+            lines that look like errors and fit into the reserve. All remaining lines are dropped.
         """
         self._refill()
         self._tail.extend(lines)

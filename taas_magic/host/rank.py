@@ -973,11 +973,12 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Record an exception that IPython shows. The run has failed, even if the cell continues.
 
-        The agent is told before IPython formats the traceback, which takes up to 0.1 s, because the
-        order in which ranks fail decides which failure is the first. If the exception ends the
-        cell, this message has the traceback as Python prints it, because the rank may be killed
-        before IPython has formatted one. If the cell continues, the traceback is also written to
-        the log, because a cell without `%%taas` would show it in its output.
+        The agent gets a message before IPython formats the traceback, which takes up to 0.1 s: the
+        order of these messages decides which rank counts as the first that failed. If the
+        exception ends the cell, this message has the traceback as Python prints it, because the
+        rank may be killed before IPython has formatted one. If the cell continues, the
+        traceback is also written to the log, because a cell without `%%taas` would show it in its
+        output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver, for the imports of formatting (`prepare`)

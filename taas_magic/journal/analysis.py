@@ -115,13 +115,13 @@ class LoaderFlow:
 
     @property
     def units(self) -> int:
-        """Units that the ranks received; if they resumed from a loader's state, since its start."""
+        """Units that the ranks received, in this run and before the state from which it resumed."""
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
         return int(self.rank_total("units")) + resumed
 
     @property
     def shares(self) -> dict[int, float]:
-        """For each rank, the fraction of its time in loops over the loader in which it waited."""
+        """For each rank, the part of its time in loops over the loader in which the rank waited."""
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
             for rank, counts in sorted(self.ranks.items())
@@ -501,7 +501,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
-    """Draw, over time, the share of time in which ranks waited, and below it batches per second.
+    """Draw two curves over time: the share of time in which ranks waited, and the batches/s.
 
     Args:
         events: The events of the run's journal.

@@ -130,7 +130,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The one field of `plan.json`'s data plan that lists of runs show: the fetchers' pool."""
+    """The part of the data plan in `plan.json` that lists of runs show: the fetchers' pool."""
 
     pool: str
 
@@ -455,7 +455,7 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file; if it is new, only the user can read it. An `opener` for `open`."""
+    """Open a file as an `opener` of `open`. If the file is new, only the user can read it."""
     return os.open(path, flags, 0o600)
 
 

@@ -280,7 +280,7 @@ class Timeline:
 
     @property
     def slowest_rank(self) -> int:
-        """The rank for which the others waited: it spent most time not waiting for other ranks."""
+        """The rank for which the others waited: the rank with the most `busy_s`."""
         busy_s = defaultdict[int, float](float)
         for one in self.steps:
             busy_s[one.rank] += one.busy_s

@@ -31,7 +31,7 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages about itself that a rank sends to its agent, in addition to events."""
+    """Base class of messages that a rank sends to its agent about itself, besides events."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):

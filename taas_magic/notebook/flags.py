@@ -584,7 +584,7 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return flags without a comment at their end. It starts at a word that begins with `#`."""
+    """Return flags without the comment at their end. A word that begins with `#` starts it."""
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""

@@ -50,7 +50,7 @@ class InputQueue:
     def pop_next(self, now: float) -> InputRequested | None:
         """Return the request to answer now, and remove it; None if there is none yet.
 
-        The rank that was answered last comes first. For `SAME_RANK_S`, the others wait for it.
+        The rank that was answered last comes first: other ranks wait `SAME_RANK_S` for it.
 
         Args:
             now: Current time, on the clock that `record_answer` gets.

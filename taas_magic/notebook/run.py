@@ -283,7 +283,7 @@ class RunFetchers:
 
     @property
     def connection(self) -> PoolConnection | None:
-        """The connection to the process of their pool; None before it is open."""
+        """The connection to the process of the fetchers' pool; None before it is open."""
         return self._connection
 
     def leave(self) -> None:

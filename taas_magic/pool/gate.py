@@ -1,9 +1,9 @@
 """The pool's Dask scheduler and its port: authentication of peers and checks of their messages.
 
-Of Dask's scheduler, only membership and streams are used. Dask's own listener unpickles messages
-before it checks them, and does not limit the number of unauthenticated connections. `Gate` replaces
-that listener through Dask's own extension points, `Server.listen` and `Server.listeners`. `Gate`
-enforces three rules:
+The pool uses only the membership and the streams of Dask's scheduler. Dask's own listener unpickles
+messages before it checks them, and does not limit the number of unauthenticated connections. `Gate`
+replaces that listener through Dask's own extension points, `Server.listen` and `Server.listeners`.
+`Gate` enforces three rules:
 
 - A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. Only the
   newest `MOST_UNPROVED` connections that have not done so yet are kept. So a flood of silent

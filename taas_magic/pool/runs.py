@@ -1,4 +1,4 @@
-"""The pool's process's side of a run: its ranks on all hosts, and its fetchers on all hosts.
+"""A run in the pool's process: the ranks on all hosts, and the fetchers on all hosts.
 
 Ranks and fetchers have the same lifecycle (`Share`). A `Share` takes hosts of the pool and starts
 its ranks or fetchers on them. It accepts events and requests only from these hosts. It continues

@@ -1,7 +1,7 @@
 """The project store of a run: choose it, check that it can be written, lock it, identify it.
 
-On one machine, from its start to its shutdown, the numbers of file system and inode identify a
-folder. Between machines they do not, because two clones of one disk have the same numbers. Another
+On one machine, until its next boot, the numbers of the file system and the inode identify a folder.
+On different machines they do not, because two clones of one disk have the same numbers. Another
 machine therefore looks for a file with a random name, which the notebook's machine makes in the
 store for the time of the run.
 """
