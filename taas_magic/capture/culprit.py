@@ -113,9 +113,8 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Returns:
-        The path to that part (`config['a'][3].db`), and the part itself. Both belong to the
-        innermost part found so far if the search reaches `_BUDGET_S` or `_DEPTH`, or if none of
-        that part's own parts fails when it is pickled alone.
+        The path to that part (`config['a'][3].db`), and the part itself. The search ends at a part
+        that cannot be pickled although each of its own parts can, and at `_BUDGET_S` or `_DEPTH`.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives

@@ -176,8 +176,8 @@ class RankVariables:
             refuse: As in `choose`.
 
         Returns:
-            The record of each value with the reason, in the order in which they were pickled, and
-            the names whose value belongs to the ranks but is new in the notebook.
+            Two values: the record and the reason of each pickled variable, by name, in the order of
+            pickling; and the names whose value belongs to the ranks but is new in the notebook.
         """
         needed: dict[str, tuple[Sent, str]] = {}
         kept: list[str] = []

@@ -346,9 +346,9 @@ class RemoteLoader(DataLoader[Any]):
         If the epoch's order has changed, the iterator raises `ValueError` when the epoch begins.
 
         Raises:
-            ValueError: The state belongs to another loader (its dataset, seed or number of streams
-                differs), or it was saved with another number of ranks and its position is in the
-                middle of a step.
+            ValueError: The state belongs to a loader with another dataset, seed or number of
+                streams. Or the number of ranks was different when the state was saved, and the
+                state's position is in the middle of a step.
         """
         self._check(state)
         position, slot, first_slots = state["place"]

@@ -245,8 +245,8 @@ class HostsEngine(Engine):
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
 
-        Such a host makes progress: the supervisor ends a host whose agent is stuck before it has
-        joined, and the agent ends a host whose forkserver is stuck.
+        A starting host makes progress or ends. If its agent is stuck before it joins, the
+        supervisor ends the host. If its forkserver is stuck, the agent ends the host.
         """
         return any(not host.start_task.done() for host in self.hosts.values())
 

@@ -38,8 +38,8 @@ class Usage(NamedTuple):
 def last_active(before: Usage | None, now: Usage) -> Usage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    If the result is passed as `before` with the next sample, its time is always that of the last
-    sample that showed work. A new or ended process counts as work.
+    Pass the result as `before` with the next sample. The time of the result is then always the time
+    of the last sample that showed work. A new or ended process counts as work.
     """
     return now if before is None or before[1:] != now[1:] else before
 

@@ -363,8 +363,8 @@ def wait_while_stopped() -> None:
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
-    The exit code `_LOST` means that the forkserver ended first, but the system may show that a
-    moment later. So if a code is `_LOST`, this waits for that for up to `_SEEN_S`.
+    The exit code `_LOST` means that the forkserver ended first, but the system may show its end a
+    moment later. So if a code is `_LOST`, wait up to `_SEEN_S` for this.
 
     Args:
         codes: Exit codes of processes that have ended.

@@ -865,8 +865,8 @@ class RankShell(InteractiveShell):
             colors: IPython's colour scheme, for tracebacks.
 
         Returns:
-            The cell's namespace. It is `sys.modules["__main__"].__dict__`, as in a kernel, so that
-            objects which a fork pickles by reference to `__main__` are found when unpickled.
+            The cell's namespace: `sys.modules["__main__"].__dict__`, as in a kernel. So if a fork
+            pickles an object by its name in `__main__`, unpickling finds the object.
         """
         main = types.ModuleType("__main__")
         main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)

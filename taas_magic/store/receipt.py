@@ -60,8 +60,8 @@ class Receipt:
         means: Mechanism that protected the store from ranks other than 0 (value of
             `guard.StoreProtection`); "" if there were no such ranks.
         complete: Whether the search for changed files covered all of the store.
-        not_sent: Reason for each of rank 0's files that did not arrive in the store from a host
-            that does not share it, by path.
+        not_sent: Files of rank 0 that were not copied from its host to the store: the reason, by
+            path.
     """
 
     written: Mapping[str, int] = field(default_factory=dict)
