@@ -542,7 +542,11 @@ class HostRun(HostShare):
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
             if attempt.ended is None and self._checks_ranks():
-                attempt.check(self._deadline.at, self.stopped_at)
+                self._check(attempt)
+
+    def _check(self, attempt: Attempt) -> None:
+        """Check whether ranks have ended, failed or hang."""
+        attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
         """Return whether this run should check the ranks now.

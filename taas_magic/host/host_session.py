@@ -246,6 +246,17 @@ class HostSession(HostRun):
         """Return whether the session checks the ranks now: it runs no cell, or it was stopped."""
         return self._cell is None or self.stopped_at is not None
 
+    def _check(self, attempt: Attempt) -> None:
+        """Check the ranks and their key-value store, without which no process group can form.
+
+        Raises:
+            PoolError: The store's process has ended.
+        """
+        why = self._rendezvous.why_ended() if self._rendezvous is not None else ""
+        if why and self.stopped_at is None:
+            raise PoolError(f"{why}, so the ranks cannot form another process group")
+        super()._check(attempt)
+
     def _ending(self) -> tuple[Callable[[], None], ...]:
         self._started.set()
         first, *others = super()._ending() or (lambda: None,)

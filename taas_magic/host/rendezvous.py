@@ -18,6 +18,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import signal
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, signal_name
 from taas_magic.host import forkserver
 
 STORE_TIMEOUT_S = 300.0
@@ -64,6 +65,14 @@ class Rendezvous:
         """Start the process that serves the store. Ranks that have connected before wait for it."""
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
+
+    def why_ended(self) -> str:
+        """Return how the process that serves the store has ended, or "" if it has not."""
+        code = forkserver.exitcode(self._server) if self._server is not None else None
+        if code is None:
+            return ""
+        how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
+        return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:
         """Kill the process that serves the store. Called when the attempt's ranks have ended."""
@@ -184,6 +193,7 @@ def serve(listener: socket.socket, address: str) -> None:
     """
     import torch.distributed as dist
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     make_store = functools.partial(
         dist.TCPStore,  # type: ignore[attr-defined]
         address,

@@ -1,5 +1,6 @@
 """Sessions in a real kernel: variables that stay or are sent again, loaders, and failing ranks."""
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.frontend import Frontend
-from tests.harness import below, left_of
+from tests.harness import below, left_of, listening_ports
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
 
@@ -352,6 +353,23 @@ def test_a_rank_that_dies_between_cells_ends_the_session(session: Frontend) -> N
     assert "rank 0" in said and "SIGKILL" in said
     session.run(START)
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+
+
+def test_a_session_whose_key_value_store_dies_ends(session: Frontend) -> None:
+    ranks = ranks_of(session)
+    session.run(
+        "%%taas --session exp --out port\nport = int(os.environ['MASTER_PORT'])\n"
+        "dist.destroy_process_group()"
+    )
+    port = value(session, "port")
+    store = next(it for it in below(os.getpid()) if port in listening_ports([it]))
+    store.send_signal(signal.SIGINT)  # has no effect
+    session.run("%%taas --session exp\ndist.init_process_group('gloo')")
+    store.kill()
+    assert not left_of(ranks)
+    said = error(session, "%%taas --session exp\npass")
+    assert f"process {store.pid}, which serves the ranks' key-value store" in said
+    assert "was killed by SIGKILL" in said
 
 
 def test_what_a_session_has_is_listed_and_new_ranks_have_nothing(session: Frontend) -> None:
