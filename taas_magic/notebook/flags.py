@@ -387,8 +387,8 @@ FLAGS = (
         "T",
         hang_s,
         "a time such as 90, 90s, 5m or 2h, or 0 for never",
-        "Time without progress of any rank after which the status header shows their lines; default "
-        "60s.",
+        "Time without progress of any rank after which the status header shows the line "
+        "that each rank runs; default 60s.",
         ("5m", "0", "20s"),
     ),
     Flag(

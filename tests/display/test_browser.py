@@ -20,6 +20,7 @@ from tests.rig.browser.chromium import WAIT_S, Page, find, open_page
 from tests.rig.browser.lab import (
     Lab,
     command,
+    open_busy_notebook,
     open_lab,
     open_notebook,
     run_cell,
@@ -167,7 +168,7 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
         eventually(lambda: "step 3" in printed.read_text(), "the terminal shows no news")
 
         page.go("about:blank")
-        open_notebook(page, lab, "back.ipynb")
+        open_busy_notebook(page, lab, "back.ipynb")
         command(page, "notebook:interrupt-kernel")
         eventually(lambda: lab.is_ready("back.ipynb"), "the attached view does not end")
         take_steps(project, 5)

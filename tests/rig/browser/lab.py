@@ -122,13 +122,17 @@ def show_notebook(page: Page, lab: Lab, name: str) -> None:
     page.wait_for("!!document.querySelector('.jp-Notebook .jp-Cell') && !!window.jupyterapp")
 
 
+def open_busy_notebook(page: Page, lab: Lab, name: str) -> None:
+    """Show a notebook in a page, and wait until the page is connected to the kernel."""
+    show_notebook(page, lab, name)
+    page.wait_for(f"{CONNECTION} === 'connected'")
+
+
 def open_notebook(page: Page, lab: Lab, name: str) -> None:
     """Show a notebook in a page, and wait until the page is connected to an idle kernel."""
-    show_notebook(page, lab, name)
+    open_busy_notebook(page, lab, name)
     # Ask the server: the page says "idle" before it is connected.
     eventually(lambda: lab.is_ready(name), "the notebook gets no kernel")
-    # After a reload, the server may still count the previous page's connection.
-    page.wait_for(f"{CONNECTION} === 'connected'")
 
 
 def command(page: Page, name: str, **values: str) -> None:
