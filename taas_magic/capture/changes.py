@@ -46,7 +46,10 @@ State = tuple[Any, ...]
 
 
 class ChangeDetector:
-    """Detector of captured values that a cell changes, by digests from before the cell.
+    """Detector of captured values that a cell changes.
+
+    It makes a digest of each value before the cell runs. `notes` compares these digests with the
+    values after the cell.
 
     Args:
         values: The notebook's values by name, small ones first.

@@ -93,9 +93,10 @@ class ResultPickler(ValuePickler):
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of pickled objects and storages that other results may also hold.
+        """Return the ids of the pickled objects and storages that other results may also contain.
 
-        Results that hold the same object must be in one pickle, to get the same copy of it.
+        If two results contain the same object, both must be in one pickle. Otherwise the notebook
+        would get two copies of the object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         mine = {key for key, (_, held) in memo.items() if _is_shared(held)}

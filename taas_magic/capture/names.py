@@ -193,10 +193,16 @@ class UsedNames:
     keeps three collections for this:
 
     - `_defined`: the names that are certainly set so far.
-    - `_later`: for each function and class of the cell, the names that its code reads.
-    - `_awaited`: the names in the code of the functions that were loaded so far. If the cell
-      defines one of these names further down, as a function, the names in that function's code
-      count at once.
+    - `_later`: for each function and class of the cell, the names that its code reads. The pass
+      removes an entry when a statement loads the function's name.
+    - `_awaited`: the names in the code of the functions that were loaded so far. If a later
+      statement defines one of these names as a function, that function may already be in use.
+
+    For example:
+
+        def f(): return g()    # _later["f"] = {"g"}
+        f()                    # loads f: g counts as used, and g is awaited
+        def g(): return x      # g is awaited, so x counts as used too
 
     Attributes:
         why: Reason for each name that the cell may read before it has certainly set the name.

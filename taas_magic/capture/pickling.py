@@ -321,10 +321,11 @@ class ValuePickler(cloudpickle.Pickler):
             raise
 
     def add_definitions(self) -> None:
-        """Pickle a dict of those functions and classes of `__main__` that the added values contain.
+        """Add a dict of the functions and classes of `__main__` that the added values use.
 
-        Fetchers put them into their own `__main__`. There, pickle saves the functions, and the
-        instances of the classes, by name: for example, to send them to a process pool.
+        A fetcher puts this dict into its own `__main__`. So a dataset in the fetcher can pickle
+        these functions, and instances of these classes, by name, for example to send them to a
+        process pool.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -340,7 +341,7 @@ class ValuePickler(cloudpickle.Pickler):
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of the pickled objects and storages that other values may also hold."""
+        """Return the ids of the pickled objects and storages that other values may also contain."""
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 

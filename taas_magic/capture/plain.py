@@ -109,9 +109,10 @@ class PlainWriter:
         return to_bytes(self._nodes)
 
     def shared_ids(self) -> set[int]:
-        """Return the ids of objects and storages that other values may also hold.
+        """Return the ids of the value's mutable objects and tensor storages.
 
-        Values that hold the same object must be in one table, to get the same copy of it.
+        If another value contains one of these objects too, both values must be written as parts of
+        one table. Otherwise the reader would get two copies of the object.
         """
         mutable = {id(it) for it in self._held if _is_mutable(it)}
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}

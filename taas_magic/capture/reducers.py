@@ -64,8 +64,9 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the class with this id if this process has it, else make it.
 
-    So the notebook loads a result with its own class. A class that is made a second time would be a
-    different class, and would run `__init_subclass__` of its bases again.
+    So if a rank returns an object of a class that the notebook defined, the object has the
+    notebook's class, and not a copy of it. Making a copy would also call the base classes'
+    `__init_subclass__` again.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known

@@ -487,7 +487,11 @@ _feed: Feed | None = None
 
 
 def _part_from_rank() -> None:
-    """Reset the lock and the connections in a fork of the rank; the fork then makes its own."""
+    """Make a fork of the rank independent of the rank's lock and connections.
+
+    The fork gets a new lock, and closes its copies of the connections. Its loaders open new
+    connections when they are used.
+    """
     global _one_route
     _one_route = threading.Lock()
     for loader in _feed.loaders if _feed is not None else ():

@@ -266,7 +266,15 @@ class PackedBatches:
 
 
 def _pack(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
-    """Return the indices of a sampler's batches in compact form, if possible, and their hash."""
+    """Pack the indices of all batches that a sampler draws.
+
+    Args:
+        drawn: The sampler's batches, each a list of indices or one index.
+
+    Returns:
+        The batches, as `PackedBatches` if all of them can be stored exactly; and a hash of all
+        indices.
+    """
     packed, others = PackedBatches(), list[Any]()
     for batch in drawn:
         if others or not packed.append_if_exact(batch):
@@ -346,13 +354,17 @@ def seed_all(seed: int) -> None:
 
 
 def _random_state() -> Any:
-    """Return the state of all generators that `seed_all` seeds."""
+    """Return the state of the random generators that `seed_all` seeds."""
     numpy_state = _numpy.random.get_state() if _numpy else None
     return torch.default_generator.get_state(), random.getstate(), numpy_state
 
 
 def _set_random_state(state: Any) -> None:
-    """Set the state of all generators that `seed_all` seeds to a result of `_random_state`."""
+    """Restore the random generators of torch (CPU), `random` and, if installed, numpy.
+
+    Args:
+        state: A result of `_random_state`.
+    """
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)

@@ -257,7 +257,7 @@ class FolderDirectory:
 class BatchLedger:
     """On-disk count of the batches that one rank received in one attempt of a run.
 
-    Each line of the file is one pass over a loader; several passes may be active at once. The rank
+    Each line of the file is one pass over a loader; several passes may be active together. The rank
     increments a line's counter before the cell receives a batch. The file is mapped into memory,
     so counting needs no system call, and the counts survive even if the rank is killed.
 

@@ -351,7 +351,11 @@ class ScoutedSchedule:
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Free the memory for the slots of steps before `step`, `_FORGET_SLOTS` or more at once."""
+        """Free the memory for the slots of finished steps, once they are `_FORGET_SLOTS` or more.
+
+        Args:
+            step: First step that is not finished.
+        """
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return

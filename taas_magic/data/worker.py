@@ -95,8 +95,8 @@ class ServedLoader:
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
         fill_batches: Minimum number of batches to prepare before ranks request any, including
             batches of later epochs.
-        fill_bytes: Minimum size of those batches. If both minimums are 0, workers prepare as much
-            of the first epoch as fits into memory.
+        fill_bytes: Minimum total size of these batches. If both minimums are 0, workers prepare as
+            much of the first epoch as fits into memory.
         folder: Folder with the pickled loader if a rank runs the server; else "".
     """
 
@@ -121,12 +121,13 @@ class WorkerHandle:
         arena: Number of the worker's arena, unique in the server.
         sock: Socket to the worker.
         is_suspect: Whether an earlier worker with this number has ended. A suspect receives one
-            command at a time. So if it ends again, the server knows which command was the reason.
+            command at a time. So if the suspect ends too, the server knows which command was the
+            reason.
 
     Attributes:
         memory: The worker's arena.
-        frees: Offsets of batches in the arena that are no longer in use; the next message tells
-            the worker, which can reuse the memory.
+        frees: Offsets of batches in the arena that are no longer in use. The next message sends
+            them to the worker, which then reuses the memory.
         unanswered: Requests that the worker has not answered yet, by their command's number.
     """
 
@@ -154,8 +155,8 @@ class WorkerHandle:
     def queue_command(self, number: int, request: LoaderRequest) -> None:
         """Queue a command that `send` will send to the worker.
 
-        The queued commands must fit into the socket's buffer, so that the server never blocks. So
-        the request's `detail`, if it has one, is sent as a file, because it may be large.
+        The queued commands must fit into the socket's buffer, so that the server never blocks. The
+        request's `detail` may be large, so it is sent as a file.
 
         Args:
             number: Number of the command; the worker's reply has the same number.
@@ -407,7 +408,7 @@ def _failed(failure: UserCodeFailed) -> _Prepared:
 
 
 class StoppedChildren:
-    """Watchdog that kills child processes which have been stopped (SIGSTOP) for `STOPPED_S`.
+    """Watchdog that kills child processes suspended by SIGSTOP for `STOPPED_S`.
 
     Attributes:
         ended: Process ids of the children that the watchdog has killed.
@@ -418,11 +419,13 @@ class StoppedChildren:
         self._since: dict[int, float] = {}
 
     def end(self, children: Iterable[int]) -> None:
-        """Kill the children that have been stopped for too long; call about once a second.
+        """Kill the children that have been suspended by SIGSTOP for `STOPPED_S`.
+
+        Call it about once a second.
 
         Args:
-            children: Process ids of the children to check. The caller must not have waited for
-                them (`waitpid`), because another process could have the id then.
+            children: Process ids of the children to check. The caller must not have reaped any of
+                them (`waitpid`): after that, the system may give its id to another process.
         """
         now = time.monotonic()
         stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]

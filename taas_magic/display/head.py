@@ -158,8 +158,9 @@ class RunState:
 
         Args:
             event: The event.
-            now: Time of its arrival, on the clock of `began`; default is the event's own time. A
-                live view passes its own time, because the clocks of hosts may differ by days.
+            now: Time at which the event arrived, from the same clock as `began`. By default, the
+                event's own time. A live view passes the time of its own clock, because the clocks
+                of hosts may differ by days.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -210,7 +211,7 @@ class RunState:
     def hang(self) -> list[RankStack]:
         """The stacks of all ranks if no rank makes progress on any host; else an empty list.
 
-        The times in them (`RankStack.since`) are on the clock of `began`.
+        The times in them (`RankStack.since`) are from the same clock as `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}

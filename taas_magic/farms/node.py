@@ -1,10 +1,10 @@
 """The node: a farm's process on one host, with a Dask worker and the processes of its jobs.
 
-To the pool, a node is a run of one rank, so it has leases, an end and a journal like any run. The
-rank (`run_node`) starts the node as a separate program. Like an agent, the node starts a forkserver
-before it imports Dask. It joins the farm when the forkserver has imported its modules. Until then
-it reports to the farm which module is being imported. Imports may take any time, but the node ends
-if it shows no activity for `start_timeout_s`.
+To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
+separate program, so the pool ends the node with the run. Like an agent, the node starts a
+forkserver before it imports Dask. The node joins the farm when the forkserver has imported torch
+and IPython. Until then, the node reports to the farm which module the forkserver is importing. The
+imports have no time limit, but the rank ends a node that shows no activity for `start_timeout_s`.
 """
 
 import asyncio

@@ -155,7 +155,7 @@ class Lease:
 
 
 def end_agent(lease_s: float) -> None:
-    """End this agent at once, because its lease has expired.
+    """End this agent immediately, because its lease has expired.
 
     The supervisor then ends all processes that the agent leaves.
 

@@ -120,8 +120,8 @@ def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
     Removes this module's own names, such as `load` and `Path`, because they would hide the
-    notebook's. Makes the project's modules importable at once, because the child's arguments may be
-    objects of their classes.
+    notebook's. Makes the project's modules importable before any name is looked up, because the
+    child's arguments may be objects of their classes.
 
     Args:
         namespace: The namespace of the child's main module.

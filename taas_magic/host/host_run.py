@@ -202,7 +202,10 @@ class HostShare(ABC):
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """Return functions that together end all processes. Each is called, even if one raises."""
+        """Return functions that together end all processes of the share.
+
+        The caller must call every function, even if one of them raises an exception.
+        """
 
     @abstractmethod
     def _record_files_error(self, error: Exception) -> None:

@@ -247,7 +247,15 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Consume tokens for lines of these sizes, and return how many of the first lines fit."""
+        """Consume the tokens of as many lines as fit into the rate limit, from the first on.
+
+        Args:
+            sizes: Sizes of the lines in bytes. A line costs its size in byte tokens, and one line
+                token.
+
+        Returns:
+            The number of lines that fit.
+        """
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
         self._bytes -= sum(sizes[:fit])
@@ -263,7 +271,7 @@ class LogBudget:
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
-        burst: Bytes and lines that may pass at once.
+        burst: Bytes and lines that may pass in one burst.
         per_s: Bytes and lines that may pass each second in the long run.
         reserve: As `burst`, for lines that look like errors.
         reserve_per_s: As `per_s`, for lines that look like errors.
@@ -520,7 +528,13 @@ OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
 
 
 class _Sink(NamedTuple):
-    """The run to which a reader passes what it reads: log files, events and message handler."""
+    """Destination of a run's output.
+
+    Attributes:
+        folder: Folder of the run, for the log files.
+        emit: Function that receives events of output.
+        on_message: Function that receives the ranks' messages.
+    """
 
     folder: RunFolder
     emit: EventSink

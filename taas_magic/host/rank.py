@@ -333,7 +333,7 @@ def _heartbeat(
     for stacks, the thread sends those of all threads.
 
     Yields:
-        Function that sends the counts and metrics at once.
+        Function that sends the counts and metrics immediately.
 
     Args:
         link: The rank's connection to its agent.
@@ -408,7 +408,7 @@ def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
     """Return the records of torch's flight recorders about this rank's collectives, by backend.
 
-    A recorder may be missing in another version of torch, or if torch has no such backend.
+    A backend's recorder may be missing, if torch has no such backend or is another version.
 
     Args:
         details: Whether to include each collective, which takes about 0.1 s.

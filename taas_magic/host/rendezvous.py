@@ -1,10 +1,10 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
 This package's agent cannot serve the store itself, as torchrun's agent does, because it does not
-import torch. It only binds the port, so that all hosts can know the port at once. When the agent
-has started the ranks, it starts a fork of the forkserver, which serves the store on the port. Each
-attempt has a new store, since an old one holds the addresses at which the last attempt's ranks
-listened.
+import torch. The agent only binds the port, so that the pool can send the port to all hosts before
+the store runs. When the agent has started the ranks, it starts a fork of the forkserver, which
+serves the store on the port. Each attempt has a new store, because the last attempt's store holds
+the addresses at which the ranks of that attempt listened.
 
 Ranks of several hosts use the store to wait for one another before they end (`await_all`). Ranks
 without fetchers use it to agree on the contents of their loaders (`LoaderAgreement`).

@@ -1,13 +1,17 @@
 """Return results from ranks to the notebook: variables of `--out` and the value of the work.
 
-    <run folder>/results/<attempt>-<rank>-<number>     an archive of values
+A rank writes its values to archives:
 
-Each archive has one value, or several values that share objects: an optimizer shares the parameters
-of its model. These values share the objects in the notebook, too. Each archive is written, sent and
-loaded separately, so that a failure loses only the values of one archive.
+    <run folder>/results/<attempt>-<rank>-<number>     one archive
 
-Plain data (`capture/plain.py`) is read without running code. Other values are pickled. A pickle can
-run arbitrary code of its sender, so the notebook loads pickles only from trusted pools.
+Values that share objects are in the same archive, so that they share the objects in the notebook,
+too. For example, an optimizer shares the parameters of its model. Any other value has an archive of
+its own. Each archive is written, sent and loaded separately, so a failure loses only the values of
+one archive.
+
+If all values of an archive are plain data (`capture/plain.py`), the archive is read without running
+code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of its sender, so
+the notebook loads pickles only from trusted pools.
 """
 
 import re

@@ -6,8 +6,8 @@ Runs in the agent; imports neither torch nor IPython. Stacks are collected in tw
    all its threads and the pending collectives of torch's flight recorder.
 2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat.
    These are children that a rank forked, fetchers and their workers. faulthandler then writes the
-   main thread's stack to a file at once (`tracebacks.write_stack_on_signal`). It does not wait for
-   the interpreter's lock, so it could crash a process that runs Python code at that moment. The
+   main thread's stack to a file immediately (`tracebacks.write_stack_on_signal`). It does not wait
+   for the interpreter's lock, so it could crash a process that runs Python code at that moment. The
    agent therefore signals a process without a heartbeat only while its main thread sleeps.
 
 For a program that a rank started, the agent knows only what psutil reports.

@@ -119,9 +119,10 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames, and without library frames between them.
+    """Return a traceback without the frames of this package.
 
-    Frames of the notebook's cells are kept.
+    Frames between this package's first and last frame are left out too, such as those of IPython,
+    except frames of the notebook's cells.
     """
     found: list[TracebackType] = []
     while one is not None:

@@ -376,7 +376,11 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 
 
 class RanksKilled(Event, tag="killed", kw_only=True):
-    """An agent reports that it killed ranks of a session that did not end a cell in time."""
+    """An agent reports that it killed ranks of a session.
+
+    These ranks did not return from the session's current cell in time after an interrupt or a
+    failure.
+    """
 
     ranks: list[int]
 

@@ -42,9 +42,10 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
     """The rank reports periodically that it is alive.
 
     Attributes:
-        stack: The user's innermost frames of its main thread, outermost first.
-        collectives: Numbers of started and of finished collectives, for each backend.
-        spins: Whether the rank may use a core while it only waits, as CUDA does for NCCL.
+        stack: The last few frames of the main thread, from the outermost to the innermost one.
+        collectives: For each backend, the numbers of collectives that have started and finished.
+        spins: Whether the rank may be busy-waiting for a NCCL collective. Then its use of CPU time
+            does not count as progress.
     """
 
     stack: list[StackFrame] = []
@@ -60,9 +61,10 @@ class RankStackSample(RankMessage, tag="stack_sample"):
 
 
 class RankRaised(RankMessage, tag="raised"):
-    """The rank reports the exception that the cell failed with.
+    """The rank reports the exception with which its cell failed.
 
-    The rank sends it again with the traceback as IPython formats it.
+    The rank may send this message twice: first with the traceback as Python formats it, then, if
+    IPython has formatted the traceback, with IPython's text.
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.

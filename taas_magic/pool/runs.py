@@ -870,9 +870,10 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that these ranks no longer wait for the user, and let the clocks run if none does.
+        """Record that these ranks no longer wait for input of the user.
 
-        Ranks that did not wait are ignored.
+        When no rank waits any more, the timeouts `--timeout` and `--hang` continue. Ranks that did
+        not wait are ignored.
         """
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
@@ -881,7 +882,7 @@ class PoolRun(Share):
             await self._pause_clocks()
 
     async def _pause_clocks(self) -> None:
-        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user."""
+        """Pause the timeouts `--timeout` and `--hang` while a rank waits for input of the user."""
         is_paused = bool(self._open_requests)
         self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))

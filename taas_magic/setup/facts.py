@@ -231,7 +231,7 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """The requirement for pip: this machine's version, which works with this taas-magic."""
+        """Requirement for pip: the version on this machine; without one, any allowed version."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:

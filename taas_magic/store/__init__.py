@@ -9,7 +9,7 @@ publish.py   atomic file writes: a file appears complete or not at all
 
 A host that shares no file system with the notebook has a mirror. Before the ranks of a run start,
 changed files are sent to the mirror. While the ranks run, each file that rank 0 closes is sent back
-at once. Neither side trusts the names or bytes that the other side sends.
+immediately. Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
 manifest.py  rules for which files are copied, and the requests that copy them (also the run folder)

@@ -178,8 +178,8 @@ class Ignore:
 
     Args:
         lines: Lines of a `.taasignore`, in gitignore's syntax. They can override the defaults:
-            after `!__pycache__/` such folders are copied, and after `!.env` that secret is. A line
-            that names no file, such as `!*/`, overrides neither.
+            the line `!__pycache__/` makes these folders be copied, and `!.env` makes the file
+            `.env` be copied. A line that names no file, such as `!*/`, overrides no default.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:

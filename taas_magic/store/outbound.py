@@ -1,7 +1,7 @@
 """Send files that are written in a mirror back to the project store, as soon as they are closed.
 
-An event of inotify(7) only marks a path to be checked; `_Sender` sends what it then finds at the
-path. This has four consequences:
+An event of inotify(7) only marks a path to be checked. Later, `_Sender` checks the path, and sends
+the file that is there at that time. This has four consequences:
 
 - A file that is rewritten a thousand times is sent as it is when the sender gets to it.
 - A temporary file that was renamed is not sent.
@@ -83,7 +83,7 @@ class _Watch:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """Make the current `wait` in another thread, and all later ones, return at once."""
+        """Make the current `wait` in another thread return, and all later ones without waiting."""
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
@@ -159,8 +159,8 @@ def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open for writing; False if it cannot be determined.
 
     The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has it open
-    for writing. The lease is released at once. If a process opens the file in that moment, the
-    system sends this process a signal; it is set to SIGURG, which is ignored by default.
+    for writing. This function releases the lease immediately. If another process opens the file
+    before that, the system sends a signal to this process: SIGURG, which is ignored by default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -192,7 +192,7 @@ class _Sender:
     Args:
         mirror: Mirror to send from.
         ask: Sends requests to the notebook's side.
-        note: Shows the user, at once, which file could not be sent.
+        note: Shows the user immediately which file could not be sent.
         ledger: Record of the files that were sent, and of those that were refused.
 
     Attributes:
@@ -458,7 +458,7 @@ class Outbound:
     def _send_due(self) -> None:
         """Send the small files that are due, and the next piece of a large one.
 
-        A large file that is being sent is not checked again until it is sent.
+        A large file is not checked again while its pieces are being sent.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]

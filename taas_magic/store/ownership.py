@@ -105,7 +105,9 @@ class _Record(Struct, array_like=True):
 
 
 class RunsFiles:
-    """List of the files and folders that runs made in a store; each change is written at once.
+    """List of the files and folders that runs made in a store.
+
+    Each change is appended to the list's file immediately.
 
     Args:
         folder: The store's state folder, from `rule.state_folder`.

@@ -1,7 +1,7 @@
 """Receipt of a run: files that rank 0 wrote to the store, and other ranks' files kept out of it.
 
-Each host has one record of what its ranks wrote, the `Ledger`. How it learns of rank 0's files
-depends on the host:
+Each host has one record of what its ranks wrote, the `Ledger`. The sources of the `Ledger` depend
+on the host:
 
 - On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
   Files from its subprocesses and C++ writers are found at the end, by a search of the store for
@@ -52,13 +52,12 @@ class Receipt:
     """List of a run's writes to its store (`run.receipt`). Paths are relative to the store.
 
     Attributes:
-        written: Bytes of each existing file that rank 0 wrote, by path.
-        kept_out: Ranks whose write of a file was kept out of the store, by path.
-        missing: Paths in `kept_out` that do not exist in the store, because rank 0 wrote no such
-            file.
+        written: Sizes in bytes of the files that rank 0 wrote and that still exist, by path.
+        kept_out: For each path, the ranks whose write to it was kept out of the store.
+        missing: Paths in `kept_out` at which the store has no file, because rank 0 wrote none.
         shared: Folders that every rank could write.
         means: Mechanism that protected the store from ranks other than 0 (value of
-            `guard.StoreProtection`); "" if there were no such ranks.
+            `guard.StoreProtection`); "" if rank 0 was the only rank.
         complete: Whether the search for changed files covered all of the store.
         not_sent: Files of rank 0 that were not copied from its host to the store: the reason, by
             path.

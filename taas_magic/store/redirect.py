@@ -663,7 +663,16 @@ def _own_file(
 def _call_redirected(
     real: _Call, requested: Path, led: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
-    """Call `real` with `led`, the redirected path; errors name `requested`, the caller's path."""
+    """Call a function with a redirected path. If it raises OSError, name the caller's path.
+
+    Args:
+        real: The function, such as `os.open`.
+        requested: The path that the caller passed.
+        led: The redirected path.
+        folder: Descriptor of the folder at which `led` starts (`dir_fd`); None to pass none.
+        *args: Further arguments of the function.
+        **kw: Further arguments of the function.
+    """
     if folder is not None:
         kw["dir_fd"] = folder
     try:

@@ -41,7 +41,7 @@ class StoreRule(Struct, frozen=True):
             folder of the rank; `refuse` raises PermissionError.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         limit_bytes: Maximum total size of the files that are copied to a host without the store.
-        overwrite: Patterns of the user's files that such a host may overwrite.
+        overwrite: Patterns of the user's files that a host without the store may overwrite.
     """
 
     path: str

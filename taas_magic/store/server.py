@@ -176,10 +176,11 @@ class StoreServer:
         return manifest
 
     def _as_the_run_has_it(self, manifest: Manifest) -> Manifest:
-        """Return the manifest as ranks must see the store.
+        """Return the store's manifest, with rank 0's versions in place of the user's files.
 
-        If rank 0 wrote a file of the user, the manifest lists rank 0's version under the file's
-        own path, and not the version beside it.
+        If rank 0 writes `a.txt` and the user has a file `a.txt`, the store keeps rank 0's version
+        as `a.txt.from-host`. Ranks must see rank 0's version. So the returned manifest lists that
+        version as `a.txt`, and lists no `a.txt.from-host`.
         """
         if not self._beside:
             return manifest
@@ -282,7 +283,11 @@ class StoreServer:
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
-        """Return whether a folder belongs to runs: made or about to be made by one, or shared."""
+        """Return whether a folder belongs to runs.
+
+        It does if a run has made the folder or one that contains it, if it is in a shared folder,
+        or if it does not exist yet, because a run then makes it.
+        """
         if path and self._tree.status(path) is None:
             return True
         place = os.path.join(self._rule.path, path)
