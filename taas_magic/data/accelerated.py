@@ -16,8 +16,8 @@ class _Placed:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
-    moves batches to the accelerator's device, and tells the accelerator when an epoch ends.
-    Gradient accumulation and `gather_for_metrics` need to know that.
+    moves batches to the accelerator's device, and tells the accelerator when an epoch ends:
+    gradient accumulation and `gather_for_metrics` depend on the end of an epoch.
 
     Args:
         loader: The remote loader.

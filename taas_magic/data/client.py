@@ -101,8 +101,8 @@ class Route:
     def pick(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
         """Return the index of the fetcher to request a batch from.
 
-        This is the fetcher that prepares the batch ahead. While that one is paused, or if it has
-        not started, it is another fetcher.
+        This is the fetcher that prepares the batch ahead. If that fetcher is paused or has not
+        started, another fetcher is returned.
 
         Args:
             slot: Number of the batch in the epoch's order.
@@ -292,10 +292,10 @@ class Delivered(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    If a sampler draws from an unseeded generator, its order differs from worker to worker. Then the
-    order of the worker that opened the epoch applies to all. When a response has the hash of
-    another order, the client requests the batch's indices (ORDER) from the worker that opened the
-    epoch, and then requests the batch with these indices from any worker.
+    If a sampler draws from an unseeded generator, each worker has another order. Then all use the
+    order of the worker that opened the epoch. If a response has the hash of another order, the
+    client requests the batch's indices (ORDER) from the worker that opened the epoch. The client
+    then requests the batch with these indices from any worker.
 
     Args:
         route: The loader's fetchers.
@@ -382,11 +382,13 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state, at or before a slot, of the dataset of the slot's stream.
+        """Return a saved state of the dataset copy that reads the slot's stream.
+
+        This is the latest state that was saved at or before the slot.
 
         Returns:
-            The number of items that the stream had given before the state, and the state; None if
-            no state is known.
+            The number of items that the stream had yielded before the state was saved, and the
+            state; None if no state is known.
         """
         found: tuple[int, Any] | None = self._value(
             LoaderRequest(RequestKind.STATE, self._epoch, slot)
@@ -544,7 +546,7 @@ class Client:
     def _store_one_response(
         self, request: LoaderRequest, response: Response, body: memoryview
     ) -> None:
-        """Store the response to one request, or send the request that it makes necessary."""
+        """Store a response, or send the further request that the response makes necessary."""
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
             self._opener = number

@@ -1,9 +1,9 @@
 """A rank's connection to a fetcher: handshake, requests and responses.
 
 On the same host, rank and fetcher use a Unix socket in the abstract namespace, which never leaves a
-file behind. Large batches are then not sent: both processes map the memory with them. Between hosts
-they use TCP, with TLS if a context is given. On both paths, each side proves that it knows the
-run's key.
+file behind. Large batches are then not sent: both processes map the memory that has them. Between
+hosts, rank and fetcher use TCP, with TLS if a context is given. Over both kinds of socket, each
+side proves that it knows the run's key.
 """
 
 import itertools

@@ -1,9 +1,10 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
 All workers use it: those of fetchers, and those of ranks in a run without fetchers. A batch is
-requested by its epoch and its slot (its number in the epoch). It depends only on (seed, epoch,
-slot), not on the batches prepared before. A map-style dataset is indexed. An iterable-style dataset
-is replayed from the start of its stream, or from a saved state if the dataset has a `state_dict`.
+requested by its epoch and its slot (its number in the epoch). The batch depends only on (seed,
+epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An iterable-style
+dataset is replayed from the start of its stream, or from a saved state if the dataset has a
+`state_dict`.
 """
 
 import io
@@ -57,7 +58,7 @@ _OURS = str(Path(__file__).parent)
 
 
 class NoBatch(Exception):
-    """Exception that says that a slot has no batch, because the epoch or the stream has ended."""
+    """Exception for a slot without a batch: the epoch or the stream has ended."""
 
 
 def own_units(batch: object) -> int | None:
@@ -149,7 +150,7 @@ class LoadedLoader(NamedTuple):
 
 
 def load(payload: bytes) -> LoadedLoader:
-    """Unpickle a loader, or its `LoaderParts`, and make its definitions known in `__main__`."""
+    """Unpickle a loader or its `LoaderParts`, and add its definitions to `__main__`."""
     unpickler = pickle.Unpickler(io.BytesIO(payload))
     loader = unpickler.load()
     found = unpickler.load() if isinstance(loader, LoaderParts) else {}
@@ -273,7 +274,7 @@ class BatchSource:
         return None if snapshots is None else snapshots.before(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Make the stream that contains `slot` begin there, with a dataset that loads `state`."""
+        """Make a stream begin at `slot`, with a fresh dataset that loads `state`."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
@@ -281,7 +282,7 @@ class BatchSource:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop saved states of epochs before `epoch`; ranks no longer request their batches."""
+        """Drop the saved states of epochs before `epoch`, whose batches no rank will request."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -451,9 +452,9 @@ class Cursor:
         item: Index of the stream's next batch.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Receives the dataset's states.
-        counter: Name of the attribute in which the dataset counts its epochs, found at the stream's
-            end; "" before that, or if there is none. It is an int that grew by one over the epoch
-            and did not change between the first batches.
+        counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
+            and before the stream's end. It is an int attribute that grew by one over the epoch, but
+            did not change between the first batches.
     """
 
     loader: Any
@@ -548,7 +549,7 @@ class Snapshots:
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Replace all saved states by one that the user has loaded; `item` follows that state."""
+        """Replace all saved states by a state that the user has loaded; `item` follows it."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
@@ -588,7 +589,7 @@ def _ints_of(dataset: Any) -> dict[str, int]:
 
 
 class UserCodeFailed(Exception):
-    """Exception that says that the user's code raised one.
+    """Exception for user code that raised an exception of its own.
 
     `raised` describes the user's exception. It can be sent to a rank and raised again there.
     """
@@ -673,7 +674,7 @@ class UserErrorReport:
 
 
 class _AsItIs(str):
-    """String whose repr is its text, because KeyError shows the repr of its argument."""
+    """String whose repr has no quotes. KeyError shows the repr of its argument to the user."""
 
     __slots__ = ()
 

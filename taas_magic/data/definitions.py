@@ -15,12 +15,12 @@ _COPIES = "_taas_copies"
 
 
 class Definitions:
-    """The functions and classes of the notebook that one copy of a loader uses, as attributes.
+    """The notebook's functions and classes that one copy of a loader uses, as attributes.
 
-    All copies of a loader in a process share the classes, with their methods, but each has its own
-    functions. The first copy's functions are in `__main__` under their own names. Functions of
-    further copies get a `__qualname__` that leads to this object, so that pickle finds them as long
-    as this object exists.
+    All copies of a loader in a process share the classes, with their methods, but each copy has its
+    own functions. The first copy's functions are in `__main__` under their own names. A function of
+    a further copy gets a `__qualname__` that is a path to this object's attribute. So pickle finds
+    the function as long as this object exists.
 
     Args:
         found: The functions and classes by name.
@@ -39,7 +39,7 @@ class Definitions:
 
 
 class _Copies:
-    """Object that has all `Definitions` that exist as attributes."""
+    """Object whose attributes are all existing `Definitions`."""
 
     def __getattr__(self, key: str) -> Definitions:
         try:

@@ -4,11 +4,11 @@ Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide
 a view would include its whole storage. Here the pickle contains a number in place of each tensor.
 After pickling, the module decides which memory to send: a view is sent as its own bytes, and
 overlapping tensors are sent once and share memory again after decoding. A tensor that is not a
-plain dense CPU tensor (for example sparse, or with requires_grad) is encoded as a call that builds
-it from plain ones.
+plain dense CPU tensor (for example sparse, or with requires_grad) is encoded as a function call
+that rebuilds it from plain tensors.
 
 The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
-(`Encoded.head`) includes the pickle. It and each buffer are aligned to 64 bytes.
+(`Encoded.head`) includes the pickle. The table and each buffer are aligned to 64 bytes.
 """
 
 import copyreg
@@ -210,7 +210,7 @@ def _reduce_array(array: Any) -> Any:
 
 
 def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
-    """Return a copy of a dense array that has the given strides."""
+    """Return a copy, with the given strides, of a dense array."""
     low, high = _span(dense.shape, strides)
     memory = bytearray(high - low + dense.itemsize)
     array = _numpy.ndarray(dense.shape, dense.dtype, memory, -low, strides)
@@ -484,10 +484,9 @@ class _Place(NamedTuple):
     Attributes:
         at: Offset of the tensor's first byte in the body.
         values: Number of values.
-        storage: Start and size of the buffer that it shares with other tensors; None if it has its
-            own buffer.
-        is_packed: Whether the tensor's strides leave gaps, and the body has its values without
-            them.
+        storage: Start and size of the buffer that the tensor shares with other tensors; None if the
+            tensor has a buffer of its own.
+        is_packed: Whether the tensor's strides leave gaps that the body leaves out.
     """
 
     at: int

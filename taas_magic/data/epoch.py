@@ -134,8 +134,8 @@ class EpochIterator(Iterator[Any]):
         epoch: Number of the epoch.
         place: Position in the epoch to begin at.
         turn: Number of iterators that the loader has made before this one.
-        order: Hash that a loaded state requires of the epoch (its order, or its first batch if the
-            loader is iterable-style); 0 for no requirement.
+        order: Hash that a loaded state requires: of the epoch's order, or, for an iterable-style
+            loader, of the epoch's first batch. 0 for no requirement.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -266,8 +266,8 @@ class EpochIterator(Iterator[Any]):
         """Make all ranks use the same order of the epoch.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
-        unseeded generator, the ranks' orders differ. Then all use that of the rank that was first
-        to open the epoch.
+        unseeded generator, the ranks' orders differ. Then all ranks use the order of the rank that
+        opened the epoch first.
 
         Args:
             client: The client, which then requests batches in the common order.

@@ -1,6 +1,7 @@
 """Search for random generators in a dataset's attributes.
 
-The data service seeds the global generators for each batch, but not these. A warning names them.
+The data service seeds the global generators for each batch, but not generators in attributes. A
+warning names them.
 """
 
 import random

@@ -245,7 +245,7 @@ class RemoteLoader(DataLoader[Any]):
     def shown(self) -> tuple[Any, ...]:
         """Return the sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`.
 
-        They are copies of those of the registered loader.
+        They are copies of the registered loader's own objects.
         """
         if self._shown is None:
             self._shown = load_with_dataset(bytes(self.shape.shown), self.dataset)
@@ -259,8 +259,8 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
-        In a rehearsal, it is the number of batches in a pass that is cut short. So code that runs
-        at the last batch of an epoch is rehearsed, too.
+        In a rehearsal, passes are shorter, and the result is the number of batches in a short pass.
+        So code that runs at the last batch of an epoch is rehearsed, too.
 
         Raises:
             TypeError: The loader has no length.

@@ -170,7 +170,7 @@ class BorrowedSpans:
         self._arenas[arena] = Mapping(descriptor)
 
     def map_span(self, place: SharedSpan, size: int) -> memoryview:
-        """Return the memory of a batch; its span is in use until the last view of it is deleted."""
+        """Return the memory of a batch. The span is in use until its last view is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
         owner.borrowed = self  # keeps the connection open while the span is in use
@@ -178,7 +178,7 @@ class BorrowedSpans:
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
-        """Return the spans that are no longer in use and that no earlier call has returned."""
+        """Return the spans that have gone out of use since the last call."""
         places: list[SharedSpan] = []
         while self._gone:
             places.append(self._gone.popleft())

@@ -88,7 +88,7 @@ class Order:
     def _forgets(self) -> bool:
         """Return whether the sampler and generator have the same state before every epoch.
 
-        If so, earlier epochs need not be replayed.
+        Then an epoch's order can be computed without a replay of the earlier epochs.
         """
         return self._starts.get(1) == self._starts[0]
 
@@ -166,7 +166,7 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
 
 
 class UnsizedBatches:
-    """Sequence of the batches of a sampler without a length, which runs only as far as needed.
+    """Batches of a sampler without a length. The sampler runs only as far as needed.
 
     The latest batches are kept; for an earlier one the sampler is started again. Between two
     batches, other code may draw from the same random generators. So their state is restored

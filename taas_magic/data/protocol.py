@@ -6,7 +6,7 @@ between bytes and messages; it uses no sockets, no pickle and no torch.
 A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
 an optional body. Prefix and message have checksums, which are verified before their content is
 used. The state of the connection (`ProtocolState`, an idea of h11) decides which messages are
-allowed and how large message and body may be; anything else is a `ProtocolError`.
+allowed, and how large message and body may be. Any other input raises `ProtocolError`.
 
     server                          rank
     Challenge               ─────►
@@ -187,7 +187,7 @@ class Cancelled(Struct, frozen=True, array_like=True, tag=8):
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=9):
-    """Sign of life of a server to a rank that waits, because no response is ready yet."""
+    """Heartbeat of a server to a rank that waits for a response which is not ready yet."""
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):

@@ -156,9 +156,10 @@ class PrefetchOrder:
         self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
-        """Record that a worker starts a batch that a rank requested before it was prepared ahead.
+        """Record that a worker starts a batch because a rank requested it.
 
-        The ranks have caught up with this batch, so preparing ahead continues with the next slot.
+        The ranks have caught up: no worker has prepared this batch ahead. So preparing ahead
+        continues with the next slot.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -206,9 +207,9 @@ class PrefetchOrder:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        """Return whether workers need not prepare more of later epochs.
+        """Return whether workers may stop preparing batches of later epochs.
 
-        They need not if ranks have begun to request batches, or if `--prefill` is reached.
+        They may if ranks have begun to request batches, or if `--prefill` is reached.
         """
         return self._is_asked or self._is_filled()
 
@@ -283,7 +284,7 @@ class Buffer:
 
     @property
     def oldest_epoch(self) -> int:
-        """Earliest epoch of which ranks are expected to request batches.
+        """Earliest epoch from which ranks are still expected to request batches.
 
         The buffer drops unrequested batches of earlier epochs.
         """
@@ -485,9 +486,9 @@ class Buffer:
     def _due_of(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return a queued request for this worker that is the next one of its connection.
+        """Return a queued request for this worker that is the next request of its connection.
 
-        For streams, it is the earliest request that needs no restart, if there is one.
+        For streams, prefer the earliest request for which the worker need not restart the stream.
         """
         due = []
         for request in self._due.values():

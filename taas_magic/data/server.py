@@ -126,8 +126,8 @@ class RankConnection:
 
     Attributes:
         is_greeting: Whether the TLS handshake has not finished yet.
-        last_sent_at: Monotonic time of the last sign of life for a waiting rank: data, an `Alive`
-            message, or the arrival of the first pending request.
+        last_sent_at: Monotonic time of the last data or `Alive` message that was sent to the rank,
+            or of the arrival of its first pending request.
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
         pending: Pending requests in order, each with True if only the batch's units are requested.
@@ -725,8 +725,8 @@ class OwnServers:
 
     The constructor forks a child, the starter process, which later forks the servers. Call the
     constructor while the rank has one thread and has not run user code. A fork at a later time,
-    when the cell iterates a loader, could deadlock: the child would copy a lock that another
-    thread holds at that moment, such as that of torch's random generator, and would wait forever.
+    when the cell iterates a loader, could deadlock. If another thread holds a lock at that moment,
+    such as the lock of torch's random generator, the child would wait for the lock forever.
 
     `close` ends the starter process and the servers, and waits for them. Without `close`, they end
     when the rank's process ends.

@@ -1,8 +1,8 @@
 """The agent as a worker of a Dask cluster: it joins the pool, handles its calls, and leaves.
 
 From Dask, the agent uses the membership in a cluster, TLS and the stream to the scheduler. A run is
-no Dask task: the controller starts it by a call to the agents, because only the controller knows
-whether all hosts of a run are there (docs/decisions.md).
+no Dask task: the controller starts a run by a call to each agent, because only the controller knows
+whether all hosts of the run are there (docs/decisions.md).
 
 A host that receives nothing from its pool ends itself (`Lease`). The agent sends heartbeats, and
 the controller acknowledges each. A separate thread watches the lease, so that a hung event loop
@@ -101,8 +101,8 @@ def steady() -> float:
 def use_steady_clock() -> None:
     """Make Dask's streams in this process, and the current event loop's timers, use `steady`.
 
-    By default, they use the system clock. If that clock were set back by an hour, a stream would
-    wait an hour before it sends its next batch of messages, and the lease would end the host.
+    By default, streams and timers use the system clock. If the system clock were set back by an
+    hour, a stream would send its next messages an hour later, and the lease would end the host.
     """
     distributed.batched.time = steady
     IOLoop.current().time = steady  # type: ignore[method-assign]
@@ -115,8 +115,8 @@ EXPIRED = 75
 class Lease:
     """Time limit after which a host ends itself, renewed by each acknowledged heartbeat.
 
-    The host counts from the time at which it sent the last heartbeat that was acknowledged. The
-    controller counts from that heartbeat's arrival and allows one second more. So when the
+    The host's lease begins when the host sends a heartbeat that is acknowledged later. The
+    controller counts from the arrival of that heartbeat, and allows one second more. So when the
     controller considers a host lost, the host has already ended itself.
 
     Args:
@@ -337,7 +337,7 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """Leave the pool when the forkserver has ended or could not import a module.
 
-        If this host takes part in runs, waits for their end before it leaves.
+        If this host takes part in runs, this method waits for the end of these runs first.
 
         Raises:
             PoolError: The forkserver could not import a module.

@@ -1,8 +1,8 @@
 """Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
 
 The loaders of a session stay from cell to cell. Each cell that brings loaders has a data service of
-its own, with its own fetchers or servers. A server may start in a later cell than the one that
-brought the loader, so the ranks keep the pickled loaders of each cell, and the notebook's settings.
+its own, with its own fetchers or servers. If a cell brings a loader, the loader's server may start
+in a later cell. So the ranks keep the pickled loaders of each cell, and the notebook's settings.
 """
 
 import gc
@@ -121,8 +121,8 @@ def _load_in_session(served: ServedLoader) -> bytes:
 def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
     """Apply settings to this process, and return the pickled loader.
 
-    A fetcher has no torchrun variables: a dataset that divides the data by rank would divide it
-    twice if it saw them.
+    A fetcher has no torchrun variables. If a dataset in a fetcher saw these variables, the dataset
+    might divide the data by rank a second time.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -200,7 +200,8 @@ class SessionFeeds:
     def end_cell(self) -> list[int]:
         """Return the numbers of the cells whose fetchers this rank still needs.
 
-        A rank needs them as long as a loader of that cell exists, for example in an iterator.
+        A rank needs a cell's fetchers as long as a loader that the cell brought exists, for example
+        in an iterator.
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):

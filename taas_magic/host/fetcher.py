@@ -1,7 +1,7 @@
 """A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
 The host's agent starts the fetcher before the ranks start. The fetcher reports its address and
-its statistics to the agent. It ends when the agent tells it to or has ended.
+its statistics to the agent. It ends when the agent requests it, or when the agent has ended.
 """
 
 import os

@@ -4,8 +4,8 @@ Before ranks and fetchers start, the host gets the files that they read. When th
 host sends back the files that they wrote: results, logs and ledgers. If a host does not share the
 notebook's folders, its agent (`HostFiles`) has copies of them (`RunFolderCopy`, `StoreCopy`) and
 sends requests for files to the pool's process (`pool/files.py`). The requests are the same for both
-folders (`store/manifest.py`). Files are transferred in small parts, so that they never block a slow
-link for long: the run's beats use the same link.
+folders (`store/manifest.py`). Files are transferred in small parts, so that no transfer blocks a
+slow link for long: the run's heartbeats use the same link.
 """
 
 import os
@@ -241,8 +241,8 @@ class StoreCopy:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
         The mirror is updated from the store, so that every rank finds the same last checkpoint. If
-        rank 0 was and will be on this host, there is no update: the mirror is current, and may also
-        hold files that the store could not accept.
+        rank 0 runs on this host in the last and the next attempt, there is no update: the mirror is
+        current, and may also hold files that the store could not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.

@@ -299,8 +299,8 @@ def stand_in(listener: socket.socket, held: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    Does nothing while the forkserver has children, because it could not report their ends during
-    the import. So callers call this again when the children have ended.
+    Does nothing while the forkserver has children, because the forkserver could not report their
+    exits during the import. So call this function again when the children have ended.
     """
     threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
@@ -363,8 +363,8 @@ def wait_while_stopped() -> None:
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
-    The exit code `_LOST` means that the forkserver ended first, but the system may show its end a
-    moment later. So if a code is `_LOST`, wait up to `_SEEN_S` for this.
+    The exit code `_LOST` means that the forkserver ended before the process. The system may show
+    the forkserver's end a moment later. So if a code is `_LOST`, wait up to `_SEEN_S` for its end.
 
     Args:
         codes: Exit codes of processes that have ended.
@@ -465,8 +465,9 @@ def _runs(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process; None while it runs, or while another thread starts one.
 
-    The watching thread calls this, and must not wait for a thread that starts a process. If the
-    forkserver is stopped, that thread waits until the watching thread kills the forkserver.
+    The watching thread calls this function, so the function must not wait for a thread that starts
+    a process: if the forkserver is stopped, such a thread itself waits until the watching thread
+    kills the forkserver.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -529,8 +530,8 @@ def _preload() -> None:
 def _close_input() -> None:
     """Make standard input empty, here and in forks.
 
-    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. The one that the
-    forkserver inherits from the agent never ends, so they would wait forever.
+    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. The forkserver
+    inherits the agent's standard input, which never ends, so these programs would wait forever.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,11 +1,11 @@
 """Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
 This code runs in the agent. `HostSession` is a run whose ranks wait for cells at a prompt
-(`host/prompt.py`) instead of running one cell. As any run, it starts the ranks, notices the end of
-a rank, and cleans up. `HostCell` is the run of one cell of the session. It starts no processes:
-it sends the cell to the session's ranks, and has succeeded or failed when all of them are back at
-their prompt. While a cell runs, `HostCell` checks the ranks for failures and hangs. Between cells,
-`HostSession` does.
+(`host/prompt.py`) instead of running one cell. Like any run, it starts the ranks, notices the end
+of a rank, and cleans up. `HostCell` is the run of one cell of the session. It starts no processes,
+but sends the cell to the session's ranks. `HostCell` has succeeded or failed when all ranks are
+back at their prompt. While a cell runs, `HostCell` checks the ranks for failures and hangs. Between
+cells, `HostSession` checks them.
 """
 
 import os
@@ -243,7 +243,10 @@ class HostSession(HostRun):
         return attempt
 
     def _checks_ranks(self) -> bool:
-        """Return whether the session checks the ranks now: it runs no cell, or it was stopped."""
+        """Return whether the session checks the ranks now.
+
+        It does if it runs no cell, or if it is being ended.
+        """
         return self._cell is None or self.stopped_at is not None
 
     def _check(self, attempt: Attempt) -> None:

@@ -3,9 +3,9 @@
 The log pipe carries the raw bytes that the rank and its children write to descriptors 1 and 2. The
 message pipe carries JSON objects: failures, displays, notes, heartbeats. Each message is divided
 into pieces (`pieces`), because threads and forks of a rank write to the pipe at the same time and
-may be killed. Both are named pipes in a private folder of the host, so that no descriptors need to
-pass through the forkserver, which passes at most 256. The agent imports this module, so it does not
-import torch.
+may be killed. Both pipes are named pipes in a private folder of the host, so that no descriptors
+need to pass through the forkserver, which passes at most 256. This module does not import torch,
+because the agent imports this module.
 """
 
 import fcntl

@@ -674,9 +674,9 @@ class PipeReader:
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read what the pipes contain now, and no more.
 
-        Reading on until they are empty might never end, because children of ranks may keep writing.
-        An empty pipe stays open here: its rank may not have opened it yet, and would wait forever
-        if the pipe were closed.
+        Reading until the pipes are empty might never end, because children of ranks may keep
+        writing. Do not close an empty pipe: its rank may not have opened the pipe yet, and would
+        then wait forever.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):

@@ -2,7 +2,8 @@
 
 The rank's main thread reads one `CellOrder` after the other from a pipe that the agent writes.
 Between cells, SIGINT has no effect. During a cell, SIGINT cannot interrupt a rank that waits in C++
-for other ranks. The rank's heartbeat thread then cuts its connections to them (`Prompt.cut`).
+for other ranks. Then the rank's heartbeat thread cuts the rank's connections to the other ranks
+(`Prompt.cut`).
 """
 
 import gc
@@ -85,7 +86,7 @@ class Prompt:
         this.
 
         Args:
-            cell: Number of the cell. If the rank runs another one by now, nothing is cut.
+            cell: Number of the cell. If the rank already runs another cell, nothing is cut.
         """
         if (
             cell == self._number
@@ -134,7 +135,7 @@ def _ignore(number: int, frame: types.FrameType | None) -> None:
 def cut_connections() -> None:
     """Shut down the TCP connections of this process's process groups and key-value stores.
 
-    They are the connections that C++ code opened. Python's own sockets stay open.
+    C++ code opened these connections. Sockets that Python code opened stay open.
     """
     pythons = {it.fileno() for it in gc.get_objects() if issubclass(type(it), socket.socket)}
     for name in os.listdir("/proc/self/fd"):

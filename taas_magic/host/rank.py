@@ -627,8 +627,8 @@ class _SessionCells:
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
         """Return the names that the cell assigned and deleted.
 
-        Comparing identities is not enough: if the old value was freed, the new one may have the
-        same id. So the names that the cell's text assigns count as assigned, too.
+        Comparing ids is not enough: if the old value was freed, the new value may have the same id.
+        So every name that the cell's text assigns counts as assigned, too.
 
         Args:
             before: Identities of the values before the cell, by name.
@@ -692,9 +692,9 @@ def _keep_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
     If the cell has called `destroy_process_group`, the model has the last reference to its group.
-    Deleting it could deadlock: torch joins gloo's threads while it holds the GIL, and one of them
-    may wait for the GIL (pytorch/pytorch#56297). A normal Python exit has no such deadlock, because
-    it ends threads that ask for the GIL.
+    Deleting the group could deadlock: torch joins gloo's threads while torch holds the GIL, and one
+    of these threads may wait for the GIL (pytorch/pytorch#56297). A normal Python exit does not
+    deadlock here, because Python then ends threads that ask for the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))

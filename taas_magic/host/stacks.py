@@ -202,11 +202,12 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Return which file called the standard library, and which file of the library it called.
+    """Return the file that called the standard library, and the library's file that it called.
 
     Returns:
-        The path of the innermost frame's file outside the standard library. Then the name, without
-        folders, of the library's file that this frame called; "" if it called none.
+        The path of the first file, which belongs to the innermost frame outside the standard
+        library; and the name of the second file, without folders. The name is "" if that frame
+        called no function of the standard library.
     """
     called = ""
     for frame in reversed(frames):
@@ -217,7 +218,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Return a note on the first child that runs code of a cell: its pid and position; else ""."""
+    """Return the pid and position of the first child that runs code of a cell, as text; else ""."""
     for child in sample.children:
         where = code_position(child.main)
         if where.startswith("Cell In["):

@@ -1,11 +1,11 @@
 """The first process on a host: starts the agent, and ends all processes that the agent leaves.
 
 An engine starts the supervisor (`spawn_command`) and holds the other end of the supervisor's
-standard input. The first line that the engine writes is for the agent. When standard input closes,
-because the pool's process has ended for whatever reason, the supervisor ends the host: the agent,
-all other descendants of the supervisor, and then itself. Over a network, a cut cable does not close
-standard input. So the engine then also writes a byte regularly, and the supervisor ends the host if
-no byte arrives in time.
+standard input. The first line that the engine writes is for the agent. Standard input closes when
+the pool's process ends, for whatever reason. Then the supervisor ends the host: the agent, all
+other descendants of the supervisor, and itself. Over a network, a cut cable does not close standard
+input. So over a network, the engine also writes a byte regularly, and the supervisor ends the host
+if no byte arrives in time.
 
 The first argument is the number of seconds without input after which the supervisor ends the host
 (0: never). The second argument is the pool's `start_timeout_s`: if the agent does nothing for so

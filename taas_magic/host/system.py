@@ -193,8 +193,9 @@ def _send(process: psutil.Process, number: int) -> bool:
 def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Kill processes, except resource trackers, which get `TRACKERS_END_S` to exit by themselves.
 
-    A tracker exits when the last process that uses it has ended. Before it exits, it removes the
-    semaphores and shared memory that those processes have left. A killed tracker cannot do so.
+    A tracker exits when the last process that uses it has ended. Before its exit, the tracker
+    removes the semaphores and shared memory that these processes have left. A killed tracker could
+    not remove them.
 
     Returns:
         The processes that are still running.

@@ -148,7 +148,8 @@ def frames(error: BaseException) -> list[str]:
 def where(thread: int) -> list[StackFrame]:
     """Return the last few frames of a thread, outermost first.
 
-    The thread's innermost frame in a cell is always included: if it is further out, it comes first.
+    The innermost frame of a cell is always included. If it is not among the last few frames, it
+    comes first in the result.
 
     Args:
         thread: Identifier of the thread.

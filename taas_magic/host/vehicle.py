@@ -7,7 +7,7 @@ supervisor, and the supervisor's agent joins the pool as a separate worker. The 
 the host's lease: when it ends for whatever reason (wall time, a cancelled job, a lost connection),
 the supervisor's standard input closes, and everything on the host ends.
 
-This is a separate module so that neither such a worker nor the engine imports the agent.
+This is a separate module so that neither a vehicle nor the engine imports the agent.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def agent_name(vehicle: object) -> str:
 def vehicle_of(agent: object) -> str:
     """Return the name of the vehicle that started the agent named `agent`.
 
-    Returns "" if the name is not that of such an agent.
+    Returns "" if the name is not a result of `agent_name`.
     """
     return str(agent).rpartition(_MARK)[0]
 

@@ -240,11 +240,11 @@ def is_consequence(etype: str, message: str) -> bool:
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """Return the ranks that failed, the one that most probably caused the failure first.
+    """Return the failed ranks; the most probable cause of the failure comes first.
 
     Ranks that died or raised an error of their own come before ranks whose error only says that a
-    peer is gone. If all errors are such consequences, ranks that left early come before them.
-    Within a group, the order is that of time.
+    peer is gone. If every error only says that a peer is gone, ranks that left early come first.
+    Within a group, the rank that failed first comes first.
 
     Args:
         ranks: States of the ranks of this host.
@@ -323,8 +323,8 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
     """Return whose memory ran out when the kernel killed a process: "cgroup", "machine", or "".
 
-    "" means that the log has no such kill. None means that the log cannot be used: it is not
-    readable, or this process is in another PID namespace than the log's process ids.
+    "" means that the log names no kill of this process. None means that the log cannot be used: the
+    log is not readable, or this process is in another PID namespace than the log's process ids.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:

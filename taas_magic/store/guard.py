@@ -101,8 +101,8 @@ def trial(means: str, folder: str) -> None:
 def candidates(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
-    Root mounts without a user namespace, because inside one it would lose its rights on other
-    users' files.
+    Root mounts without a user namespace, because inside a user namespace, root would lose its
+    rights on other users' files.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
@@ -248,9 +248,9 @@ def _caches() -> list[str]:
 def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store. Create those that are missing.
 
-    Each of them needs an exception from the write rule. Landlock can only allow folders that exist.
-    So under Landlock, a missing `writable` folder is also created if its parent contains the store.
-    It is not returned, because it is not below the store.
+    Each returned folder needs an exception from the write rule. Landlock can only allow folders
+    that exist. So under Landlock, a missing `writable` folder is also created if its parent
+    contains the store. This folder is not returned, because it is not below the store.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -321,8 +321,9 @@ def _apply(means: StoreProtection, store: str, holes: Sequence[str]) -> None:
 def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
     """Reopen inherited descriptors, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount with which it was opened. A descriptor of a file in
-    the store could still write it, and a descriptor of any folder bypasses the new mount.
+    A descriptor keeps the rights and the mount with which it was opened. Through a descriptor of a
+    file in the store, the process could still write the file. A descriptor of any folder bypasses
+    the new mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

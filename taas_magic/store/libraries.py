@@ -26,8 +26,8 @@ class _Call(NamedTuple):
         name: Name of the function, or of a method as `Class.method`.
         position: Position of the path among the arguments, counting `self` of a method.
         parameter: Name of the path's parameter.
-        writes: Whether it writes; None if its argument `mode` decides.
-        makes_folder: Whether it makes a folder.
+        writes: Whether the function writes; None if its argument `mode` decides.
+        makes_folder: Whether the function makes a folder.
     """
 
     module: str

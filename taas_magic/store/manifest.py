@@ -191,7 +191,7 @@ class Ignore:
         self._named = GitIgnoreSpec.from_lines(named)
 
     def is_secret(self, path: str) -> bool:
-        """Return whether `path` may hold keys and no `!` line of the user names it."""
+        """Return whether `path` may hold keys, and no `!` line of `.taasignore` names the path."""
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_back(self, path: str) -> str:
@@ -613,7 +613,7 @@ class ListFiles(FileRequest[Manifest | None]):
 
 
 class ReadFiles(FileRequest[list[bytes | None]]):
-    """Request parts of files that the response to `ListFiles` or `ListChanges` named.
+    """Request parts of files. `ListFiles` or `ListChanges` must have listed these files before.
 
     The response has the bytes of each part, or None for a part that cannot be read.
     """

@@ -114,8 +114,8 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the possible mirror folders of a store on this host.
 
-    The names of the folders contain a digest of the host's name, so that no two hosts use the same
-    folder. Hosts may share a home folder on a file system without locks.
+    Hosts may share a home folder on a file system without locks. So each folder's name contains a
+    digest of the host's name, and no two hosts use the same folder.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")

@@ -3,7 +3,8 @@
 An event of inotify(7) only marks a path to be checked. Later, `_Sender` checks the path, and sends
 the file that is there at that time. This has four consequences:
 
-- A file that is rewritten a thousand times is sent as it is when the sender gets to it.
+- A file that is rewritten a thousand times is not sent a thousand times, because `_Sender` sends
+  only the version that it finds.
 - A temporary file that was renamed is not sent.
 - A file that is still being written is sent after it is closed.
 - If events were lost, or inotify is missing, all paths are checked, and no change is missed.
@@ -445,8 +446,9 @@ class Outbound:
     def _in_order(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
-        They include the parent folders of each path, which may not have been sent yet. For a known
-        folder, they include all known paths below it, because another folder may have replaced it.
+        The result includes the parent folders of each path, which may not have been sent yet. If a
+        path is a known folder, the result includes all known paths below it, because another folder
+        may have replaced the known one.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}

@@ -1,10 +1,11 @@
 """Rules for which files of a project store belong to the user, and which to runs.
 
-A host that does not share the store sends the files that rank 0 wrote. It may replace and remove
-files that runs made and that nobody changed since. All other files belong to the user and stay;
-rank 0's version of such a file is kept beside it. In the user's own folders a host may not make
-hidden files, programs or modules, because shells, tools and Python would use them without being
-asked. `[store] overwrite` in taas.toml names exceptions.
+A host that does not share the store sends the files that rank 0 wrote. If a run made a file and
+nobody has changed it since, a host may replace or remove this file. All other files belong to the
+user, and stay. If rank 0 writes a file of the user, the store keeps rank 0's version beside the
+user's file. In the user's own folders, a host may not make hidden files, programs or modules,
+because shells, tools and Python would use them without being asked. `[store] overwrite` in
+taas.toml names exceptions.
 
 The list of files and folders that runs made is in the state folder, never in the store.
 """

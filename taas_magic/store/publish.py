@@ -103,8 +103,9 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
-    It is a folder, not a file with another name, because torch writes the file's name into the
-    file. The folder's lock distinguishes a living writer's folder from a leftover.
+    The temporary file is in a folder, and not beside the destination under another name, because
+    torch writes the file's name into the file. The folder's lock distinguishes the folder of a
+    living writer from a leftover.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."

@@ -139,10 +139,10 @@ class Ledger:
         """Return this host's receipt. Call when the host's ranks have ended.
 
         Args:
-            searches: Whether the host ran rank 0 and shares the store. Then rank 0's files are
-                those that it reported, and those that a search of the store finds; the search
-                removes unfinished saves of killed ranks. If not, rank 0's files are those that
-                were sent from the mirror; a host without rank 0 has none.
+            searches: Whether the host ran rank 0 and shares the store. If True, rank 0's files are
+                the files that rank 0 reported and the files that a search of the store finds. The
+                search also removes unfinished saves of killed ranks. If False, rank 0's files are
+                the files that were sent from the mirror; a host without rank 0 has none.
         """
         with self._lock:
             reported = list(self._reported)

@@ -110,8 +110,8 @@ class Watched:
     def own(self, place: str) -> str | None:
         """Return the path of this rank's own version of the store's file `place`.
 
-        A rank other than 0 has its own version of a file if it wrote to the file, because such a
-        write goes to the rank's scratch folder.
+        If a rank other than 0 writes to a file of the store, the write goes to the rank's scratch
+        folder. The file there is the rank's own version.
 
         Returns:
             The path in the scratch folder; None if the rank has no version of its own.
@@ -119,10 +119,10 @@ class Watched:
         return None
 
     def replaced(self, place: str) -> str | None:
-        """Return the path of the version of `place` that replaces the store's in a rehearsal.
+        """Return the path of the file that replaces the store's file `place` in a rehearsal.
 
         Returns:
-            The path; None if no file replaces the one in the store.
+            The path; None if no file replaces the store's file.
         """
         return None
 
@@ -166,9 +166,9 @@ class Watched:
             follow: Whether the call follows a symbolic link at the end of the path.
 
         Returns:
-            The result of `decide` for the place that `path` resolves to. None if that is outside
-            the store or in a folder open to all ranks, or if this thread is already inside a
-            redirected call.
+            The result of `decide` for the place that `path` resolves to. None if that place is
+            outside the store or in a folder open to all ranks, or if this thread is already inside
+            a redirected call.
         """
         if self.busy:
             return None
@@ -246,9 +246,9 @@ def _refusal(who: str, place: str) -> PermissionError:
 class Discarded(Watched):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Only the state of the scratch folder decides whether a call succeeds. So all ranks may `mkdir`
-    the same folder or remove the same file, and no call fails because rank 0 has already made it. A
-    call that is wrong in itself still fails on rank 0.
+    Whether a call succeeds depends only on the scratch folder. So all ranks may `mkdir` the same
+    folder or remove the same file, and no call fails because rank 0 has already made the same
+    change. A call that is wrong in itself still fails on rank 0.
 
     Args:
         *args: See `Watched`.
@@ -267,8 +267,8 @@ class Discarded(Watched):
     def store_path(self, path: Path) -> Path:
         """See `Watched.store_path`.
 
-        A relative path can be in the scratch folder, because the rank's working directory can: the
-        rank may have changed into a folder that rank 0 had not made yet.
+        A relative path can be in the scratch folder, because the rank's working directory can be
+        there: the rank may have changed into a folder that rank 0 had not made yet.
         """
         if isinstance(path, int) or not self.used:
             return path
@@ -498,7 +498,7 @@ def install(view: Watched) -> None:
     """Permanently replace Python's file calls in this process. Call once in a rank.
 
     Calls that only read are replaced only for a `Discarded` view, because only then the rank may
-    have its own versions of files. Imports torch and numpy, which a rank has already in memory.
+    have its own versions of files. Imports torch and numpy, which a rank has already imported.
     """
     _installed.append(view)
     for name, leads in _writing_calls(view).items():
@@ -628,7 +628,7 @@ def _replace_open(call: _Call) -> None:
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
     """Replace a function that pathlib copied when it was imported.
 
-    pathlib does so in Python 3.10 (where `open` is that of io) and in Python 3.13.
+    pathlib copies functions in Python 3.10 (where `open` is `io.open`) and in Python 3.13.
     """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
@@ -949,7 +949,7 @@ def _save_atomically(view: Watched) -> None:
 
 
 def _warn_about_locks(view: Discarded) -> None:
-    """Make `fcntl`'s locks warn if the file is the rank's own: no other rank sees that lock."""
+    """Make `fcntl`'s locks warn if the file is the rank's own, which no other rank locks."""
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
         path = _path_of(file if isinstance(file, int) else file.fileno())
@@ -967,9 +967,9 @@ def _warn_about_locks(view: Discarded) -> None:
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
-    """Return whether mapping a file into memory would map a file of the store.
+    """Return whether mapping a file into memory would map the store's own copy of the file.
 
-    It would not if the file is elsewhere, or if the rank has its own version of it.
+    Return False if the file is outside the store, or if the rank has its own version of the file.
     """
 
     def theirs(place: str) -> str | None:

@@ -1,9 +1,9 @@
 """The project store of a run: choose it, check that it can be written, lock it, identify it.
 
 On one machine, until its next boot, the numbers of the file system and the inode identify a folder.
-On different machines they do not, because two clones of one disk have the same numbers. Another
-machine therefore looks for a file with a random name, which the notebook's machine makes in the
-store for the time of the run.
+On different machines, these numbers identify nothing, because two clones of one disk have the same
+numbers. Another machine therefore looks for a file with a random name, which the notebook's machine
+makes in the store for the time of the run.
 """
 
 import contextlib
@@ -218,10 +218,10 @@ class StoreOwner(Struct):
 def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
-    The lock also covers folders inside the store and folders that contain it. The lock file is in
-    the state folder, so that the store stays clean. It is held by flock: the system releases it
-    when the owning process ends, however it ends, so a dead owner leaves nothing to clean up. Enter
-    the context in the process that lives as long as the run.
+    The lock also covers folders inside the store, and folders that contain the store. The lock file
+    is in the state folder, so that the store stays clean. The lock is one of flock: the system
+    releases it when the owning process ends, however the process ends. Enter the context in the
+    process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.

@@ -297,7 +297,8 @@ class StoreServer:
     def _may_replace(self, path: str) -> bool:
         """Return whether a host may replace or remove the file at `path`, if there is one.
 
-        It may if a run made the file and nobody changed it since, unless the file is a notebook.
+        The host may do so if a run made the file and nobody changed the file since, unless the file
+        is a notebook.
         """
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
@@ -319,7 +320,7 @@ class StoreServer:
     def _write_pieces(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
         """Write pieces of files, and move the files that are complete after that to their paths.
 
-        Files are forced to the disk together, because that takes hardly longer than for one file.
+        All files are forced to the disk together, which takes hardly longer than for one file.
 
         Returns:
             For each path, the reason why it was refused; "" if it was accepted.

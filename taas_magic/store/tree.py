@@ -4,8 +4,9 @@ Paths are relative, with parts joined by `/`. A path is checked, then opened par
 with O_NOFOLLOW). So a symbolic link stops the access instead of redirecting it, even if the link
 replaces a folder during the access.
 
-An arriving file is written under a temporary name, verified, and moved to its path in one step. It
-is locked until then, so that a later search of the store recognizes leftovers of dead writers.
+An arriving file is written under a temporary name, verified, and moved to its path in one step.
+Until then, the writer holds a lock on the file, so that a later search of the store recognizes
+leftovers of dead writers.
 """
 
 import errno
@@ -93,10 +94,10 @@ def folders_of(path: str) -> Iterator[str]:
 
 
 class CaseChecker:
-    """Finds paths that differ by case alone, and so are equal on a file system that ignores case.
+    """Finder of paths that differ only by case: a file system that ignores case confuses them.
 
-    It knows the paths that it has accepted. A path is accepted if it differs from no known path by
-    case alone.
+    It knows the paths that it has accepted. A path is accepted if no known path differs from it
+    only by case.
     """
 
     def __init__(self) -> None:
