@@ -29,7 +29,7 @@ from taas_magic.messages import Address
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
-"""Size of a body above which it is received into a memory block of its own, not into a chunk."""
+"""Largest body to receive into a chunk. A larger body gets a memory block of its own."""
 
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
 """Minimum free space at the end of a chunk; if there is less, a new chunk is used."""

@@ -38,7 +38,7 @@ _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
 _COMMON_HEAD_BYTES = 4096
-"""Size of a table of contents up to which it is cached, because other batches may have the same."""
+"""Maximum size of a table of contents to cache. Other batches may have the same small table."""
 
 _MOST_PARTS = 16
 """Maximum number of tensors in a batch that `_split` handles."""
@@ -50,7 +50,7 @@ _WIDEST = 16
 """Size in bytes of an element of the largest dtype."""
 
 _THIN = 2
-"""Maximum size of a span with overlapping tensors, as a multiple of their own sizes together.
+"""Maximum size of a span with overlapping tensors, as a multiple of the tensors' total size.
 
 If the span is larger, most of it belongs to no tensor, and each tensor is sent separately.
 """

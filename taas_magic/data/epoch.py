@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _THREAD_FROM_BYTES = 1 << 20
-"""Size of a batch from which on a separate thread receives the batches that follow it."""
+"""Minimum size of a batch after which a separate thread receives the further batches."""
 
 _LOOK_EVERY = 16
 """Number of batches between updates of `held_bytes`."""

@@ -295,7 +295,7 @@ _STATES = {
         _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
-"""States of each side, in order: each received message leads to the next state, until the last."""
+"""States of each side, in order. Each received message leads to the next state, if there is one."""
 
 
 class ReceivedFrame(NamedTuple):

@@ -48,7 +48,7 @@ After that, the request gets a LOST response, and the rank fails.
 """
 
 _MAX_LOST = 100
-"""Number of times that workers of one loader may end; at the next time, the fetcher fails."""
+"""Number of workers of one loader that may end. When one more ends, the fetcher fails."""
 
 _NEXT_EPOCH_BATCHES = 2
 """Batches of the next epoch that each worker prepares ahead.

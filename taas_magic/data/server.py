@@ -63,8 +63,8 @@ _ACCEPT_AT_ONCE = 64
 _SPARE_FILES = 64
 """Number of file descriptors to reserve for everything except connections to ranks.
 
-Half of these may be used by connections that the server accepts only to reject the peer with a
-message, because all other descriptors are in use.
+When all other descriptors are in use, the server may use half of the reserved ones to accept a
+connection and reject its peer with a message.
 """
 
 _BACKLOG = 4096

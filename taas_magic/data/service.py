@@ -174,7 +174,7 @@ def read(run_dir: Path) -> Service | None:
 Directory = Callable[[str], LoaderAddresses]
 """Function that returns the current addresses of the fetchers of a loader, given by its name.
 
-If there is none because all have failed, the result has the reason. Ranks call the function again
+If all fetchers have failed, the result has the reason instead. Ranks call the function again
 whenever a fetcher does not respond.
 """
 

@@ -27,7 +27,7 @@ UNEVEN: tuple[str, ...] = get_args(Uneven)
 _64_BITS = (1 << 64) - 1
 
 _FORGET_SLOTS = 1024
-"""Number of finished slots from which on `ScoutedSchedule` drops them."""
+"""Minimum number of finished slots that `ScoutedSchedule` drops together."""
 
 VOID = -1
 """Number in place of a batch's units that means: this slot has no batch."""

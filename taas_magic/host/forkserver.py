@@ -60,7 +60,7 @@ _LOST = 255
 """Exit code that multiprocessing assigns to a process if its forkserver ended first."""
 
 _SEEN_S = 1.0
-"""Maximum seconds from the closing of a forkserver's pipes until the system shows its end."""
+"""Maximum seconds from the closing of a forkserver's pipes until the system shows that it ended."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05

@@ -103,7 +103,7 @@ PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
 - `Halt`: end early, because the run was stopped.
 - `EndRun`: end, because the run is over on all hosts.
 - `PlaceFetcher`: write the address of a fetcher to the run folder, where ranks read it.
-- `AnswerInput`: write the line that the user typed to the pipe of the rank that asked for it.
+- `AnswerInput`: pass the line that the user typed to the rank that asked for input.
 - `PauseClocks`: pause or resume the clocks of `--timeout` and `--hang`.
 """
 

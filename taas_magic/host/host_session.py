@@ -27,7 +27,7 @@ from taas_magic.messages import CellOrder, Note, RanksKilled
 CUT_AFTER_S = 1.0
 """Seconds from a rank's interrupt until its connections to other ranks are cut.
 
-SIGINT does not end a collective of gloo, which waits in C++. Cutting its connections does.
+SIGINT does not end a collective of gloo, which waits in C++. Cutting the connections ends it.
 """
 
 RETURN_S = 10.0

@@ -68,7 +68,7 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 """Requests of the agent to a rank: to send its stack report; to cut its connections to other ranks.
 
-The number of a cell and a space follow the second one.
+After `CUT_CONNECTIONS`, the request has the number of a cell and a space.
 """
 
 
@@ -136,7 +136,7 @@ MORE, LAST = b"+", b"."
 """First byte of a piece of a message: more pieces follow, or this is the last one."""
 
 _PIECE_BYTES = 4000
-"""Size of a piece without its prefix. With it, a piece is below PIPE_BUF (4096).
+"""Size of a piece without its prefix. With its prefix, a piece is smaller than PIPE_BUF (4096).
 
 Linux writes at most PIPE_BUF bytes to a pipe atomically.
 """

@@ -406,12 +406,12 @@ DRAIN_S = 30.0
 """Seconds to wait until the last output of an ended rank is read."""
 
 MESSAGE_LIMIT_BYTES = 64 << 20
-"""Maximum size of a rank's message. Longer ones are dropped; a rank sends no display so large."""
+"""Maximum size of a rank's message. Larger messages are dropped. Displays are always smaller."""
 
 MOST_BEGUN = 64
 """Maximum number of incomplete messages of a rank. If there are more, the oldest is dropped.
 
-A message stays incomplete if the fork of the rank that sent it was killed meanwhile.
+If a fork of the rank is killed while it sends a message, the message stays incomplete.
 """
 
 _CHUNK_BYTES = 1 << 20

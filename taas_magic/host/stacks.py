@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from taas_magic.capture.payload import CellSource
 
 ANSWER_S = 3.0
-"""Seconds for a rank to respond. Its heartbeat thread needs the interpreter's lock for that."""
+"""Seconds for a rank's heartbeat thread to respond, for which it needs the interpreter's lock."""
 
 WRITE_S = 2.0
 """Seconds for a process to write its stack. A process that blocks `SIGNAL` does not write one."""

@@ -31,7 +31,7 @@ CALM_DASK = {
 
 With its default settings, Dask profiles its own process 150 times a second, which caused two thirds
 of the CPU time of an idle pool. Twice a second, it also measures the memory, network and disks of
-the machine, which caused a third of the rest. Nothing here reads these measurements.
+the machine, which caused a third of the rest. This package reads none of these measurements.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)

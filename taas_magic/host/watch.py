@@ -42,7 +42,7 @@ from taas_magic.messages import (
 )
 
 SETTLE_S = 0.5
-"""Seconds to wait for further failures after the first one, which may be a mere consequence."""
+"""Seconds to wait for further failures after the first one, one of which may be its cause."""
 
 LEFT_GRACE_S = 3.0
 """Seconds that the other ranks may continue after a rank left by `sys.exit(0)`."""
