@@ -1,6 +1,7 @@
 """Find the names and modules that a cell uses, without running it.
 
-The order of its statements counts: a name that the cell sets before it reads it is not needed.
+The order of statements counts: if the cell sets a name before it reads the name, the cell does not
+need the notebook's value.
 
 `code_use` analyses compiled code; `used_names` analyses the source.
 """
@@ -39,10 +40,10 @@ class CodeUse:
 
     Attributes:
         now: Global names read when the code itself runs.
-        later: Global names read only when a function that it defines is called.
-        imports: Modules that it imports; `from x import y` gives both `x` and `x.y`.
-        attributes: Attribute names that it looks up on any object.
-        stores: Global names that it, or a function that it defines, sets or deletes.
+        later: Global names read only when a function that the code defines is called.
+        imports: Modules that the code imports; `from x import y` gives both `x` and `x.y`.
+        attributes: Attribute names that the code looks up on any object.
+        stores: Global names that the code, or a function defined in it, sets or deletes.
     """
 
     now: frozenset[str]
@@ -165,7 +166,7 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that `source` may read.
 
     A name is left out if the cell certainly assigns it before any possible read. `UsedNames`
-    describes when the names count that a function of the cell reads.
+    describes from which statement on the names in a function's code count.
 
     Args:
         source: Python, after IPython's transformers; top-level `await` is allowed.
@@ -181,7 +182,7 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
 
 
 def why_used_by(owner: str) -> str:
-    """Return the reason, for messages, why a name is captured that `owner` reads."""
+    """Return the reason for capturing a name that `owner` reads, for messages."""
     return f"`{owner}` uses it"
 
 

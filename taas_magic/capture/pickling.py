@@ -233,8 +233,8 @@ class ValuePickler(cloudpickle.Pickler):
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
         needs: Names of the namespace that the added functions look up when they run, and names of
-            the added functions and classes themselves. For `fetchers`, only the latter, in this
-            process's `__main__`.
+            the added functions and classes themselves. For `fetchers`, only the names of the added
+            functions and classes, in this process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names of the namespace that the added functions set by `global`.
@@ -302,7 +302,7 @@ class ValuePickler(cloudpickle.Pickler):
     def undoing(self) -> Iterator[Callable[[], None]]:
         """Yield a function that removes everything added since the block began.
 
-        An exception in the block removes it as well.
+        If the block raises an exception, everything that was added in the block is removed too.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -434,8 +434,9 @@ class ValuePickler(cloudpickle.Pickler):
         """Return a reduced function that keeps the cells of its closure.
 
         cloudpickle gives each function new cells, so functions that share a variable would no
-        longer share it. Here they keep the same cells. A cell may contain the function itself, so
-        cells are pickled empty. The state of the first function that uses a cell fills the cell.
+        longer share it. Here, such functions keep the same cells. A cell may contain the function
+        itself, so cells are pickled empty. The state of the first function that uses a cell fills
+        the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -445,7 +446,7 @@ class ValuePickler(cloudpickle.Pickler):
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
 
     def _reduce_cell(self, cell: CellType) -> Any:
-        """Reduce a closure cell, without its content if that is already in the pickle."""
+        """Reduce a closure cell; leave out its content if the pickle already has the content."""
         if id(cell) in self.filled:
             return make_cell, ()
         self.filled[id(cell)] = cell
@@ -455,7 +456,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _unless_importable(self, handler: Handler) -> Handler:
         """Return a rule for definitions that pickle saves by name.
 
-        The rule keeps the name if it can be imported, else it pickles by value with `handler`.
+        If a definition can be imported under its name, the rule keeps the name. Otherwise `handler`
+        pickles the definition by value.
         """
 
         def reduce(definition: Any) -> Any:

@@ -69,7 +69,7 @@ class Node(Struct, array_like=True):
 class _Container(NamedTuple):
     """The two functions that rebuild one kind of mutable container.
 
-    They are two because a container may contain itself: it has to exist before it is filled.
+    A container may contain itself, so one function makes it and a second function fills it.
 
     Attributes:
         make: Makes the empty container.
@@ -312,7 +312,7 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    It does not for objects, fields, metadata and extensions.
+    It does not for a dtype of objects, with fields, with metadata, or of an extension.
     """
     import numpy
 

@@ -1,9 +1,10 @@
 """Reducers for objects that pickle would save by name, not at all, or with too much content.
 
 A reducer returns what the pickle has in place of an object: a function that makes the object again,
-its arguments, and the object's state. The objects are the notebook's classes, objects that
-functools and typing made from its functions, its streams and its namespace. Torch's storages become
-buffers outside of the pickle. A path in the project becomes the path of the host's copy.
+its arguments, and the object's state. There are reducers for the notebook's classes, streams and
+namespace, and for objects that functools and typing made from the notebook's functions. Torch's
+storages become buffers outside of the pickle. A path in the project becomes the path of the host's
+copy.
 """
 
 import builtins
@@ -44,7 +45,7 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     Args:
         cls: A class of the notebook.
         reduced: The class as cloudpickle reduces it.
-        coming_home: Whether it is sent to the notebook, where it may have come from.
+        coming_home: Whether the class is sent to the notebook, which may have defined it.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
@@ -301,8 +302,8 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
 
     Args:
         storage: Storage on any device; it is copied to the CPU if it is elsewhere.
-        storages: Storages in this pickle, by `_cdata`: torch may have several objects for one of
-            them.
+        storages: Storages in this pickle, by `_cdata`: torch may have several Python objects for
+            one storage.
     """
     first = storages.setdefault(storage._cdata, storage)
     if first is not storage:
@@ -358,7 +359,7 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 
 
 def target_device(device: str) -> str:
-    """Return the device of this process for a value that was on `device` in the other one."""
+    """Return this process's device for a value that was on `device` when it was pickled."""
     import torch
 
     local_rank = os.environ.get("LOCAL_RANK")
@@ -448,10 +449,10 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:
-    """Reduce a learning rate scheduler so that its optimizer counts its steps when it is loaded.
+    """Reduce a learning rate scheduler so that the loaded optimizer still counts its steps.
 
-    A scheduler replaces the `step` of its optimizer by a method that counts the steps, which pickle
-    does not save. If that method is missing, torch warns that the user has replaced `step`.
+    A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
+    does not save the new method. Without it, torch would warn that the user has replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented

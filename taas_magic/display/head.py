@@ -108,7 +108,7 @@ class RunState:
         up_since: Time at which the first ranks started, or `gpus` last changed, on the caller's
             clock; infinity before that.
         ended_at: End time of the run, on the caller's clock; infinity before that.
-        elapsed_s: Seconds that the run took, as its `ended` event says; None if it does not.
+        elapsed_s: Seconds that the run took, from its event `RunEnded`; None if it is not known.
         hangs: For each host that reported a hang, the time of the report and the stacks of its
             ranks.
         settled: The hosts whose ranks have ended or failed.
@@ -357,7 +357,7 @@ def _tails_html(state: RunState) -> str:
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header with the first metrics that ranks logged by `taas.log`.
 
-    In HTML they are one row of small curves, in text one line for each metric.
+    In HTML, the metrics are one row of small curves. In text, each metric is one line.
     """
     if not curves:
         return
@@ -463,9 +463,9 @@ def _facts_html(found: Sequence[Fact]) -> str:
 def _title_row(state: RunState) -> str:
     """Return the title row as HTML.
 
-    For an active run, a CSS animation replaces the title after `STALE_S` by a hint that it is out
-    of date. Each update restarts the animation. Only CSS can do this after a reload of the page or
-    the end of the kernel, because no process can update the HTML then.
+    For an active run, a CSS animation replaces the title after `STALE_S` by a hint that the header
+    is out of date. Each update restarts the animation. After a reload of the page or the end of the
+    kernel, no process can update the HTML, so only CSS can show the hint.
     """
     shown = state.left or state.state
     title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
@@ -631,7 +631,7 @@ def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
 
     Args:
         rows: The stacks of the ranks.
-        now: The current time, on the clock of `RankStack.since`.
+        now: The current time, from the same clock as `RankStack.since`.
     """
     table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
     still = duration(now - max(row.since for row in rows))

@@ -127,8 +127,8 @@ def run_node(terms: NodeSettings) -> None:
 def main() -> int:
     """Run a node until its parent or the farm ends.
 
-    The program's arguments are its parent's pid and a descriptor, which it closes when it has
-    joined the farm. Standard input has one line, a packed `NodeProcessState`.
+    The program's arguments are its parent's pid and a descriptor, which the node closes when it
+    has joined the farm. Standard input has one line, a packed `NodeProcessState`.
 
     Returns:
         The exit code of the process.
@@ -242,7 +242,7 @@ class Slots:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
                 and their buffers.
             say: Called with each piece of the job's output. Also called once with the state
-                "running" if the job does not end at once.
+                "running" if the job does not end immediately.
 
         Raises:
             JobEnded: The job did not return.

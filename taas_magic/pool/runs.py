@@ -312,8 +312,8 @@ class Share(ABC):
         """Handle an event from a host.
 
         Returns:
-            Whether the event was accepted. It is ignored if the host has none of the run's ranks or
-            fetchers, or if a host may not send this kind of event.
+            Whether the event was accepted. An event is ignored if the host has none of the run's
+            ranks or fetchers, or if hosts are not allowed to send events of this kind.
         """
         part = self._part(address)
         if part is None or not self._may_say(part, event):
@@ -542,7 +542,8 @@ class PoolFetchers(Share):
     async def start(self) -> list[str]:
         """See `Share.start`.
 
-        If one host fails, fetchers may run on others. So the caller must then call `halt`.
+        If the start fails on one host, fetchers may already run on other hosts. Then the caller
+        must call `halt`.
 
         Raises:
             OSError: The run folder cannot be read.
@@ -663,8 +664,8 @@ class PoolFetchers(Share):
 class RunClock:
     """Clock of a run's `--timeout`, over all its attempts.
 
-    It starts with the first attempt, so it does not count the wait for hosts. It does not count the
-    time in which a rank waits for the user's input either.
+    The clock starts with the first attempt, so it does not count the wait for hosts. It also does
+    not count time in which a rank waits for the user's input.
     """
 
     def __init__(self) -> None:

@@ -129,7 +129,8 @@ def call_probe(
 def _program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
-    Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
+    Every Python since 2.6 can parse the program. A Python that is too old for `probe` reports its
+    version.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -283,8 +284,8 @@ def judge(
     Args:
         facts: The facts of the host.
         here: The versions that the host must match.
-        gpus: Number of CUDA devices in taas.toml; None if it does not say.
-        interface: Network interface for ranks in taas.toml; None if it does not say.
+        gpus: Number of CUDA devices in taas.toml; None if taas.toml has none.
+        interface: Network interface for ranks in taas.toml; None if taas.toml has none.
         packages: Packages that taas-magic needs on a host.
     """
     if minor(facts.python) != minor(here.python) or not facts.system:
