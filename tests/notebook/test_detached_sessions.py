@@ -140,5 +140,5 @@ def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
     assert not left_of(ranks)
     eventually(lambda: other.text(other.run("%taas sessions")) == "no sessions\n")
     said = error(other, "%taas attach exp")
-    assert 'detached session "exp" has ended: it had no cell for 3 s' in said
+    assert re.search(r'detached session "exp" has ended: it had no cell for \d+ s', said)
     assert "%%taas --gpus 2 --session exp --detach" in said
