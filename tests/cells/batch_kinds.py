@@ -120,7 +120,7 @@ class InThread(IterableDataset):
 
 
 class Buffered(IterableDataset):
-    """A buffer that delays a part of the samples; each worker reads its own part."""
+    """A stream that yields its first three samples last; each worker reads its own part."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -166,7 +166,7 @@ class Worker(Rows):
 
 
 class Sequence:
-    """A sequence that is no Dataset and ends by IndexError, by Python's old protocol."""
+    """A sequence that is not a Dataset and raises IndexError at its end."""
 
     def __len__(self):
         return 5

@@ -20,7 +20,7 @@ class Rows(Dataset):
 
 
 class Curriculum(Rows):
-    """A dataset that its sampler also has, and that has `set_epoch`."""
+    """A dataset with a method `set_epoch`. Its sampler also holds it."""
 
     epoch = 0
 
@@ -54,7 +54,7 @@ class Shared(Rows):
 
 
 class Relative(Rows):
-    """Reads a file of the notebook's folder and a variable of its environment."""
+    """A dataset that reads a file in the notebook's folder and an environment variable."""
 
     def __getitem__(self, index):
         text = pathlib.Path("habits.txt").read_text()
@@ -70,7 +70,7 @@ class Liar(IterableDataset):
 
 
 class Restless(IterableDataset):
-    """A dataset that is its own iterator and can begin again."""
+    """A dataset that is its own iterator and can restart."""
 
     def __init__(self):
         self.left = []

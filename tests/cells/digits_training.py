@@ -1,4 +1,4 @@
-"""The training in the documentation's pictures."""
+"""The training that the documentation's pictures show."""
 
 # %%
 import torch

@@ -1,4 +1,4 @@
-"""Ranks that save and list files, and a rank that makes a folder of the store before rank 0."""
+"""Ranks that save and list files; rank 1 makes a folder in the store before rank 0 does."""
 
 # %%
 import os

@@ -1,4 +1,4 @@
-"""Datasets, samplers and functions that raise, and a cell that describes what it catches."""
+"""Datasets, samplers and functions that raise, and a cell that prints the exceptions."""
 
 from tests.cells.shown_batches import show
 
@@ -73,7 +73,7 @@ class Failing(Dataset):
 
 
 class GoesOn(IterableDataset):
-    """An iterator that goes on after it raised."""
+    """An iterator that yields more items after an exception."""
 
     def __iter__(self):
         self.at = -1

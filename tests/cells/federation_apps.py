@@ -1,4 +1,4 @@
-"""A ClientApp that counts the bytes of its host's data, and a ServerApp that averages."""
+"""A ClientApp that counts the bytes of its host's data, and a ServerApp that averages results."""
 
 # %%
 import time

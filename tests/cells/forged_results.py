@@ -1,4 +1,4 @@
-"""The start of a run, and a rank that forges the results of others."""
+"""Two cells: an all-reduce, and a rank that forges the results of other ranks."""
 
 MADE = "path"
 

@@ -22,7 +22,7 @@ class Gated(Dataset):
         return 20
 
     def __getitem__(self, index):
-        time.sleep(0.001)  # a worker reports a sample that was ready with the next one
+        time.sleep(0.001)  # a worker holds back the reply of a faster batch
         while index > 1 and not os.path.exists(str(self.epoch)):
             time.sleep(0.01)
         return torch.tensor(index)
@@ -41,7 +41,7 @@ go, goes = context.Pipe()
 
 def child():
     goes.recv()
-    iter(loader)  # this also ends the pass that the parent began, in this process
+    iter(loader)  # in the child, this ends the iteration that the parent began
 
 
 process = context.Process(target=child)

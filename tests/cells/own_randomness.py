@@ -1,4 +1,4 @@
-"""Datasets that have random generators or epochs of their own."""
+"""Datasets that have their own random generators or count epochs themselves."""
 
 # %%
 import numpy as np

@@ -1,4 +1,4 @@
-"""Classes of several kinds, with objects of them, for the capture."""
+"""Classes of several kinds and their objects, for tests of the capture."""
 
 # %%
 import dataclasses

@@ -1,4 +1,4 @@
-"""Registered loaders of many kinds, and a function that describes all that a cell sees of them."""
+"""Registered loaders of many kinds, and a function that returns their attributes and batches."""
 
 # %%
 import functools  # noqa: F401

@@ -35,7 +35,7 @@ for epoch in range(2):
         torch.save(model.state_dict(), f"checkpoints/{epoch}.pt")
         os.replace(f"checkpoints/{epoch}.pt", "last.pt")
     dist.barrier()
-    model.load_state_dict(torch.load("last.pt", weights_only=True))  # rank 0's, on every rank
+    model.load_state_dict(torch.load("last.pt", weights_only=True))  # every rank gets rank 0's file
 with open(f"shards/{rank}", "w") as shard:
     shard.write(str(rank))
 dist.barrier()

@@ -1,4 +1,4 @@
-"""Describe batches as JSON, and print all batches of all loaders."""
+"""A function that describes a batch, and a cell that prints all batches of all loaders."""
 
 loaders = {}
 EPOCHS = 1

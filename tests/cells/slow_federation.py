@@ -1,4 +1,4 @@
-"""A federation of two hosts, from its apps to its result."""
+"""A federation of two hosts: its apps, its run and its result."""
 
 # %%
 import time

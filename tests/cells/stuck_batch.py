@@ -1,4 +1,4 @@
-"""A loader whose second batch never comes, and a cell that a signal interrupts meanwhile."""
+"""A loader whose second batch never arrives, and a cell that a signal interrupts as it waits."""
 
 values, number = 1, 14
 
@@ -14,7 +14,7 @@ import taas
 
 
 class Stuck(Dataset):
-    """Sends a signal to the rank instead of its second sample; later samples never come."""
+    """A dataset that never returns its second sample, but sends a signal to the rank."""
 
     def __init__(self, values, signal):
         self.values, self.signal = values, signal

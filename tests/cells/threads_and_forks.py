@@ -1,4 +1,4 @@
-"""Cells that iterate loaders in threads, beside a thread that draws numbers, and in a fork."""
+"""Cells that iterate loaders in threads, while a thread draws numbers, and in a fork."""
 
 import json
 
@@ -57,7 +57,7 @@ import torch
 
 def draw():
     while not over.is_set():
-        torch.randn(1_000_000)  # holds the lock of torch's generator, but not the interpreter's
+        torch.randn(1_000_000)  # holds the lock of torch's generator, but not the GIL
 
 
 over = threading.Event()

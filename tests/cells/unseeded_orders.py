@@ -1,4 +1,4 @@
-"""Samplers and datasets whose order differs between processes, and what two ranks get of them."""
+"""Samplers and datasets whose order is random in each process, and a cell for two ranks."""
 
 loaders = {}
 

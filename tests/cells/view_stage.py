@@ -1,4 +1,4 @@
-"""A view of a run with a clock of its own, and the events that tests feed to it."""
+"""A view of a run, whose clock the test sets, and functions that make events for it."""
 
 # %%
 from pathlib import Path

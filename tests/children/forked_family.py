@@ -1,4 +1,4 @@
-"""A process that waits in a C call, its fork that waits in a Python function, and a child program.
+"""A process that waits in C code, its fork, which waits in Python code, and another child program.
 
 python tests/children/forked_family.py FILE
 """

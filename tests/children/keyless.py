@@ -1,6 +1,6 @@
 """Connect to the ports of this host's sshd and farm nodes over TLS, without a client certificate.
 
-For each port, print its address, its program, and how many bytes came back.
+For each port, print its address, its program, and the number of bytes received.
 """
 
 import socket
@@ -16,7 +16,7 @@ def name_of(pid: int | None) -> str:
 
 
 def received(address: str, port: int) -> bytes:
-    """Send a text to a port; return what comes back."""
+    """Send a text to a port; return the bytes received."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     found = b""
@@ -31,7 +31,7 @@ def received(address: str, port: int) -> bytes:
 
 
 def main() -> None:
-    """Try all ports that are open on this host."""
+    """Connect to each port; print a line for it."""
     for seen in psutil.net_connections("tcp4"):
         if seen.status != "LISTEN":
             continue

@@ -1,4 +1,4 @@
-"""Load a payload as a rank does, and print how much private memory that takes.
+"""Load a payload as a rank does, and print the private memory that it takes, in KiB.
 
 python -m tests.children.memory_rank PAYLOAD
 """

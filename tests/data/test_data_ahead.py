@@ -1,4 +1,4 @@
-"""What is prepared when nobody waits: an epoch and a little, or as much as is to be ready."""
+"""Tests of `PrefetchOrder`, the order of batches that are prepared before a rank requests them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
@@ -17,7 +17,7 @@ def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> Prefetc
 def keys(
     ahead: PrefetchOrder, batches: int = 4, streams: int | None = None, most: int = 100
 ) -> Iterator[LoaderRequest]:
-    """Yield what it says until it says nothing; open every epoch that it wants to know."""
+    """Yield at most `most` requests of a prefetch order, and answer its OPEN requests."""
     opened = EpochDescription(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:

@@ -1,4 +1,4 @@
-"""What a fetcher has ready: what is prepared next, what memory holds, and what is forgotten."""
+"""Tests of `Buffer`, the fetcher's store of prepared batches: order, memory limit and removal."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -28,7 +28,7 @@ def key(slot: int, epoch: int = 0, kind: RequestKind = RequestKind.GET) -> Loade
 
 
 class Arena(WorkerHandle):
-    """What an answer knows of the worker whose memory it lies in."""
+    """Stand-in for a worker that only records the offsets of freed bodies."""
 
     def __init__(self) -> None:
         self.frees = []
@@ -41,7 +41,7 @@ def answer(
     size: int = BATCH_BYTES,
     arena: Arena | None = None,
 ) -> Prepared:
-    """Return an answer whose place in its worker's memory is its slot."""
+    """Return a prepared response whose offset in the worker's memory is its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
     return Prepared(reply, arena or Arena())
 
@@ -52,7 +52,7 @@ def buffer_of(
     workers: int = 1,
     worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
 ) -> Buffer:
-    """Return a buffer that works ahead on so many batches an epoch."""
+    """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
     ahead = PrefetchOrder(FetcherShare(workers=workers))
     for epoch in range(60):
         ahead.opened(epoch, EpochDescription(batches, None, 0))
@@ -60,7 +60,7 @@ def buffer_of(
 
 
 def entries(buffer: Buffer) -> int:
-    """How many answers, counts and questions are remembered."""
+    """Return the number of entries and unit counts that the buffer stores."""
     return len(buffer._entries) + len(buffer._counts)
 
 
@@ -69,25 +69,25 @@ def ready(buffer: Buffer) -> list[LoaderRequest]:
 
 
 def let_go(buffer: Buffer) -> None:
-    """Forget all that is ready."""
+    """Remove all prepared responses from the buffer."""
     for one in ready(buffer):
         buffer._remove(one)
 
 
 def by_parity(key: LoaderRequest) -> int:
-    """Even slots are for worker 0, odd ones for worker 1."""
+    """Return the worker for a slot: 0 if the slot is even, 1 if it is odd."""
     return key.slot % 2
 
 
 def chosen(buffer: Buffer, most: int = 1000) -> list[int]:
-    """Return the slots of what is chosen until there is nothing to choose."""
+    """Choose at most `most` requests for worker 0, until there are none; return their slots."""
     return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
 
 
 def prepare(
     buffer: Buffer, slots: Iterable[int], epoch: int = 0, units: int = 1, arena: Arena | None = None
 ) -> None:
-    """Lay batches ready that nobody has asked for."""
+    """Put the batches of `slots` into the buffer; no connection requests them afterwards."""
     for slot in slots:
         buffer.add_request("nobody", key(slot, epoch))
     while (one := buffer.choose(0)) is not None:
@@ -96,7 +96,7 @@ def prepare(
 
 
 def taken(buffer: Buffer, who: str, one: LoaderRequest) -> Prepared:
-    """Take what is ready."""
+    """Return the prepared response to a connection's request; fail if it is not ready."""
     found = buffer.pop_ready(who, one)
     assert found is not None
     return found
@@ -182,7 +182,7 @@ def test_what_is_known_is_not_done_ahead() -> None:
 
 
 def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
-    """Only another worker may prepare it, and that one will."""
+    """Only worker 1 may prepare batches 0 and 1, so worker 0 prepares batch 2 ahead."""
     buffer = buffer_of(batches=3, worker_for=lambda key: 1)
     for slot in (0, 1):
         buffer.add_request("rank", key(slot))
@@ -210,7 +210,7 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
 
 
 def test_a_full_buffer_drops_no_batch_of_a_stream_that_a_rank_still_needs() -> None:
-    """To prepare it again, a worker would restart the stream."""
+    """A worker would have to restart the stream to prepare the batch again."""
     buffer = buffer_of(2 * BATCH_BYTES)
     prepare(buffer, [2, 3])
     buffer.add_request("rank", key(0))
@@ -263,7 +263,7 @@ def test_what_somebody_waits_for_makes_no_room() -> None:
 
 
 def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> None:
-    """Though what follows in its stream was nearer, and has used up the memory."""
+    """Check this when a later batch, which needed no restart of a stream, has filled the memory."""
     buffer = buffer_of(BATCH_BYTES)
     for slot in (0, 2, 4):
         buffer.add_request("rank", key(slot))
@@ -467,11 +467,11 @@ BUDGET_BATCHES = 3
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Three ranks, each of which asks, waits for its first answer, takes it; workers; deaths."""
+    """Random actions of three ranks that request and receive responses, and of workers that end."""
 
     def __init__(self) -> None:
         super().__init__()
-        # With what Python takes beside each of them.
+        # The buffer counts 1280 bytes for each response in addition to its body.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
         self.buffer = buffer_of(budget_bytes, batches=12, worker_for=by_parity, workers=2)
         self.arena = Arena()
@@ -519,7 +519,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 50))
     def reply(self, at: int) -> None:
         one = self.doing.pop(at % len(self.doing))
-        # The place says which of all answers it is; the number, for which slot.
+        # `offset` counts all responses, so each has another one; `number` is the slot.
         reply = Reply(one.slot, ResponseKind.BATCH, 1, body_bytes=BATCH_BYTES, offset=self.prepared)
         self.prepared += 1
         waiting = {who for who, asked in self.asked.items() if one in asked}
@@ -605,5 +605,6 @@ def test_memory_is_bounded_whatever_one_rank_does(does: list[str], workers: int)
                 buffer.put(done, answer(done.slot))
             elif (got := buffer.choose(0)) is not None:
                 doing.append(got)
-        # One that the rank has to send next; and nobody knew how large the first ones would be.
+        # All workers may start before the buffer knows the size of a batch. The batch that the
+        # connection must send next is prepared even if the memory is full.
         assert buffer.ready_batches <= max(BUDGET_BATCHES, workers) + 1

@@ -1,4 +1,4 @@
-"""What a source prepares is what a local DataLoader yields."""
+"""Tests of `BatchSource`, compared with the batches of a local DataLoader."""
 
 import pickle
 import random
@@ -60,7 +60,7 @@ class Stopping(Squares):
 
 
 class Count(IterableDataset[int]):
-    """Splits its numbers over the workers, unevenly."""
+    """Stream of numbers, of which each worker yields its own part."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +72,7 @@ class Count(IterableDataset[int]):
 
 
 class Remembering(Sampler[int]):
-    """A sampler with a memory of its own."""
+    """Sampler whose own generator gives another order in each epoch."""
 
     def __init__(self, size: int) -> None:
         self.rng, self.size = random.Random(3), size
@@ -87,7 +87,7 @@ class Remembering(Sampler[int]):
 
 
 class Stages(Sampler[int]):
-    """Another order in each epoch that it is told of."""
+    """Sampler that uses the epoch of `set_epoch` as its seed."""
 
     def __init__(self, size: int) -> None:
         self.size, self.epoch = size, 0
@@ -108,7 +108,7 @@ class Unsized(Sampler[int]):
 
 
 class Endless(Sampler[int]):
-    """Draws for ever, from the process's own random numbers."""
+    """Sampler that yields random indices without end, drawn from torch's global generator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -204,7 +204,7 @@ def test_a_sampler_without_length_is_read_to_its_end() -> None:
 
 
 class Turning(Remembering):
-    """Has no length, and another order in each epoch."""
+    """Sampler that has no length and gives another order in each epoch."""
 
     __len__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Frames from a socket: whole, in order, wherever the stream is cut, and in memory that is safe."""
+"""Tests of `Inbox`, which reads frames from a socket, and of a client whose fetchers fail."""
 
 import contextlib
 import os
@@ -44,14 +44,14 @@ SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10,
 
 
 def batch(number: int, size: int) -> bytes:
-    """Return a frame of a batch, all of whose bytes are its number."""
+    """Return the frame of a batch whose body repeats one byte, which depends on `number`."""
     body = bytes([number % 251 + 1]) * size
     response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
     return protocol.pack(response, size) + body
 
 
 def tick(sock: socket.socket, seconds: float) -> None:
-    """Make every receive give up after so long."""
+    """Set the receive timeout of a socket."""
     whole = int(seconds)
     timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -70,7 +70,7 @@ def box_of(sock: socket.socket, patience_s: float = 60.0) -> Inbox:
 
 
 def sent(sock: socket.socket, data: bytes, cuts: Sequence[int] = ()) -> threading.Thread:
-    """Send in a thread, in pieces."""
+    """Start a thread that sends `data` in pieces that end at `cuts`; return the thread."""
 
     def run() -> None:
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -82,7 +82,7 @@ def sent(sock: socket.socket, data: bytes, cuts: Sequence[int] = ()) -> threadin
 
 
 def responded(whole: tuple[FromServer, memoryview] | None) -> Response:
-    """Return the response that has come."""
+    """Return the message of a received frame, which must be a response."""
     assert whole is not None and isinstance(whole[0], Response)
     return whole[0]
 
@@ -113,7 +113,7 @@ def test_frames_come_whole_and_stay_what_they_are(
         sender, box, blocks = sent(server, stream, cuts), box_of(rank), Blocks(8 << 20)
         heard = [box.receive(blocks) for _ in sizes]
         sender.join()
-        # All are looked at only now: none may have been written over by a later one.
+        # Compare the bodies only now: no later frame may have overwritten an earlier one.
         for number, whole in enumerate(heard):
             assert (responded(whole).slot, len(whole[1])) == (number, sizes[number])
             assert bytes(whole[1]) == bytes([number % 251 + 1]) * sizes[number]
@@ -227,7 +227,10 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
 
 
 class Link(FetcherLink):
-    """Breaks when it is told; a real one cannot be made to break between two frames of a chunk."""
+    """Link to a fetcher that breaks when a test calls `cut`.
+
+    A test cannot make a real link break between two frames of a chunk.
+    """
 
     def __init__(self) -> None:
         self.address = Address(0, "cpu1", 7000, "", "")
@@ -254,7 +257,8 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     client.send_requests([SlotRequest(slot, True) for slot in range(4)])
     links[0].cut()
     body = encode.encode(7)
-    # Of another order than the one that holds, so it is asked for once more: on a broken link.
+    # The response has another order than the client's. The client therefore sends another request
+    # for the slot, over a link that is broken.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
     client._store_response(links[0], response, memoryview(bytearray(body.body_bytes)))
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]
@@ -263,12 +267,12 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
 
 
 def ring(number: int, frame: object) -> None:
-    """Be a cell's handler of SIGALRM."""
+    """Raise TimeoutError, as a cell's handler of SIGALRM may do."""
     raise TimeoutError("took too long")
 
 
 def rings(*_: object) -> None:
-    """Be what a signal interrupts."""
+    """Send SIGALRM to this process, in place of a method that the signal interrupts."""
     signal.raise_signal(signal.SIGALRM)
 
 
@@ -299,7 +303,7 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the seconds that connections and clients see."""
+    """Replace the clock of connections and clients; return a list whose only item is its time."""
     now = [0.0]
     for module in (connection, client_module):
         stopped = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
@@ -315,7 +319,7 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
 
     def receive(blocks: Blocks) -> list[tuple[FromServer, memoryview]]:
         if not clock[0]:
-            clock[0] = 3600.0  # the machine stood still, or a call of the cell kept Python
+            clock[0] = 3600.0  # the machine was suspended, or a call in the cell held the GIL
             raise Silent
         return [(came.pop(), memoryview(b""))]
 
@@ -326,7 +330,7 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
 
 
 def route_to(fetchers: int) -> Route:
-    """Return the ways to so many fetchers."""
+    """Return a route to `fetchers` fetchers."""
     found = {number: Address(number, "cpu1", 7000 + number, "", "") for number in range(fetchers)}
     place = LoaderAddresses(fetchers=fetchers, workers=fetchers, addresses=found)
     return Route("train", lambda _: place, b"", lease=FetchLease(4.0))
@@ -347,7 +351,7 @@ def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
     tried: list[int] = []
     with pytest.raises(RunLost) as lost:
         for _ in range(9):
-            clock[0] += 100.0  # all pauses are over
+            clock[0] += 100.0  # longer than any pause between two attempts
             tried.append(route.pick(0, None))
             assert route.patience_s >= 1.0
             route.failed(tried[-1], Silent(), silent_s=route.patience_s)

@@ -1,4 +1,4 @@
-"""Memory for batches: used again when nobody looks at it, never before."""
+"""Tests of the memory for batches, which is reused only after its last view is gone."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ MEGABYTE = 1 << 20
 
 
 class SpansMachine(RuleBasedStateMachine):
-    """Whatever is taken and given back: nothing overlaps, and all that is free can be taken."""
+    """Random allocations and frees: no spans overlap, and the first gap that fits is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SpansMachine(RuleBasedStateMachine):
         assert self.spans.end == max(self.used.values(), default=0)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return what lies between the spans in use, holes that were joined."""
+        """Return the start and end of each gap between the spans in use."""
         spans = sorted(self.used.items())
         return [(end, start) for (_, end), (start, _) in zip([(0, 0), *spans], spans, strict=False)]
 
@@ -93,7 +93,7 @@ def test_an_arena_grows_under_what_is_looked_at() -> None:
 
 
 class Writer:
-    """An arena in a process of its own, which writes and frees what it is told to."""
+    """Child process that has an arena and writes and frees spans on request."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -161,7 +161,7 @@ def test_a_mapping_outlives_its_writer(writer: Writer) -> None:
 
 
 def is_open(descriptor: int, file: os.stat_result) -> bool:
-    """Whether a descriptor is this file's: another thread may open another one under its number."""
+    """Return whether a descriptor is still `file`: another thread may have reused its number."""
     try:
         return os.path.samestat(os.fstat(descriptor), file)
     except OSError:
@@ -177,7 +177,7 @@ def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
 
 
 class Watched(BorrowedSpans):
-    """Says how often it was closed."""
+    """`BorrowedSpans` that add an item to `closed` each time they are closed."""
 
     def __init__(self) -> None:
         closed = list[bool]()

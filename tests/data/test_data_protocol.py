@@ -1,4 +1,4 @@
-"""Frames and who may say them: what fits comes back, all else is refused before it costs much."""
+"""Tests of the frames between ranks and servers: encoding, order of messages, and size limits."""
 
 import os
 import struct
@@ -44,7 +44,7 @@ NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(R
 
 
 def greeted() -> ProtocolState:
-    """Return a rank's state when it has heard the challenge."""
+    """Return the protocol state of a rank that has received the challenge."""
     state = ProtocolState(Role.RANK)
     heard(state, Challenge(bytes(32)))
     return state
@@ -91,7 +91,7 @@ def forged(
     size: int | None = None,
     body: int = 0,
 ) -> memoryview:
-    """Return a header whose checksums are right and whose fields are not."""
+    """Return a header with valid checksums, for fields that may be invalid."""
     size = len(packed) if size is None else size
     raw = struct.pack("<IQI", size, body, zlib.crc32(packed))
     whole = raw + struct.pack("<I", zlib.crc32(raw)) + packed
@@ -119,7 +119,7 @@ def test_a_header_has_the_size_that_most_have() -> None:
 @hypothesis.given(responses(), st.integers(0))
 def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
     damaged = bytearray(protocol.pack(response))
-    # What fills the header up says nothing.
+    # Flip no bit of the padding after the message: no checksum covers it.
     size = 20 + len(msgspec.msgpack.encode(response))
     bit %= 8 * size
     damaged[bit // 8] ^= 1 << bit % 8

@@ -83,7 +83,7 @@ OTHERS = [
     ),
     (0, "DataLoader(Numbers(24), 2), seed=5", "the order of this epoch is different now"),
 ]
-"""Number of fetchers, another loader, and the message that refuses a loader's state for it."""
+"""Cases: number of fetchers, another loader, and the error when it loads the first one's state."""
 
 
 @pytest.mark.parametrize(("cpus", "now", "says"), OTHERS)

@@ -1,4 +1,4 @@
-"""Who gets which batch: against a plain model, for every size, world size and rule."""
+"""Tests of the schedules that assign batches to ranks, compared with a simple model."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ rules = st.sampled_from(sharding.UNEVEN)
 
 
 def rows_of(slots: list[int], world_size: int, uneven: Uneven) -> list[list[int]]:
-    """Deal slots into rows, one for each step: the model."""
+    """Return the model's schedule: a row of slots for each step, with one slot for each rank."""
     rows = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
     if rows and len(rows[-1]) < world_size:
         if uneven == "drop":
@@ -50,7 +50,14 @@ def walk(
     ahead: int = 3,
     step: int = 0,
 ) -> list[int]:
-    """Play a rank: ask ahead, learn the answers in order, take steps until the end."""
+    """Run a rank's schedule to its end; return the slots that the rank gets.
+
+    Args:
+        schedule: The rank's schedule.
+        answers: Returns the number of units in a slot's batch; VOID if the slot has no batch.
+        ahead: Number of steps whose slots are requested at a time.
+        step: First step.
+    """
     handed: list[int] = []
     while True:
         for ask in schedule.requests(step + ahead):

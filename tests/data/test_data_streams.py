@@ -1,4 +1,4 @@
-"""A cell gets what a local DataLoader gives: batches, states and exceptions.
+"""Tests that batches, states and exceptions in a cell equal those of a local DataLoader.
 
 Each test registers a group of loaders in a notebook and iterates all of them in one cell, with
 several numbers of fetchers. The same source makes the local loaders for the comparison.
@@ -20,7 +20,7 @@ from tests.harness import Notebook, Outcome
 SEED = 5
 HAS_NOTES = HAS_GROUPS = sys.version_info >= (3, 11)
 WAYS = [(0, 3), (1, 2), (3, 1)]
-"""Pairs: a number of fetchers, and a number of ranks."""
+"""Pairs of a number of fetchers and a number of ranks."""
 
 SHOW, CELL = cells_of("shown_batches")
 
@@ -80,7 +80,7 @@ def local(source: str, epochs: int = 1) -> dict[str, list[list[object]]]:
 
 
 def compare(notebook: Notebook, source: str, cpus: int, ranks: int, epochs: int = 1) -> None:
-    """Assert that a cell gets the batches of local loaders; first batches fill the last step."""
+    """Assert that ranks get the batches of local loaders; the first batches pad the last step."""
     register(notebook, source)
     found, expected = remote(notebook, cpus, ranks, epochs), local(source, epochs)
     for name in expected:
@@ -112,7 +112,7 @@ TAKEN = (
     {"one": 5, "two": 9},
     {"one": 200, "two": 9},
 )
-"""Number of batches that each run reads of each stream. Run n then reads 7 n more."""
+"""Number of batches of each stream that each run reads. Run n then reads 7 n more batches."""
 
 
 @pytest.mark.parametrize("cpus", [0, 1, 3])
@@ -136,7 +136,7 @@ FAILING, CATCH = cells_of("failing_datasets")
 
 
 AT_THE_BEGINNING = {"begins": "LookupError", "init": "OSError", "sampling": "ArithmeticError"}
-"""Type of the first exception of each loader. The first two end torch's own worker."""
+"""Loaders whose first batch raises, and the exception's type. The first two end torch's worker."""
 
 
 def caught(notebook: Notebook, cpus: int) -> dict[str, Any]:
@@ -146,7 +146,11 @@ def caught(notebook: Notebook, cpus: int) -> dict[str, Any]:
 
 
 def caught_here() -> dict[str, Any]:
-    """Return what local loaders with one worker raise. torch cannot pass on an exception group."""
+    """Return the outcomes of local loaders with one worker.
+
+    The result leaves out `exit`, the loaders in `AT_THE_BEGINNING`, and `group`: torch cannot pass
+    on an exception group.
+    """
     space = defined(FAILING)
     lines: list[str] = []
     made = space["make"]()
@@ -168,7 +172,7 @@ def test_a_datasets_exceptions_are_raised_as_a_local_loader_raises_them(
 
     for name in expected:
         assert kinds(found[name]) == kinds(expected[name]), name
-        # if an exception takes no message, a note says where it happened, from Python 3.11 on
+        # an exception that takes no message has a note with its origin (Python 3.11 and later)
         told = [one[2] for one in found[name] if len(one) == 4]
         assert all(told) or (name == "silent" and not HAS_NOTES), name
     first = {name: found[name][0][0] for name in AT_THE_BEGINNING}
@@ -303,7 +307,7 @@ def test_ranks_share_an_order_that_is_not_seeded_or_are_told(notebook: Notebook,
 
 @pytest.mark.parametrize(("cpus", "ranks"), [(0, 1), (1, 2)])
 def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks: int) -> None:
-    with warnings.catch_warnings():  # by torch, about nested tensors and read-only arrays
+    with warnings.catch_warnings():  # torch warns of nested tensors and read-only arrays
         compare(notebook, KINDS, cpus, ranks)
 
 
@@ -318,7 +322,7 @@ def test_habits_of_datasets_over_two_epochs(
     monkeypatch.setenv("HABITS", "set in the notebook")
     torch.set_default_dtype(torch.float64)
     try:
-        with warnings.catch_warnings():  # about a dataset with more samples than its length
+        with warnings.catch_warnings():  # torch warns of a dataset with too many samples
             compare(notebook, HABITS, cpus, ranks, epochs=2)
     finally:
         torch.set_default_dtype(torch.float32)

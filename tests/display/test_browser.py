@@ -1,4 +1,4 @@
-"""What JupyterLab shows of a run, in a real browser."""
+"""Tests of a run's output in JupyterLab, in a real browser."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""What the status header shows of a run's loaders."""
+"""Tests of the lines about loaders in a run's status header."""
 
 from taas_magic.display.head import filling, loader_lines
 from taas_magic.journal.analysis import Flow

@@ -155,7 +155,7 @@ def test_sys_exit_with_a_code_fails(notebook: Notebook) -> None:
 @pytest.mark.fault(9)
 @pytest.mark.skipif(os.geteuid() != 0, reason="a memory limit takes root")
 def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Path) -> None:
-    """The rank starts inside the limited cgroup, as it would in a container or a batch job."""
+    """Start a rank in a cgroup with a memory limit, as in a container, and exceed the limit."""
     [server] = forkservers(below(os.getpid()))
     root = memory_limit.parent
     limited_by = [Path(name).parent for name in oom_kills(server.pid)]

@@ -1,4 +1,4 @@
-"""How a rank's output becomes lines, for any bytes in any chunks, and how a flood is limited."""
+"""Tests of `LineAssembler`, which splits a rank's output into lines, and of `LogBudget`."""
 
 import time
 import tracemalloc
@@ -202,7 +202,7 @@ def test_a_usual_cell_passes_whole_and_cheaply() -> None:
         assert [int(line) for line in (passed[0], passed[-1])] == [0, 9_999]
         assert len(passed) == 10_000
         assert budget.pop_dropped() == (0, 0)
-    assert time.process_time() - began_s < 1.0  # measured: 0.01 s; a per-byte loop takes more
+    assert time.process_time() - began_s < 1.0  # measured: 0.01 s; a loop over bytes is slower
 
 
 def test_a_flood_is_bounded_and_counted() -> None:

@@ -94,11 +94,11 @@ class Hosts:
                     process.kill()
 
     def left(self, number: int, besides: str = "-") -> list[psutil.Process]:
-        """Wait until a host's current processes have ended; return those that have not in time.
+        """Wait at most `GONE_WITHIN_S` for a host's current processes to end; return the others.
 
         Args:
             number: Number of the host.
-            besides: Start of the names of processes to ignore.
+            besides: Prefix of the names of processes to ignore.
         """
         found = [p for p in self.processes(number) if not name_of(p).startswith(besides)]
         _, alive = psutil.wait_procs(found, timeout=GONE_WITHIN_S)
