@@ -77,7 +77,7 @@ names = sorted(it.name for it in os.scandir("."))
 assert names == ["last.pt", "latest", "log.txt", "out", "shards"]
 dist.barrier()
 if rank == 1:
-    os.remove("last.pt")  # this rank's view has no such file
+    os.remove("last.pt")  # the store keeps rank 0's file
     os.rename("out/x.safetensors", "moved")
     try:
         Path("out/1.distcp").write_text("")
