@@ -310,7 +310,7 @@ class _Host:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
-        """Start a program under a name, by which it is watched and ended."""
+        """Start a program, and keep it under `name` for `check` and `close`."""
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(

@@ -31,7 +31,7 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages that a rank sends to its agent about itself, besides events."""
+    """Base class of messages from a rank to its agent, which does not pass them on."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):

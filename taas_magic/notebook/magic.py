@@ -90,7 +90,10 @@ class TaasMagics(Magics):
             _print_line(TAAS_IS_HERE)
         name = _missing_name(result.error_in_exec)
         if name in between_cells.set_in_ranks:
-            _print_line(f"`{name}` was set in an earlier %%taas cell; return it with --out {name}")
+            _print_line(
+                f"`{name}` was set in an earlier %%taas cell, but is not in the notebook: "
+                f"run that cell again with --out {name}"
+            )
 
     def variables(self) -> list[str]:
         """Return the names of the user's variables, for Tab completion."""

@@ -119,8 +119,8 @@ def disconnect(client: "Client") -> None:
     try:
         client.close(timeout=2)
     except ValueError:
-        # Raised by tornado if the client was reconnecting to a scheduler that has ended. Each
-        # further attempt to close the client raises it, too, and the client's __del__ makes one.
+        # tornado raises this if the client was reconnecting to a scheduler that has ended. Closing
+        # the client again would raise it again, and `Client.__del__` closes a client that is open.
         client.status = "closed"
     finally:
         logger.disabled = before

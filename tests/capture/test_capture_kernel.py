@@ -118,7 +118,8 @@ def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
         request = frontend.send(cell)
         assert frontend.finish(request)["status"] == "error"
         assert frontend.text(request).endswith(
-            "`only_there` was set in an earlier %%taas cell; return it with --out only_there\n"
+            "`only_there` was set in an earlier %%taas cell, but is not in the notebook: run that "
+            "cell again with --out only_there\n"
         )
     request = frontend.send("print(nowhere)")
     assert frontend.finish(request)["status"] == "error" and not frontend.text(request)
