@@ -9,11 +9,11 @@ options.py    checks options of a call against the parameters of the user's func
 run.py        follows a run, handles the user's interrupts, and starts its fetchers
 keyboard.py   lines that the user types for the ranks of a run
 runs.py       finds runs and reads their folders (`taas.runs()`)
-attach.py     shows a run's view again
+attach.py     shows the view of a run again
 heads.py      updates the status headers of runs whose views were closed
 sessions.py   the sessions of this kernel
 pools.py      the pools of this kernel
 logs.py       reads the log files of ranks
 report.py     writes the file of `%taas report`
-between_cells.py  functions to call before each cell
+between_cells.py  lists that the magics read before and after each cell
 """

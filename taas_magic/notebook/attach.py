@@ -1,7 +1,7 @@
 """Show the view of a run again, for `%taas attach`.
 
-The view shows all earlier output, then new output, until the run ends or the user interrupts the
-view. It needs no connection to the pool, because it reads the run's folder.
+The view shows all earlier output, then new output, until the run ends or the user presses
+Ctrl-C. The view reads only the run's folder, and needs no connection to the pool.
 """
 
 import time
@@ -44,7 +44,7 @@ def attach(run: Run) -> None:
 
 
 def _show(run: Run, interrupts: Interrupts) -> RunState:
-    """Show a run's past and the events added to its journal; return the run's last state."""
+    """Show the events of a run's journal, old and new; return the last state that was shown."""
     reader = JournalReader(RunFolder(run.path).events)
     replay = Replay(run.new_state())
     for chunk in reader.chunks():
@@ -54,7 +54,7 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
         state.apply(ended, ended.time)
 
     def now() -> float:
-        return ahead_s + time.monotonic()  # wall-clock time, as in the journal, but steady
+        return ahead_s + time.monotonic()  # wall-clock time as in the journal, without clock jumps
 
     view = View(state, clock=now, past=replay.pieces())
     checked_at = now()

@@ -1,7 +1,7 @@
 """Lists that other modules fill, and that the magics read before and after each cell.
 
-`notebook.magic` must not read these from the modules that fill them: a thread imports those
-modules, so the first cells may run while they are only half imported.
+The lists are not in the modules that fill them, because a background thread imports those modules.
+While the first cells run, the modules may still be partly imported.
 """
 
 from collections.abc import Callable

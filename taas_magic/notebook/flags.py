@@ -1,9 +1,10 @@
 """Parse the words after `%%taas` and `#pragma taas` into `Flags`.
 
 The table `FLAGS` is the single source of the parser, of `%%taas?`, of Tab completion and of error
-messages. An error message is one line that says what to write. The comment form is a pure function
-of the text, because IPython also calls it to find out whether a half-typed cell is complete. Errors
-are therefore reported only when the cell runs.
+messages. An error message is one line that says what to write.
+
+IPython also calls `transform_pragma` to find out whether a half-typed cell is complete. So this
+function depends only on the text, and reports no errors. Errors are reported when the cell runs.
 """
 
 import io
@@ -25,19 +26,20 @@ from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
 
-# A single word that is no interpreter, unlike `#!/usr/bin/env python` and `#!python3`.
+# A single word. `#!/usr/bin/env python` and `#!python3` name interpreters and do not match.
 _POOL = re.compile(r"#!\s*(?!python|i?pypy|sh$|bash$)([A-Za-z][\w.-]*)\s*")
 _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
 
 def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
-    """Parse the comments at the top of a cell (`#!pool` and `#pragma taas`).
+    """Parse the taas comments at the top of a cell: `#!POOL` and `#pragma taas`.
 
-    Without a pragma, `#!name` counts only in the cell's first line: further down it is a comment.
+    If the cell has no pragma, `#!POOL` must be the first line with text. Further down, it is an
+    ordinary comment.
 
     Returns:
-        The flags, and the number of lines up to and including the last of these comments. None for
-        an ordinary cell.
+        The flags as one string, and the number of lines up to and including the last taas comment.
+        None for a cell without taas comments.
     """
     stripped = (line.strip() for line in lines)
     top = list(takewhile(lambda line: not line or line.startswith("#"), stripped))
@@ -51,7 +53,7 @@ def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """Turn a cell with taas comments at its top into a `%%taas` cell; an IPython transformer."""
+    """Replace the taas comments at the top of a cell by a `%%taas` line; an IPython transformer."""
     found = parse_top_comments(lines)
     if found is None:
         return lines
@@ -60,7 +62,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def nothing_below(raw_cell: str) -> str:
-    """Return the error message for a cell with nothing below its `%%taas` or taas comments."""
+    """Return the error message for a cell without code below its `%%taas` line or comments."""
     found = parse_top_comments(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -72,7 +74,7 @@ def nothing_below(raw_cell: str) -> str:
 
 
 def misplaced_pragma(raw_cell: str) -> Iterator[str]:
-    """Yield one message for each pragma below code, where it is an ordinary comment."""
+    """Yield a warning for each `#pragma taas` below code; such a pragma has no effect."""
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
     lines = raw_cell.splitlines()
@@ -112,7 +114,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """Return a function that parses whole numbers from `least` to `most`."""
+    """Return a function that parses a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
@@ -152,7 +154,7 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Parse the value of `--hang`: a duration as in `duration_s`, or `0` to detect no hang."""
+    """Parse the value of `--hang`: a duration as in `duration_s`, or `0` to disable the check."""
     return 0.0 if text == "0" else duration_s(text)
 
 
@@ -460,18 +462,18 @@ BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
 class FlagParser(MagicArgumentParser):
-    """A parser of flags that reports errors as UsageError, in taas-magic's words."""
+    """Parser of flags. Its errors are UsageErrors that name the flag and the allowed values."""
 
     def __init__(self, flags: Sequence[Flag], description: str = "") -> None:
         super().__init__("%taas", description=description)
-        # "--gpu" is an error and not an abbreviation of "--gpus".
+        # Without this line, "--gpu" would be accepted as an abbreviation of "--gpus".
         self.allow_abbrev = False
         self._flags = flags
         for flag in flags:
             flag.add_to(self)
 
     def error(self, message: str) -> NoReturn:
-        """Replace a message of argparse, such as "argument --gpus: expected one argument"."""
+        """Raise UsageError with a clearer text than argparse's "argument --gpus: expected …"."""
         flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
         if flag is not None:
             says = f"needs {flag.possible}" if flag.metavar else "takes no value"
@@ -502,21 +504,23 @@ The same as a comment, so that the cell stays plain Python::
 `%taas?` describes status, logs, stacks, stop, pools, warm and down.
 """,
 )
-HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # the one that is required
+HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no other flag is required
 """Help text that `%%taas?` shows."""
 
 
 def parse(line: str, config: Config) -> Flags:
-    """Parse the words after `%%taas`. IPython has replaced `{…}` and `$…` before.
+    """Parse the words after `%%taas`.
+
+    IPython has already replaced `{expression}` and `$variable` by their values.
 
     Raises:
-        UsageError: A word is wrong. The message is one line with the word and what is possible.
+        UsageError: A word is wrong. The message is one line with the word and the allowed values.
     """
     found = _parse_words(_words(line))
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
         config.pool(name)
     if "gpus" not in found and "session" in found:
-        found["gpus"] = 0  # means: as many ranks as the session has
+        found["gpus"] = 0  # 0 means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
             "--gpus is missing: give the number of ranks, %%taas --gpus 2 "
@@ -533,7 +537,7 @@ def parse(line: str, config: Config) -> Flags:
 
 
 def _check_rehearsal(flags: Flags) -> None:
-    """Raise UsageError if a flag makes no sense in a rehearsal."""
+    """Raise UsageError if a flag cannot be combined with `--rehearse`."""
     for name in _NOT_REHEARSED:
         if getattr(flags, BY_NAME[name].field):
             raise UsageError(
@@ -585,7 +589,7 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return flags without the comment at their end. A word that begins with `#` starts it."""
+    """Return the flags in `line` without a trailing comment, which begins with a `#` word."""
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -613,7 +617,7 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
 
 
 def _unknown(word: str) -> str:
-    """Return the error message for a word that is no flag."""
+    """Return the error message for a word that is not a flag."""
     listed = " ".join(flag.name for flag in FLAGS)
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'

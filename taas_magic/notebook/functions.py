@@ -52,8 +52,8 @@ def run(
 ) -> "Run":
     """Call a function on ranks, like a `%%taas` cell. Block until the run has ended.
 
-    The function, its arguments and all objects of the notebook or script that it uses are sent to
-    the ranks. The run is shown below the cell; in a script, the ranks' lines are printed.
+    The ranks get the function, its arguments, and all objects of the notebook or script that the
+    function uses. A notebook shows the run below the cell; a script prints the ranks' lines.
 
     Args:
         function: The function. Every rank calls it.
@@ -64,9 +64,9 @@ def run(
         pool: Name of the pool, as `--pool`; default is this machine.
         data_pool: Name of the pool that runs the fetchers, as `--data-pool`.
         prefill: Data that fetchers prepare before ranks start, as `--prefill`.
-        out: Global variables of the function's module that return to the notebook, as `--out`.
+        out: Global variables of the function's module to copy back to the notebook, as `--out`.
         name: Name of the run, as `--name`.
-        max_restarts: Number of times that all ranks may start again, as `--max-restarts`.
+        max_restarts: How often all ranks may be restarted after a failure, as `--max-restarts`.
         timeout: Limit on the run's time, in seconds.
         profile: Number of steps that torch.profiler records on every rank, as `--profile`.
         env: Environment variables of the ranks, as `--env`.
@@ -112,7 +112,7 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for options of `run`. They also request the value of the function.
+    """Return the flags for the options of `run`, with `--out` extended by the function's value.
 
     Raises:
         UsageError: An option has an impossible value.
@@ -143,7 +143,7 @@ def run_script(words: Sequence[str]) -> None:
 
     Raises:
         UsageError: No word is the path of a Python file.
-        Exception: As `run` raises them.
+        Exception: All errors of `run`.
     """
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if at is None or not Path(words[at]).is_file():
@@ -160,9 +160,10 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":
-    """Run a cell or a function on ranks; in a script, print the rank's traceback if the run fails.
+    """Run a cell or a function on ranks.
 
-    A notebook shows the traceback with the exception (`RunError._render_traceback_`).
+    If a rank of a script's run fails, print that rank's traceback. In a notebook, the exception
+    shows the traceback itself (`RunError._render_traceback_`).
     """
     begin = rehearsal.rehearse if asked.rehearse else launch.execute
     try:
@@ -183,7 +184,7 @@ def _shell() -> InteractiveShell:
     shell = get_ipython()
     if shell is None:
         settings = ShellConfig()
-        settings.HistoryManager.enabled = False  # a script's calls are not part of a history
+        settings.HistoryManager.enabled = False  # a script needs no input history
         main = sys.modules["__main__"]
         shell = _of_script = InteractiveShell.instance(
             config=settings, user_module=main, user_ns=vars(main), colors="NoColor"

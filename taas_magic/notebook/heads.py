@@ -18,7 +18,7 @@ _left: dict[str, Run] = {}
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run. The status header then says how to show the run again.
+    """Close the view of an active run. Its status header then says how to show the run again.
 
     Args:
         run: The run.
@@ -33,7 +33,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Stop updating a run's status header, because it already shows the run's end."""
+    """Stop updating the status header of a run, because the header already shows the run's end."""
     _left.pop(run.run_id, None)
 
 

@@ -32,7 +32,7 @@ _CHECK_S = 0.25
 
 
 class InputQueue:
-    """The ranks' requests for input that are not answered yet."""
+    """Queue of the ranks' unanswered requests for input, at most one for each rank."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, InputRequested] = {}
@@ -40,7 +40,7 @@ class InputQueue:
         self._answered_at = float("-inf")
 
     def add(self, request: InputRequested) -> None:
-        """Add a request. It replaces an earlier one of the same rank, which was interrupted."""
+        """Add a request, and drop an older request of the same rank, which was interrupted."""
         self._waiting[request.rank] = request
 
     def clear(self) -> None:
@@ -48,12 +48,13 @@ class InputQueue:
         self._waiting.clear()
 
     def pop_next(self, now: float) -> InputRequested | None:
-        """Return the request to answer now, and remove it; None if there is none yet.
+        """Remove and return the request to answer now; None if no request is due.
 
-        The rank that was answered last comes first: other ranks wait `SAME_RANK_S` for it.
+        A request of the rank that was answered last is due immediately. Requests of other ranks are
+        due `SAME_RANK_S` after that answer, so that one rank's dialog is not interrupted.
 
         Args:
-            now: Current time, on the clock that `record_answer` gets.
+            now: Current time, from the same clock as in `record_answer`.
         """
         if self._last_rank in self._waiting:
             return self._waiting.pop(self._last_rank)
@@ -66,15 +67,15 @@ class InputQueue:
         self._last_rank, self._answered_at = rank, now
 
     def next_due(self) -> float:
-        """Return the time from which any rank's request may be popped; infinity if none waits."""
+        """Return the time from which requests of all ranks are due; infinity for an empty queue."""
         return self._answered_at + SAME_RANK_S if self._waiting else float("inf")
 
 
 def prompt_of(request: InputRequested, plan: Plan) -> str:
-    """Return the text of the input box: the rank's prompt, and which rank asks.
+    """Return the text of the input box: the rank's prompt, and the number of the rank.
 
-    The prompt of a pool that is not trusted is one line and begins with the pool's name: its hosts
-    choose the prompt, and could ask for a password or print lines that look like a rank's.
+    The hosts of an untrusted pool could send a misleading prompt, such as a request for a password.
+    So the prompt of such a pool is a single line that begins with the pool's name.
     """
     prompt, size = request.prompt, plan.world_size
     if size > 1:
@@ -87,8 +88,8 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
 def can_type(shell: "InteractiveShell | None") -> bool:
     """Return whether a person can type here: in a frontend with an input box, or in a terminal.
 
-    nbclient, for example, runs notebooks without a person. In other threads than the main thread,
-    the result is False, because they cannot show an input box.
+    The result is False for programs that run notebooks without a person, such as nbclient. It is
+    also False outside the main thread, because no other thread can show an input box.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -99,12 +100,13 @@ def can_type(shell: "InteractiveShell | None") -> bool:
 
 
 def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
-    """Let the user type the line that a rank asks for. Blocks the kernel's main thread.
+    """Ask the user for the line that a rank requests. Block the kernel's main thread meanwhile.
 
     Args:
         request: The rank's request.
         plan: Plan of the run.
-        is_void: Function that returns whether nobody needs the line any more. A thread calls it.
+        is_void: Function that returns whether the rank no longer needs the line. It is called
+            from another thread.
 
     Returns:
         The answer for the rank. It has no line if the user ended the input (Ctrl-D in a terminal).
@@ -134,14 +136,14 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
         answer.line = None
     finally:
         try:
-            with guard:  # the watcher sends no interrupt after this
+            with guard:  # after this block, `watch` sends no interrupt
                 finished.set()
-        finally:  # the user may interrupt the wait for the guard
+        finally:  # runs even if the user interrupts the wait for `guard`
             finished.set()
             signal.signal(signal.SIGINT, previous)
     return answer
 
 
 def refuse(request: InputRequested, plan: Plan) -> AnswerInput:
-    """Return the answer that tells a rank that nobody can type."""
+    """Return an answer that refuses a rank's request, because nobody can type a line."""
     return AnswerInput(plan.run_id, request.rank, request.number, is_refused=True)

@@ -79,8 +79,8 @@ _told: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool.
 
-    Block until the run has ended and its end is shown. The flags, the work and all objects that it
-    uses are checked before anything is started.
+    Block until the run has ended and its end is shown. The flags, the work and all objects that the
+    work uses are checked before any process is started.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -102,7 +102,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = plan_of_cell(flags, session, pool, config)
     assert plan.store is not None
     rule = plan.store
-    checking = Background(lambda tell: store.prepare(rule))  # it waits for the disk
+    checking = Background(lambda tell: store.prepare(rule))  # may wait for the disk
     names = session.names if session is not None else None
     captured = capture_work(work, shell, config, known=names, send=flags.send)
     checking.outcome.result()
@@ -163,7 +163,8 @@ def prepare_run(
 
     Args:
         session: The session whose ranks run the cell. None for a run with ranks of its own.
-        reads_only: Whether the run leaves the project store to other runs.
+        reads_only: Whether the run does not lock the project store, so that another run may write
+            to it at the same time.
 
     Returns:
         The kernel's side of the run, and the description of the run for its pools.
@@ -198,7 +199,7 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks. The first cell starts the ranks."""
+    """Run a cell on a session's ranks. If it is the first cell, start the ranks."""
     driver.listener = session.record_event
     try:
         carry_out(driver, spec, pool, config, session=session)
@@ -211,7 +212,7 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return the facts about a run that other processes need, without the labels of its cells."""
+    """Return the facts about a run that other processes need. The caller adds the cells' labels."""
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
         project=str(Path.cwd()),
@@ -228,7 +229,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
         PoolError: The state folder is not writable.
     """
     folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
-    # TLS is needed if batches cross between hosts on a network that others can use, too
+    # Batches need TLS if they cross between hosts on a network that is not private.
     needs_tls = plan.data is not None and plan.data.crosses
     if plan.data is not None and needs_tls:
         used = (config.pool(plan.pool), config.pool(plan.data.pool))
@@ -242,10 +243,10 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes for the status header of a run, without those that need no repetition.
+    """Return the notes to show in the status header of a run; leave out lasting notes shown before.
 
-    A note on a missing GPU or on differing constants holds for many runs. Such a note is shown only
-    once in a kernel, and again if the values of the constants change.
+    Notes on a missing GPU and on differing constants are lasting: they hold for many runs. A kernel
+    shows such a note once. It shows a note on constants again if their values change.
 
     Args:
         notes: Notes of the plan.
@@ -259,7 +260,7 @@ def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
-    """Return a syntax error whose line number counts from the top of the notebook's cell."""
+    """Return a syntax error with the line number counted from the top of the notebook's cell."""
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above
@@ -297,7 +298,7 @@ def carry_out(
             fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
-        try:  # a run that never got hosts leaves no run folder
+        try:  # if the run gets no hosts, remove its folder
             if session is not None and session.is_started:
                 connection = session.connection
             elif not plan.prefill:
@@ -329,14 +330,14 @@ def carry_out(
         elif fetchers:
             fetchers.forward_events(connection)
         if is_shown and session is None:
-            _prune(config)  # while the ranks start
+            _prune(config)  # here, because the ranks need time to start
         driver.follow(connection, view, interrupts, detaches)
     if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
         _prune(config)
 
 
 def _prune(config: Config) -> None:
-    """Remove the folders of old runs."""
+    """Remove the folders of the oldest runs, beyond the limits in `[runs]` of taas.toml."""
     global _pruned_at
     _pruned_at = time.monotonic()
     journal.prune(config.runs.keep, config.runs.keep_bytes)
@@ -421,7 +422,7 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
-    """Ask the ranks for their variables if this kernel has taken the session over.
+    """Ask the ranks for the names of their variables, if this kernel has taken the session over.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -436,21 +437,23 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
     variables: dict[str, str] = {}
     code: set[str] = set()
     for digests, others in reversed(call_on_ranks(session, names, shell, config)):
-        variables |= digests  # rank 0's digests come last
+        variables |= digests  # ranks are in reverse order, so rank 0's digests win
         code |= {*others}
     session.names.take_over(variables, code)
     session.has_unknown_names = False
 
 
 def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
-    """Take over a detached session, and show the cell that runs or that has lost its kernel.
+    """Take over a detached session, and show its running cell.
+
+    If no cell is running, show the newest cell that lost its kernel, if any.
 
     Args:
         run: The session's own run.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.
-        KeyboardInterrupt: The user interrupted the view of the cell, which goes on.
+        KeyboardInterrupt: The user interrupted the view. The cell continues.
     """
     global last_run
     session, cell = sessions.take_over(run, pools.of_session(run, config))
@@ -534,10 +537,12 @@ def with_fetchers(
     """Add to the plan the pool and hosts that run the registered loaders; allocate no hosts.
 
     Args:
-        flags: Flags of the cell, in a session completed by those of the session.
+        flags: Flags of the cell. For a cell of a session, `Session.complete` has added the
+            session's flags.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
-        cpus: The cell's own `--cpus`; None if it is that of `flags`.
+        cpus: Value of `--cpus` on the cell itself, for the note on unused flags. None to use the
+            value in `flags`.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -565,7 +570,9 @@ def out_problem(
     shell: "InteractiveShell",
     known: RankVariables | None = None,
 ) -> str | None:
-    """Return the problem with `--out`, as far as it is detectable before the cell runs.
+    """Return a message if `--out` names a variable that no rank will have when the cell ends.
+
+    Only problems that are visible before the cell runs are found. None if there is no such problem.
 
     Args:
         known: Names that the ranks of the cell's session have. None without a session.
@@ -594,13 +601,13 @@ def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):
         return None
-    # the kernel removes a cell's leading empty lines before it compiles the cell
+    # The kernel removes a cell's leading empty lines before it compiles the cell.
     lines = leading_empty_lines(cells[number].splitlines(keepends=True))
     return CellSource("".join(lines), f"Cell In[{number}]")
 
 
 def labels_of_cells(shell: "InteractiveShell") -> dict[str, str]:
-    """Return the label in tracebacks of each cell that the kernel compiled, by file name."""
+    """Return labels such as `Cell In[3]` for tracebacks, by the file name of the compiled cell."""
     numbers = {name: payload.cell_number(shell, name) for name in list(linecache.cache)}
     return {name: f"Cell In[{number}]" for name, number in numbers.items() if number is not None}
 
@@ -630,7 +637,8 @@ def _environ_at_start() -> dict[str, str]:
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: what `execute` would do, and why it would fail.
 
-    The text lists the plan, the values that would be sent, each with the reason, and the problems.
+    The text has three parts: the plan; the values that would be sent, each with the reason why it
+    is sent; and the problems.
     """
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
@@ -642,7 +650,7 @@ def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Co
     travels: list[str] = []
     try:
         captured = payload.capture(work, shell.user_ns, problems=problems, **settings)
-    except CaptureError as error:  # a module of the project is not readable
+    except CaptureError as error:  # for example, a module of the project cannot be read
         problems.append(str(error))
     else:
         travels = _payload_lines(captured)

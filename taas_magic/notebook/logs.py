@@ -44,7 +44,7 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 def end_of_log(path: Path) -> str:
     """Return the last lines of a log as a terminal would show them.
 
-    If lines are left out, the first line says how much text comes before.
+    If earlier lines are left out, the first line names the file and the size of the text left out.
     """
     if not path.exists():
         return ""
@@ -66,7 +66,7 @@ def shortened(text: str, path: Path) -> str:
 
     Args:
         text: The text.
-        path: File that holds the complete text. It is named if lines are left out.
+        path: File with the complete text. If lines are left out, the result names this file.
     """
     if len(text) > SHOWN_BYTES:
         text = text[-SHOWN_BYTES:].partition("\n")[2]

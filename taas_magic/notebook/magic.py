@@ -104,7 +104,7 @@ class TaasMagics(Magics):
         """Return the names of all pools, for Tab completion."""
         try:
             return sorted(self.settings().pools)
-        except UsageError:  # taas.toml is broken: the next cell that runs reports the problem
+        except UsageError:  # taas.toml is invalid; the next cell reports the error
             return []
 
     def sessions(self) -> list[str]:
@@ -114,7 +114,7 @@ class TaasMagics(Magics):
         return [session.name for session in found.live()] if found is not None else []
 
     def detached_sessions(self) -> list[str]:
-        """Return the names of detached sessions that this kernel does not have, for completion."""
+        """Return the names of detached sessions outside this kernel, for Tab completion."""
         from taas_magic.notebook import sessions
 
         return [flags.session for _, flags in sessions.left_sessions()]
@@ -209,7 +209,7 @@ def _missing_name(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _one_line(text: str) -> Iterator[None]:
-    """Make a KeyboardInterrupt in the block show `text` instead of a traceback."""
+    """If the block raises KeyboardInterrupt, make IPython show `text` instead of a traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -222,9 +222,9 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """Find the magic's body in the cell that the user sees.
 
     Returns:
-        The whole cell, and the number of its lines before the body. If code called the magic
-        (`get_ipython().run_cell_magic`), there is no such cell: the result is then a cell made of
-        the magic's line and body.
+        The whole cell, and the number of lines in it before the body. If the magic was called by
+        code (`get_ipython().run_cell_magic`), the user sees no such cell. Then the result is a cell
+        made of the magic's line and body.
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
@@ -252,7 +252,7 @@ is optional, because IPython's automagic accepts the command without it, and %%b
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    Does nothing if they are registered already.
+    If the shell has the extension already, do nothing.
     """
     if shell in _loaded:
         return
@@ -291,10 +291,10 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
 class _WarmUp:
-    """The warm-up of the local pool that loading the extension starts.
+    """The warm-up of the local pool, which `%load_ext` starts.
 
-    It runs in a thread, because importing Dask would delay `%load_ext` too long. `%taas down` may
-    cancel it before it has begun.
+    The warm-up runs in a thread, because the import of Dask would delay `%load_ext` too long.
+    `%taas down` cancels a warm-up that has not begun.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -323,7 +323,8 @@ class _WarmUp:
         with self._lock:
             if not self._is_cancelled:
                 pools.warm(self._settings)
-        importlib.import_module("taas_magic.notebook.launch")  # the first cell needs it
+        # Import this module now, so that the first cell starts sooner.
+        importlib.import_module("taas_magic.notebook.launch")
 
 
 _warm_ups: list[_WarmUp] = []
@@ -373,7 +374,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     _optional_word("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
-        # formatted as in the status header of the run
+        # The format is that of the run's status header.
         elapsed = duration(run.duration_s, decimals=int(not run.is_active))
         rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
@@ -453,7 +454,7 @@ def _cell_to_watch(session: "Run") -> "Run":
     Prints how the user can take over or end the session.
 
     Args:
-        session: The run that keeps the session's ranks. Each cell of the session is another run.
+        session: The session's own run, which started the ranks. Each cell is another run.
 
     Raises:
         UsageError: The session runs no cell.
@@ -472,7 +473,7 @@ def _cell_to_watch(session: "Run") -> "Run":
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
-    """Detach a session of this kernel, or a run, from its kernel for `%taas detach`."""
+    """Detach a run, or a session of this kernel, for `%taas detach`."""
     from taas_magic.notebook import pools, runs, sessions
 
     name = _optional_word("detach", words)
@@ -542,7 +543,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
         if names[0]:
             rows.append((*names, "", "", "", ""))
     source = settings.source or "there is no taas.toml: all runs on this machine"
-    # the cost of each pool with GPUs since its start, including hosts that it has released
+    # The costs count from the pool's start, and include hosts that the pool has released.
     costs = [
         f'pool "{pool.name}": {pool.status.gpu_hours:.2f} GPU-hours, '
         f"{pool.status.used_gpu_hours / pool.status.gpu_hours:.0%} of them in runs"
@@ -581,7 +582,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     for session in sessions.live():
         assert session.plan is not None
         hosts, rss, gpu = "?", "?", "?"
-        with contextlib.suppress(PoolError):  # raised while the session runs a cell
+        with contextlib.suppress(PoolError):  # a session that runs a cell cannot be asked
             asked = launch.call_on_ranks(session, memory, _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
@@ -610,7 +611,7 @@ def _vars(words: Sequence[str], settings: Config) -> str:
 
 
 def _end(words: Sequence[str], settings: Config) -> str:
-    """End a session for `%taas end`. Take it over first if another kernel has left it."""
+    """End a session for `%taas end`. Take over a detached session of another kernel first."""
     from taas_magic.notebook import pools, sessions
     from taas_magic.notebook.run import Interrupts
 
@@ -769,7 +770,7 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
     """Return the typed beginning of the word at the cursor, and the words that complete it.
 
-    Returns None if the line is not one of taas-magic's.
+    Returns None if the line has no taas magic or comment.
 
     Args:
         text: The line up to the cursor.
@@ -787,7 +788,7 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
 
 def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the completions after `%%taas` or `#pragma taas`."""
+    """Return the typed beginning and its completions after `%%taas` or `#pragma taas`."""
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
@@ -806,7 +807,7 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the completions after `%taas`."""
+    """Return the typed beginning and its completions after `%taas`."""
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:

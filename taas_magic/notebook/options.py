@@ -1,4 +1,4 @@
-"""Check for options of a call that have the name of a parameter of the user's function."""
+"""Check that a call's options and the parameters of the user's function share no name."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -9,9 +9,10 @@ from taas_magic.errors import UsageError
 
 
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
-    """Check that no option that the user gave has the name of a parameter of the function.
+    """Check that the given options and the function's parameters share no name.
 
-    A keyword argument with such a name could be meant for either, but only the option receives it.
+    The call uses a keyword argument with a shared name as an option. The user may have meant it for
+    the function.
 
     Args:
         what: The call that has the options, such as "taas.run".
@@ -19,7 +20,8 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
         given: Names of the options that the user gave.
 
     Raises:
-        UsageError: An option has the name of a parameter that no `functools.partial` has set.
+        UsageError: An option and a parameter share a name. Parameters that `functools.partial` has
+            set do not count.
     """
     try:
         names = set(inspect.signature(function).parameters)

@@ -59,7 +59,7 @@ def named(name: str, config: Config) -> Pool:
     with _lock:
         known = _pools.get(settings.name)
         if known is None or known.config != settings:
-            if known is not None:  # the settings changed: the old pool ends when no kernel uses it
+            if known is not None:  # the old pool ends when no kernel uses it
                 known.retire()
                 _retired[:] = [one for one in (*_retired, known) if not one.is_over()]
             known = _pools[settings.name] = Pool(settings, Path.cwd())
@@ -78,7 +78,7 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
     Raises:
         ConnectionEnded: The pool's process ended before it got the hosts.
         PoolError: The pool could not get the hosts.
-        KeyboardInterrupt: The user interrupted the wait. The pool releases hosts that nobody uses.
+        KeyboardInterrupt: The user interrupted the wait. The pool later releases its unused hosts.
     """
     wait = Wait(pool)
     if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
@@ -104,10 +104,11 @@ def print_line(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Open a pool in a background thread, and return the thread.
 
-    A failure is not shown here. The user sees it when a cell needs the pool.
+    This function shows no failure. If the pool does not open, the next cell that needs it reports
+    the failure.
     """
     pool = named(name, config)
-    wait = Wait(pool)  # created here, so that `down` can cancel it before the thread has started
+    wait = Wait(pool)  # created before the thread starts, so that `down` can cancel it
     return Background(lambda tell: pool.open(1, wait=wait, has_run=False)).thread
 
 
@@ -121,7 +122,7 @@ def stop(run: Run, config: Config) -> None:
 
 
 def detach(run: Run, config: Config) -> None:
-    """Hand an active run over from its kernel to the pool's process.
+    """Make the pool's process the owner of an active run, in place of the run's kernel.
 
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
@@ -148,7 +149,8 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
     """Send a request to the process of a run's pool; never start a process.
 
     Args:
-        folder: Folder of the pool. "" for a run of an older version: the pool is found by `name`.
+        folder: Folder of the pool. "" for a run of an older taas-magic, which did not record the
+            folder; then `name` selects the pool.
 
     Raises:
         PoolError: The process has ended, or does not answer.
@@ -164,7 +166,7 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
 
 
 def _joined(name: str, config: Config) -> PoolConnection:
-    """Return a connection to the process of a pool, if it is running; never start it.
+    """Return a connection to the running process of a pool; never start a process.
 
     Raises:
         PoolError: The pool has no running process.
@@ -181,7 +183,7 @@ def _process_of(pool: Pool) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml and its status. The status is empty if the pool does not answer."""
+    """A pool of taas.toml and its status. If the pool does not answer, the status is empty."""
 
     name: str
     engine: str
@@ -190,7 +192,7 @@ class PoolRow:
 
 
 def of_session(run: Run, config: Config) -> PoolConnection:
-    """Return a connection to the process of the pool that has a session; never start a process.
+    """Return a connection to the pool's process that runs a session; never start a process.
 
     Args:
         run: The session's own run.
@@ -201,7 +203,7 @@ def of_session(run: Run, config: Config) -> PoolConnection:
             changed.
     """
     pool, folder = named(run.pool, config), run.context.pool_folder
-    if str(pool.folder.path) != folder:  # the session is of another notebook's folder
+    if str(pool.folder.path) != folder:  # the session was started in another notebook's folder
         pool = Pool(config.pool(run.pool), Path(run.context.project))
     if str(pool.folder.path) != folder:
         raise PoolError(
@@ -212,7 +214,7 @@ def of_session(run: Run, config: Config) -> PoolConnection:
 
 
 def rows(config: Config) -> list[PoolRow]:
-    """Return all pools of taas.toml, each with its state and status."""
+    """Return a row for each pool of taas.toml, with the pool's state and status."""
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
@@ -228,7 +230,7 @@ def rows(config: Config) -> list[PoolRow]:
 
 
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
-    """Check whether the hosts of pools are fit for runs, without allocating any host.
+    """Check whether the hosts of pools can run cells; allocate no host.
 
     Args:
         names: Names of the pools to check. Empty for all pools.
@@ -244,7 +246,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
 
     asked, packages = [config.pool(name) for name in names or config.pools], packages_needed()
     store = config.store.path or os.getcwd()
-    try:  # a host that sees this randomly named file shares the project store
+    try:  # the file has a random name; a host that sees it shares the store
         mark = tempfile.NamedTemporaryFile(prefix=".taas-", dir=store)  # noqa: SIM115
     except OSError as error:
         raise StoreError(
@@ -265,7 +267,7 @@ def ask_hosts(
     modules: Sequence[str] = (),
     mark: str = "",
 ) -> list[HostCheck]:
-    """Ask the hosts of pools whether they are fit for runs, without allocating any host.
+    """Ask the hosts of pools whether they can run cells; allocate no host.
 
     Args:
         asked: The pools.
@@ -273,10 +275,12 @@ def ask_hosts(
         config: Settings of taas.toml.
         packages: Packages that taas-magic needs on a host.
         modules: Top-level modules that a host must have.
-        mark: Path of a file in the project store; "" does not ask whether hosts share the store.
+        mark: Path of a file in the project store. A host that sees this file shares the store. ""
+            skips this check.
 
     Returns:
-        One row for each host; for a pool without a host that can be asked, a row without a host.
+        One row for each host. If a pool has no host that can be asked, one row for the pool, with
+        an empty host name.
 
     Raises:
         PoolError: A pool that is up does not answer.
@@ -289,7 +293,7 @@ def ask_hosts(
     known = {row.pool for row in found}
     for pool in asked:
         if pool.name not in known and up[pool.name]:
-            # such a pool has hosts only while they are allocated: ask their agents
+            # The engine of such a pool can reach only allocated hosts, so ask their agents.
             question = GetFacts(packages=list(packages), modules=list(modules), mark=mark)
             agents = _joined(pool.name, config).call(question)
             found += [facts.judged(pool, each, here, packages) for each in agents]
@@ -306,25 +310,25 @@ _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
 
 
 class CheckReport(str):
-    """A table of the pools' hosts, with all findings and what to do about them."""
+    """A table of the pools' hosts, with all findings and the advice for each finding."""
 
     __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        """Return the report as HTML without line wrapping. All text from hosts is escaped."""
+        """Return the report as HTML without line wrapping, with all text from hosts escaped."""
         return as_html(self)
 
 
 def report(
     rows: Sequence[HostCheck], here: KernelVersions, means: Mapping[tuple[str, str], str]
 ) -> CheckReport:
-    """Return the report of `%taas pools --check`. The findings of a host are listed below it.
+    """Return the report of `%taas pools --check`. A host's findings are below its table row.
 
     Args:
         rows: The checked hosts.
         here: The kernel that checked the hosts.
-        means: The mechanism that keeps a host's ranks from writing to the project store, by
-            (pool, host). Only hosts that are up have an entry.
+        means: The mechanism that protects the project store from a host's ranks, by (pool, host).
+            Only allocated hosts have an entry.
     """
     cells = (_cells(row, here, means.get((row.pool, row.host), "")) for row in rows)
     head, *lines = columns([_HEAD, *cells])
@@ -348,8 +352,8 @@ def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
     Args:
         row: The checked host.
         here: The kernel that checked the host.
-        means: Mechanism that keeps the host's ranks from writing to the project store; "" if the
-            host is not up.
+        means: Mechanism that protects the project store from the host's ranks; "" if the host is
+            not allocated.
     """
     seen = row.facts
     if seen is None or not seen.system:
@@ -366,14 +370,14 @@ def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
         f"{seen.gpus} {', '.join(dict.fromkeys(seen.gpu_names))}".rstrip(),
         f"{size_text(seen.free_bytes)} free",
         f"{seen.ahead_s:+.1f} s",
-        # ranks will use the interface at which the host was reached
+        # Ranks will use the network interface at which the host was reached.
         f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
         f"{store}, protected by {means}" if means else store,
     )
 
 
 def _ours(seen: Facts, here: KernelVersions) -> str:
-    """Return where a host has taas-magic's packages: installed, in its cache, or not yet."""
+    """Return where a host gets taas-magic from: installed, in its cache, or sent on first use."""
     from taas_magic.setup.install import what_to_bring
 
     parcels = [parcel.name for parcel in what_to_bring(seen, here)]
@@ -384,5 +388,5 @@ def _ours(seen: Facts, here: KernelVersions) -> str:
 
 
 def down(name: str, config: Config) -> None:
-    """End a pool with its runs, hosts and process."""
+    """End a pool: its runs, its hosts and its process."""
     named(name, config).down()

@@ -44,20 +44,20 @@ _MIN_STEP_S = 1e-3
 
 @dataclass
 class Findings:
-    """Everything that a rehearsal has found out, for its report.
+    """The results of a rehearsal, for its report.
 
     Attributes:
         flags: Flags of the cell.
         plan: Plan of the run on the pool; None if the pool cannot run it.
         problems: Reasons why the run would fail on the pool.
-        host_rows: Result of the check of each host for the cell's modules. A pool whose hosts do
-            not exist yet has one row without a host.
+        host_rows: Result of checking each host for the cell's modules. A pool without a running
+            host has one row, with an empty host name.
         captured: Values that are sent to the ranks.
         travels_bytes: Size of everything that is sent to the ranks.
         loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
-        flows: Counts of the registered loaders.
-        reports: Report of each rank, in the order of their arrival.
-        state: State in which the rehearsed run ended; "" if it was not run.
+        flows: Counts of batches and times of each registered loader, by name.
+        reports: Report of each rank, by rank, in the order of arrival.
+        state: State in which the rehearsed run ended; "" if the cell was not run.
         elapsed_s: Seconds that the rehearsed run took.
     """
 
@@ -75,7 +75,7 @@ class Findings:
 
     @property
     def all_problems(self) -> list[str]:
-        """The problems, with those of the hosts. Hosts with the same problem share a line."""
+        """`problems`, then the hosts' problems. Hosts with the same problem share one line."""
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
             for finding in row.findings:
@@ -135,7 +135,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
     try:
         plan = launch.plan_of(flags, pools.named(flags.pool, config), config)
         assert plan.store is not None
-        store.prepare(structs.replace(plan.store, shared=()))  # makes no folder
+        store.prepare(structs.replace(plan.store, shared=()))  # makes no shared folder
         found.plan = launch.with_fetchers(plan, flags, tuple(captured.loaders), config)
     except (UsageError, StoreError, PoolError) as error:
         found.problems.append(str(error))
@@ -150,7 +150,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: Findings
 ) -> list[HostCheck]:
-    """Return the checks of the hosts of pools; add a failure to `found.problems`."""
+    """Check the hosts of pools; return a row for each. Record an error in `found.problems`."""
     if not asked:
         return []
     up = {row.name: row.status.hosts for row in pools.rows(config)}
@@ -192,8 +192,8 @@ def _run_here(
 def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run.
 
-    One fetcher prepares the batches before the ranks start, so that it and the ranks do not slow
-    each other down.
+    One fetcher prepares all batches before the ranks start. Otherwise, the fetcher and the ranks
+    would slow each other down, and the measured speeds would be too low.
 
     Args:
         flags: Flags of the cell.
@@ -266,7 +266,7 @@ def _host_rows(found: Findings) -> list[tuple[str, str]]:
 
 
 def _travels(found: Findings) -> str:
-    """Return text with the size of the payload, and its largest variables."""
+    """Return a line of text with the size of the payload and the names of its largest variables."""
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"
@@ -282,7 +282,7 @@ def _travels(found: Findings) -> str:
 def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about data: the size and speed of each registered loader.
 
-    The last row names the loops that the rehearsal could not shorten.
+    The last row names DataLoaders that are not registered: a rehearsal cannot shorten their loops.
     """
     for name, size in found.loader_bytes.items():
         flow = found.flows.get(name)
@@ -303,10 +303,10 @@ def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
 
 
 def estimate(flow: LoaderFlow, ranks: int) -> str:
-    """Return how fast a loader and a rank are here, and the `--cpus` that follows from it.
+    """Return text with the speeds of a fetcher and a rank here, and the estimated `--cpus`.
 
     Args:
-        flow: Counts of the rehearsed run.
+        flow: Counts of the loader in the rehearsed run.
         ranks: Number of ranks on the pool.
     """
     work_s, prepared = flow.fetcher_total("fetch_s"), flow.fetcher_total("prepared")
@@ -344,7 +344,8 @@ def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
     if unreported:
         which = ", ".join(map(str, unreported))
         yield "not known", f"memory and files of rank {which}: it ended before it could report"
-    last = [report.written for report in found.reports.values()][-1:]  # has all ranks' files
+    # Every report lists the files of all ranks, so only the last report is used.
+    last = [report.written for report in found.reports.values()][-1:]
     if written := _merged(last):
         yield "would write", f"{_files(written)}; nothing was written to the project store"
     if outside := _merged(report.outside for report in found.reports.values()):
@@ -355,7 +356,7 @@ def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
 
 
 def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
-    """Return each path in the reports with the largest size that a rank reported."""
+    """Return all paths in the reports, each with the largest size that any rank reported."""
     sizes: dict[str, int] = {}
     for files in reports:
         for file in files:

@@ -1,7 +1,8 @@
 """Write the file of `%taas report`, which a user sends to a developer with a bug report.
 
 The file holds versions, settings without secrets, the first events of a run, and the end of each
-pool's log. It holds neither the cell nor values of variables, but error messages may quote both.
+pool's log. The file does not hold the cell or values of variables, but error messages may quote
+both.
 """
 
 import os
@@ -35,12 +36,12 @@ _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOu
 
 
 def write_report(config: Config, run: Path | None, target: Path) -> Path:
-    """Write the report and return its path. Runs in the kernel; only reads files.
+    """Write the report to `target` and return its path. Send no requests to other processes.
 
     Args:
         config: Settings of taas.toml.
         run: Folder of the run to report. None for a report without a run.
-        target: File to write. Only the user can read it.
+        target: File to write. The file is readable by the user only.
 
     Raises:
         UsageError: The file cannot be written.

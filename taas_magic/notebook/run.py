@@ -1,7 +1,7 @@
 """Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-The kernel waits for other processes in separate threads, and counts the user's interrupts instead
-of raising them. An interrupt can therefore always end a wait.
+The kernel waits for other processes in separate threads. Its main thread counts the user's
+interrupts instead of raising KeyboardInterrupt. So an interrupt can end every wait.
 """
 
 import contextvars
@@ -81,14 +81,14 @@ ShowLines = Callable[[list[str]], None]
 class Interrupts:
     """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
-    A KeyboardInterrupt could arrive between any two instructions, and lose an event or a process.
-    Signals reach the main thread only. In another thread (a subshell of the kernel), no handler is
-    installed, and `count` stays 0.
+    A KeyboardInterrupt can be raised between any two instructions. There, it could cause the loss
+    of an event, or leave a process without an owner. Signals reach the main thread only. In another
+    thread (a subshell of the kernel), no handler is installed, and `count` stays 0.
 
     Attributes:
         count: Number of interrupts so far.
-        wake: Function called on every interrupt, to wake the waiting thread. Must be safe in a
-            signal handler.
+        wake: Function called on every interrupt, to wake the waiting thread. The function must be
+            safe in a signal handler.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,8 @@ class Interrupts:
         Args:
             work: Function that may wait for another process. It continues in its thread if the user
                 interrupts the wait.
-            patience: Number of interrupts that end the wait. The work gets LEAVE_S more after them.
+            patience: Number of interrupts that end the wait. After the last interrupt, the work has
+                LEAVE_S more to finish.
             meanwhile: Function called in this thread every MEANWHILE_S during the wait.
 
         Raises:
@@ -131,13 +132,13 @@ class Interrupts:
         return background.wait(self, patience=patience, meanwhile=meanwhile, leave_s=LEAVE_S)
 
     def check(self, patience: int = 1) -> None:
-        """Raise KeyboardInterrupt after `patience` or more interrupts."""
+        """Raise KeyboardInterrupt if there were `patience` or more interrupts."""
         if self.count >= patience:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
 class Background(Generic[T]):
-    """Work in a separate thread. It continues if the user stops waiting for it.
+    """Work in a separate thread. If the user stops waiting for the work, it continues.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the
@@ -173,7 +174,7 @@ class Background(Generic[T]):
             say: Function called with each line of progress. Repeated lines are skipped.
             meanwhile: Function called every MEANWHILE_S during the wait.
             patience: Number of interrupts that end the wait.
-            leave_s: Seconds that the work may still take after these interrupts.
+            leave_s: Seconds to wait for the work after the last of these interrupts.
 
         Raises:
             Exception: The exception that the work raised.
@@ -182,7 +183,8 @@ class Background(Generic[T]):
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
         while interrupts.count < patience:
-            is_done = self.outcome.done()  # read first: then all its progress is in the queue
+            # Read this before the queue: then all lines of progress of ended work are in the queue.
+            is_done = self.outcome.done()
             try:
                 lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
             except queue.Empty:
@@ -210,18 +212,22 @@ class Background(Generic[T]):
 class RunFetchers:
     """The fetchers of a run. They start before its ranks and end after them.
 
-    Fetchers may run in another pool than the ranks. Their events are passed on to the pool of the
-    ranks, which writes the run's journal and tells the ranks' hosts where the fetchers listen. The
-    process of their own pool owns the fetchers: they end with it. If all of them have ended, that
-    process starts them again. In a session, fetchers stay after the cell.
+    Fetchers may run in another pool than the ranks. This class sends the fetchers' events to the
+    pool of the ranks. That pool writes the events to the run's journal, and tells the ranks' hosts
+    where the fetchers listen.
+
+    The fetchers end if the process of their own pool ends. If all fetchers of the run have ended,
+    that process starts them again, up to `--max-restarts` times. In a session, the fetchers stay
+    after the cell, and start again at most once for each cell.
 
     Args:
         pool: Pool that runs the fetchers.
         spec: The run.
-        listen: Function that receives each event until `forward_events` is called. Later, the
-            kernel receives these events from the pool of the ranks. Any thread calls the function.
-        waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool: then
-            the wait for the ranks' hosts suffices.
+        listen: Function that receives each event until `forward_events` is called. After that
+            call, the kernel receives the events from the pool of the ranks. The function may be
+            called in any thread.
+        waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool,
+            because the caller waits for that pool's hosts anyway.
     """
 
     def __init__(
@@ -238,7 +244,7 @@ class RunFetchers:
         self._beginning = Background(self._begin)
 
     def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
-        """Wait until the fetchers have their hosts, and report progress to `say`.
+        """Wait until the fetchers were started, and pass lines of progress to `say`.
 
         Raises:
             PoolError: The pool could not get the hosts.
@@ -247,12 +253,12 @@ class RunFetchers:
         self._beginning.wait(interrupts, say)
 
     def check(self) -> None:
-        """Raise ConnectionEnded if the pool's process, and the fetchers with it, have ended."""
+        """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
         if self._connection is not None:
             self._connection.check()
 
     def record_event(self, event: Event) -> None:
-        """Record an event from or about a fetcher, and queue it for the pool of the ranks."""
+        """Pass an event about a fetcher to `listen`, and queue it for the pool of the ranks."""
         self._listen(event)
         self._events.put(event)
 
@@ -287,15 +293,15 @@ class RunFetchers:
         return self._connection
 
     def leave(self) -> None:
-        """Leave the fetchers to their pool, because another kernel has taken their session over."""
+        """Leave the fetchers running, because another kernel has taken their session over."""
         self._closing = True
         self._close(is_detached=True)
 
     def release(self) -> list[Event]:
-        """End the fetchers, which no rank of their session needs any more.
+        """End the fetchers. Call when no rank of their session needs them any more.
 
         Returns:
-            The end events of the fetchers.
+            An end event for each fetcher.
         """
         self._closing = True
         self._close(is_detached=False)
@@ -305,11 +311,12 @@ class RunFetchers:
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
         """End the fetchers. If they are still starting, end them as soon as they have started.
 
-        After the user's second interrupt, do not wait for their end.
+        The fetchers' pool may still be killing them when this method returns. The user's second
+        interrupt ends the wait for the pool's answer.
 
         Args:
-            is_detached: Whether the run was detached. Its fetchers then continue under their new
-                owner.
+            is_detached: Whether the run was detached. The fetchers of a detached run continue,
+                because the pool's process of the ranks owns them now.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
@@ -351,18 +358,18 @@ class RunFetchers:
         """Stop waiting for hosts, and kill the fetchers."""
         self._wait.give_up()
         if self._connection is not None:
-            with suppress(PoolError):  # the fetchers have ended with their pool's process
+            with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
                 self._connection.forget(self._share_id)
                 self._connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
         """Send the queued events to the pool of the ranks until `close` (the thread's function)."""
-        # `pop_events` may remove the None that ends this loop, hence the check of `_closing`
+        # `pop_events` may remove the None that ends this loop, so `_closing` ends it, too.
         while not self._closing and (event := self._events.get()) is not None:
             try:
                 connection.call(Relay(run_id, [event, *self.pop_events()]))
             except PoolError:
-                return  # the run is lost; `RunDriver` reports that
+                return  # the run is lost; `RunDriver` reports it
 
 
 class PrefillProgress:
@@ -370,7 +377,7 @@ class PrefillProgress:
 
     Args:
         plan: Plan of the run.
-        flow: Sums of the fetchers' reports.
+        flow: Counts that the fetchers have reported, updated during the run.
 
     Attributes:
         wanted: Amount to prepare, in batches or bytes.
@@ -390,11 +397,11 @@ class PrefillProgress:
 
     @property
     def is_enough(self) -> bool:
-        """Whether ranks may start.
+        """Whether the ranks may start.
 
-        They may start if enough is ready, or if no worker can prepare more because the memory is
-        full or the data has ended. They may also start if every fetcher has ended. The ranks then
-        report what is wrong.
+        The ranks may start if the wanted amount is ready. They may also start if no worker can
+        prepare more, because the memory is full or the data has ended. If every fetcher has ended,
+        the ranks start, too, and report the error.
         """
         ended = self._flow.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:
@@ -406,7 +413,7 @@ class PrefillProgress:
         """Return an event with the current progress.
 
         Args:
-            host: Name of the host whose fetcher caused the event; "" if none did.
+            host: Name of the host whose fetcher reported the progress; "" for no host.
         """
         unit = "bytes" if self._unit == "bytes" else "batches"
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
@@ -416,7 +423,7 @@ class PrefillProgress:
 
 
 def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
-    """Return all events in a queue, without the Nones that only wake its reader."""
+    """Remove all items from a queue, and return the events. A None only wakes the reader."""
     found = []
     while not events.empty():
         if (event := events.get()) is not None:
@@ -487,7 +494,7 @@ class RunDriver:
 
     @contextmanager
     def ending_on_error(self, view: View | NoView) -> Iterator[None]:
-        """If the block raises, record the end of the run, show it, and raise the error again.
+        """If the block raises an error, record and show the end of the run, and raise it again.
 
         The block is the part of the run before the ranks start.
         """
@@ -508,12 +515,12 @@ class RunDriver:
         view: View | NoView,
         interrupts: Interrupts,
     ) -> None:
-        """Start the ranks in the pool, and show events meanwhile.
+        """Start the ranks in the pool. Until they have started, show the run's events.
 
         Args:
             connection: Connection to the pool.
             spec: The run.
-            fetcher_events: Events that the run's fetchers have sent before.
+            fetcher_events: Events of the run's fetchers so far, for the pool of the ranks.
             view: Display of the run.
             interrupts: The user's interrupts.
 
@@ -521,7 +528,8 @@ class RunDriver:
             ConnectionEnded: The pool's process has ended.
             PoolError: The pool has no hosts for the ranks.
             StoreError: Another run writes to the project store.
-            KeyboardInterrupt: The user interrupted twice. Ranks that start anyway are ended.
+            KeyboardInterrupt: The user interrupted twice. If ranks start after that, they are
+                killed.
         """
 
         def launch() -> list[str]:
@@ -548,12 +556,13 @@ class RunDriver:
     ) -> None:
         """Show the run until it has ended or is detached. Blocks the thread that runs the cell.
 
-        The first interrupt asks the ranks to end within a grace period. The second one kills them.
-        If the run has not ended soon after that, the cell ends, and reports which ranks are still
-        stopping.
+        The user's first interrupt asks the ranks to end within a grace period. The second interrupt
+        kills the ranks. If the run does not end in time (`KILL_WAIT_S`, `LEAVE_S`), the cell ends,
+        and names the hosts on which ranks are still stopping.
 
         Args:
-            connection: Connection on which the run was started. The run ends with it.
+            connection: Connection on which the run was started. If the connection ends, the run
+                ends, unless it is detached.
             view: Display of the run.
             interrupts: The user's interrupts.
             detaches: Whether to detach the run as soon as all ranks have started.
@@ -583,7 +592,7 @@ class RunDriver:
         if self._ended is None:
             if isinstance(view, View):
                 heads.close_view(self.run, view, self.head, DETACHED)
-            self.run.live = None  # from now on `run` reads the journal
+            self.run.live = None  # from now on, `run` reads its state from the journal
             return
         view.feed(self._ended)
         view.close()
@@ -591,8 +600,8 @@ class RunDriver:
     def conclude(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook; then raise the run's error, if any.
 
-        A failed run's results are stored, too. Does nothing for a detached run. Raises the errors
-        of `Run.raise_failure`.
+        The results of a failed run are stored, too. For a detached run, this method does nothing.
+        The raised errors are those of `Run.raise_failure`.
 
         Args:
             namespace: The notebook's variables, which receive the results.
@@ -614,7 +623,7 @@ class RunDriver:
         return self._ended.state == "LOST" or any(it.how in _ENDS for it in self._ended.failures)
 
     def cell_text(self) -> str:
-        """Return the text of the notebook's cell, with its `%%taas` line or taas comments."""
+        """Return the text of the notebook's cell, including its `%%taas` line or taas comments."""
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
     def _answer_next_input(
@@ -643,12 +652,12 @@ class RunDriver:
             except KeyboardInterrupt:
                 if not is_void():
                     interrupts.count += 1
-                return  # the interrupt ends the rank's wait, too
+                return  # the interrupt also ends the rank's wait for input
         self._inputs.record_answer(request.rank, time.monotonic())
         self._send(connection, answer, "taas-answer")
 
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
-        """Wait for an event at most until the monotonic time `until`; return all queued events."""
+        """Wait for an event, at most until the monotonic time `until`. Return all queued events."""
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
         try:
@@ -674,9 +683,10 @@ class RunDriver:
         view.tick(time.monotonic())
 
     def _detach(self, connection: PoolConnection) -> None:
-        """Ask the pool's process to take the run over, without waiting.
+        """Ask the pool's process to take the run over; do not wait for the answer.
 
-        The process confirms with a `Detached` event. If it refuses, a note gives the reason.
+        The process confirms with a `Detached` event. If the process refuses, a note in the view
+        gives the reason.
         """
 
         def detach() -> None:
@@ -690,7 +700,7 @@ class RunDriver:
         threading.Thread(target=detach, name="taas-detach", daemon=True).start()
 
     def _halt(self, connection: PoolConnection, how: str) -> None:
-        """Ask the pool to end the run, without waiting.
+        """Ask the pool's process to end the run; do not wait for the end.
 
         Args:
             how: "interrupt" or "kill".
@@ -698,13 +708,13 @@ class RunDriver:
         self._send(connection, Halt(self.run_id, how), "taas-halt")
 
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
-        """Send a request to the pool's process in a thread with this name, without waiting."""
+        """Send a request to the pool's process in a new thread named `thread`; do not wait."""
 
         def send() -> None:
             try:
                 connection.call(request)
             except ConnectionEnded:
-                return  # the run has ended with the pool's process; `_check` reports that
+                return  # the run ended with the pool's process; `_check` reports it
             except PoolError as error:
                 self.put(Note(text=str(error)))
 
@@ -713,7 +723,7 @@ class RunDriver:
     def _check(self, connection: PoolConnection, view: View | NoView) -> None:
         """Mark the run as lost if the pool's process has ended or is silent for too long."""
         if connection.is_over:
-            # if the process is alive, it ends the run and writes that to the journal itself
+            # A pool's process that is alive writes the run's end to the journal itself.
             in_journal = not connection.process.is_alive()
             self._ended = self._finish("LOST", connection.why, in_journal)
         elif connection.silent_s > SILENT_LOST_S:
@@ -723,11 +733,12 @@ class RunDriver:
             view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
 
     def _give_up_waiting(self, connection: PoolConnection) -> None:
-        """End an interrupted run for this kernel. The reason names hosts that still end ranks.
+        """Stop following an interrupted run that has not ended in time.
 
-        The pool's process records the run's real end in the journal.
+        The cell's error names the hosts on which ranks are still stopping. Later, the pool's
+        process records the run's real end in the journal.
         """
-        # after a restart, the hosts may differ from those of the first attempt
+        # After a restart, the hosts may differ from those of the first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
@@ -738,7 +749,7 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Return a `RunEnded` event for a run whose pool does not report its end.
+        """Return a `RunEnded` event for a run whose end the pool does not report.
 
         Args:
             state: State in which the run ended.

@@ -64,13 +64,13 @@ POLL_S = 0.2
 
 
 class Run:
-    """One execution of a cell on N ranks. Reads the run's folder, and never writes it.
+    """One execution of a cell on N ranks. The object reads the run's folder, and never writes it.
 
-    The cell may have been run by any kernel of the user.
+    Any kernel of the user may have started the run.
 
     Args:
         path: The run's folder.
-        live: State of a run that this kernel follows. None to read the state from the journal.
+        live: State of the run, if this kernel follows it. None to read the state from the journal.
     """
 
     def __init__(self, path: Path, live: RunState | None = None) -> None:
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def state(self) -> RunStatus:
-        """State of the run, which equals a string: `run.state == "SUCCEEDED"`."""
+        """State of the run, for comparison with a string: `run.state == "SUCCEEDED"`."""
         return RunStatus(self.live.state if self.live else self._summary().state)
 
     @property
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def failures(self) -> list[Failure]:
-        """Failures of ranks and hosts, the first failure first. docs/events.md has their fields."""
+        """Failures of ranks and hosts, earliest first. docs/events.md describes their fields."""
         head = self.head
         return list(head.failures) if head.has_ended else []
 
@@ -172,12 +172,12 @@ class Run:
 
     @property
     def receipt(self) -> Receipt:
-        """Files that rank 0 wrote to the project store, and writes that were kept out of it."""
+        """Receipt: files that rank 0 wrote to the project store, and other ranks' writes."""
         return self.head.receipt or Receipt()
 
     @property
     def out(self) -> dict[str, Any]:
-        """Variables that `--out` returned, also from a failed run. They are loaded only once."""
+        """Variables returned by `--out`, also from a failed run. They are loaded only once."""
         values = self._results().values
         return {name: values[name] for name in values if name != VALUE}
 
@@ -190,7 +190,7 @@ class Run:
     def result(self) -> Any:
         """Value of the cell's last expression on rank 0; None if it could not be pickled.
 
-        For a run that `taas.run` started: the value that the function returned on rank 0.
+        For a run that `taas.run` started, this is the value that the function returned on rank 0.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
@@ -204,9 +204,10 @@ class Run:
 
     @property
     def result_notes(self) -> list[str]:
-        """Notes for the user about variables that returned functions use.
+        """Notes for the user about functions that the run returned.
 
-        Each note names one variable whose value in the notebook differs from that in the cell.
+        Each note names a variable that such a function uses, and that has another value in the
+        notebook than in the cell. The function then uses the notebook's value.
         """
         return list(self._results().notes)
 
@@ -217,7 +218,7 @@ class Run:
 
     @property
     def waited(self) -> dict[str, float]:
-        """For each loader, by its name, the fraction of time (0 to 1) that ranks waited for it."""
+        """Fraction of time (0 to 1) that ranks waited for data of each loader, by loader name."""
         return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
 
     @property
@@ -332,7 +333,7 @@ class Run:
             raise ResultError(f"run {self.run_id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
-        """Return the end of a run whose owner disappeared without recording it, else None."""
+        """Return the run's end if its owner disappeared without recording the end, else None."""
         found = self._summary()
         if found.state != "LOST":
             return None
@@ -340,12 +341,12 @@ class Run:
         return RunEnded(state="LOST", elapsed_s=found.elapsed_s, why=found.why, time=at)
 
     def new_state(self) -> RunState:
-        """Return a `RunState` to which no event of the run has been applied yet."""
+        """Return a new `RunState` of the run, before its first event."""
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
 
     def __dir__(self) -> list[str]:
-        """Return the names of attributes for users, for Tab completion."""
+        """Return the names of the attributes that users need, for Tab completion."""
         return sorted(_FOR_USERS)
 
     def __repr__(self) -> str:
@@ -363,7 +364,7 @@ class Run:
         return journal.summary(self._folder)
 
     def _results(self) -> returned.Received:
-        """Return the results of an ended run, which are loaded once; empty while it is active."""
+        """Return the results of the run, loaded only once; empty while the run is active."""
         if self._received is None:
             if self.is_active:
                 return returned.Received()
@@ -432,7 +433,7 @@ def row_of(run: Run) -> tuple[str, ...]:
 
 
 def table_of(runs: Sequence[Run]) -> str:
-    """Return a table of runs as HTML. All text from outside is escaped."""
+    """Return a table of runs as HTML, with names, errors and all other texts escaped."""
     cell = "text-align:left;padding:2px 12px 2px 0px;white-space:nowrap"
     head = "".join(f"<th style='{cell};opacity:0.6'>{escape(name)}</th>" for name in TABLE_HEAD)
     rows = []
@@ -452,7 +453,7 @@ def runs() -> RunList:
 
 
 def newest() -> Iterator[Run]:
-    """Yield the runs of `runs()` one by one. A folder is read only when its run is requested."""
+    """Yield the runs of `runs()`, newest first. Each folder is read when its run is yielded."""
     return journal.readable(_run_of)
 
 
@@ -497,11 +498,12 @@ def to_attach(
     """Find the run that `%taas attach` shows.
 
     Args:
-        asked: Id, beginning of an id, or name. None for the project's newest active run, or its
-            newest run if none is active. If the project has no runs, all projects' runs count.
+        asked: Id, beginning of an id, or name. None for the project's newest active run, or for
+            its newest run if none is active. If the project has no runs, None selects among the
+            runs of all projects.
         project: Folder of the project.
-        is_kept: Returns whether a kernel keeps a run to itself, so that `%taas attach` must not
-            choose it. Such runs are left out if `asked` is None.
+        is_kept: Function that returns whether a run is a session that no other kernel can take
+            over. If `asked` is None, such runs are not selected.
 
     Raises:
         UsageError: There is no such run.

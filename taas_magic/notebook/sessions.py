@@ -1,9 +1,9 @@
-"""Sessions of this kernel: ranks that keep their variables from cell to cell.
+"""The sessions of this kernel. The ranks of a session keep their variables from cell to cell.
 
-For the pool, a session is a run that allocates hosts and starts ranks, and each of its cells is a
-further run on these ranks. This module keeps the kernel's sessions by name. It records which
-variables the ranks have (`RankVariables`), notices when the ranks have ended, and checks the flags
-of the session's cells.
+For the pool, a session is a run that allocates hosts and starts ranks: the session's own run. Each
+cell of the session is a further run on these ranks. This module keeps the kernel's sessions by
+name. It records which variables the ranks have (`RankVariables`), notices when the ranks have
+ended, and checks the flags of the session's cells.
 """
 
 import re
@@ -78,7 +78,7 @@ class Session:
     Attributes:
         flags: Flags of the session's first cell.
         names: Record of the variables that the session's ranks have.
-        failed_rank: The rank that failed first in the last cell that failed; None if none did.
+        failed_rank: The rank that failed first in the last failed cell; None if no cell has failed.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
         has_unknown_names: Whether this kernel has taken the session over and does not know yet
             which variables the ranks have.
@@ -158,12 +158,13 @@ class Session:
         return f"{', '.join(names[:_LISTED])}{more}" if names else "none"
 
     def complete(self, flags: Flags) -> Flags:
-        """Return a cell's flags, completed by those that the session's first cell set for all.
+        """Add the session's flags to a cell's flags, and return the result.
 
-        `--cpus` and `--data-pool` are for the loaders that a cell sends. A cell may change them.
+        The session's first cell sets the flags in `FIXED` for all its cells. It also sets defaults
+        of `--cpus` and `--data-pool`, which each cell may change for the loaders that it sends.
 
         Raises:
-            UsageError: The cell gives such a flag another value.
+            UsageError: The cell gives a flag in `FIXED` another value.
         """
         mine, nothing = self.flags, Flags(gpus=0)
         for name, flag in FIXED.items():
@@ -179,9 +180,9 @@ class Session:
         return structs.replace(flags, **same, cpus=cpus, data_pool=data_pool)
 
     def begin_cell(self, plan: Plan) -> Plan:
-        """Return a cell's plan, changed to use the session's ranks.
+        """Change a cell's plan so that the cell runs on the session's ranks; return the new plan.
 
-        The first cell's plan decides which hosts run the ranks.
+        The plan of the first cell decides which hosts run the ranks.
         """
         self._loaded, self._changes = set(), []
         if self._n_fetchers:
@@ -257,7 +258,7 @@ class Session:
         """Let the ranks stay when this kernel ends.
 
         Raises:
-            UsageError: The session has fetchers in another pool, which would end with this kernel.
+            UsageError: The session has fetchers in another pool. They would end with this kernel.
             PoolError: The pool's process does not respond, or the session has ended.
         """
         for fetchers in self._fetchers.values():
@@ -282,7 +283,7 @@ class Session:
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the cell that runs, or that has run without a kernel; "" for none.
+            Run id of the running cell, or of the newest cell that lost its kernel; "" for none.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -293,10 +294,11 @@ class Session:
         return state.cell
 
     def number_fetchers(self, data: DataPlan | None) -> DataPlan | None:
-        """Return a cell's plan of fetchers, with numbers that no other cell's fetchers have.
+        """Renumber the fetchers in a cell's plan, so that each number is unique in the session.
 
         Raises:
-            UsageError: The session is detached, and its fetchers would end with this kernel.
+            UsageError: The session is detached, and the fetchers' pool is not the session's pool.
+                Such fetchers would end with this kernel.
         """
         if data is None:
             return None
@@ -308,12 +310,15 @@ class Session:
         return structs.replace(data, fetchers=tuple(fetchers))
 
     def keep_fetchers(self, fetchers: RunFetchers) -> None:
-        """Keep the fetchers of the cell that runs, until no rank needs them any more."""
+        """Keep the running cell's fetchers after the cell, until no rank needs their data."""
         self._fetchers[self._cells] = fetchers
         fetchers.forward_events(self.connection, self.run_id)
 
     def _allow_restarts(self) -> None:
-        """Tell the pools of the session's fetchers, in the background, that another cell begins."""
+        """Allow the session's fetchers one more restart, because a new cell begins.
+
+        Sends the requests in background threads.
+        """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
             assert connection is not None
@@ -326,9 +331,9 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record which names a cell changed on a rank, and that ranks were killed.
+        """Record which names a cell changed on a rank, or that ranks were killed.
 
-        Called with every event of a cell. Other events are ignored.
+        Called with every event of a cell; ignores all events of other kinds.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
@@ -341,8 +346,8 @@ class Session:
 
         Args:
             captured: Payload of the cell.
-            counts: Whether the session's idle time starts anew. False for a cell that taas-magic
-                runs itself, such as for `%taas vars`.
+            counts: Whether the cell resets the session's idle time. False for a cell of taas-magic
+                itself, such as that of `%taas vars`.
         """
         if counts:
             self._used_at = time.monotonic()
@@ -355,10 +360,10 @@ class Session:
             self._close_fetchers({at for change in self._changes for at in change.fetched})
 
     def _close_fetchers(self, needed: Collection[int]) -> None:
-        """End fetchers in the background.
+        """End the fetchers that are no longer needed, in a background thread.
 
         Args:
-            needed: Numbers of the cells whose fetchers stay.
+            needed: Numbers of the cells whose fetchers must stay.
         """
         ended = [self._fetchers.pop(at) for at in list(self._fetchers) if at not in needed]
         if ended:
@@ -367,7 +372,7 @@ class Session:
             self._closing = [*(one for one in self._closing if one.is_alive()), thread]
 
     def _release(self, fetchers: list[RunFetchers]) -> None:
-        if self._is_taken:  # the other kernel's cells use them
+        if self._is_taken:  # the other kernel's cells use these fetchers
             for each in fetchers:
                 each.leave()
             return
@@ -376,16 +381,16 @@ class Session:
             _call(self.connection, Relay(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
-        # rank 0 comes last, so that its report on a name replaces those of other ranks
+        # Rank 0 comes last, so that its report on a name replaces the reports of other ranks.
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
 
     def death(self, may_have_died: bool) -> str:
-        """Return a line for the user if the session has ended; "" if it has not.
+        """Return a message that the session has ended, with the reason; "" if it has not ended.
 
         Args:
-            may_have_died: Whether a rank may have died in a cell. If so, wait up to DEATH_SEEN_S
-                for the report that the session has ended.
+            may_have_died: Whether a rank may have died in a cell. If True, or if ranks were killed,
+                wait up to DEATH_SEEN_S for the report that the session has ended.
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
@@ -441,9 +446,9 @@ class Session:
 
 
 def _call(connection: PoolConnection, request: Request[None]) -> None:
-    """Send a request to a pool's process. Do nothing if the process has ended.
+    """Send a request to a pool's process, and ignore a PoolError.
 
-    The session has ended with it, and the next cell says so.
+    If the pool's process has ended, its session has ended, too, and the next cell reports this.
     """
     with suppress(PoolError):
         connection.call(request)
@@ -452,15 +457,16 @@ def _call(connection: PoolConnection, request: Request[None]) -> None:
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     """Return the session that a cell runs in; None if the cell has no `--session`.
 
-    If no session with this name is running, return a new one, whose ranks are not started yet.
+    If no session with this name is running, return a new session. Its ranks are not started yet.
 
     Args:
         flags: Flags of the cell.
         registers: Whether to keep a new session under its name for later cells.
 
     Raises:
-        UsageError: A flag does not go with `--session`, or needs it. Or no session with this name
-            is running, and the cell has no `--gpus` to start one.
+        UsageError: A flag cannot be combined with `--session`, or needs `--session`. The name is
+            not valid. No session with this name is running and `--gpus` is missing, or a detached
+            session of this project has the name.
     """
     if not flags.session:
         misplaced = {"ranks": "--ranks", "send": "--send"}
@@ -500,7 +506,7 @@ def _why_none(name: str, known: Session | None) -> str:
 
 
 def restarted(name: str, interrupts: Interrupts) -> Session:
-    """End a session, and return a new one with its name, whose ranks are not started yet.
+    """End a session, and return a new session with the same name. Its ranks are not started yet.
 
     Raises:
         UsageError: There is no such session.
@@ -521,7 +527,7 @@ def live() -> list[Session]:
 
 
 def flags_of(run: Run) -> Flags | None:
-    """Return the flags of a session's first cell; None if the run is not a session's own run."""
+    """Return the flags of the session whose own run is `run`; None if `run` is not such a run."""
     with suppress(FileNotFoundError):
         return unpack((run.path / _FLAGS_FILE).read_bytes(), Flags)
     return None
@@ -533,7 +539,7 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
 
 
 def left_sessions() -> Iterator[tuple[Run, Flags]]:
-    """Yield the detached sessions that are running and that this kernel does not have."""
+    """Yield the running detached sessions of other kernels: own run, and first cell's flags."""
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
@@ -542,11 +548,11 @@ def left_sessions() -> Iterator[tuple[Run, Flags]]:
 
 
 def left_session(name: str, project: Path | None = None) -> Run | None:
-    """Return the newest detached session with this name that this kernel does not have.
+    """Return the own run of the newest detached session with this name of another kernel.
 
     Args:
         name: Name of the session.
-        project: Folder of the notebooks whose sessions count; None for all.
+        project: Search only sessions of notebooks in this folder. None to search all folders.
     """
     for run, flags in left_sessions():
         if flags.session == name and project in (None, Path(run.context.project)):
@@ -555,9 +561,9 @@ def left_session(name: str, project: Path | None = None) -> Run | None:
 
 
 def running(name: str) -> Run | None:
-    """Return the session with this name that another kernel has or had; None if none is running.
+    """Return the own run of a running session with this name of another kernel; None if none runs.
 
-    Detached sessions come first, because this kernel can take them over.
+    If there are several, prefer a detached session, because this kernel can take it over.
     """
     if (left := left_session(name)) is not None:
         return left
@@ -572,7 +578,7 @@ def running(name: str) -> Run | None:
 def ended_text(name: str) -> str:
     """Return why the newest detached session with this name ended, and how to start it again.
 
-    Returns "" if there was no such session, or if it is running.
+    Returns "" if there was no such session, or if the session is still running.
     """
     for run in runs.newest():
         flags = flags_of(run)
@@ -588,10 +594,10 @@ def ended_text(name: str) -> str:
 
 
 def running_cell(session: Run) -> Run | None:
-    """Return the cell that a session runs now; None if it runs none.
+    """Return the run of the cell that a session executes now; None if it executes no cell.
 
     Args:
-        session: The run that keeps the session's ranks. Each cell of the session is another run.
+        session: The session's own run.
     """
     name, pool_folder = session.plan.session, session.context.pool_folder
     for run in runs.newest():
@@ -602,9 +608,9 @@ def running_cell(session: Run) -> Run | None:
 
 
 def is_kept(run: Run) -> bool:
-    """Return whether a kernel keeps a run to itself, so that attach must not choose it.
+    """Return whether a run is a session that `%taas attach` without an argument must not select.
 
-    This is so for a session that is not detached, and for a session of this kernel.
+    The result is True for sessions that are not detached, and for sessions of this kernel.
     """
     flags = flags_of(run)
     if flags is None:
@@ -613,7 +619,7 @@ def is_kept(run: Run) -> bool:
 
 
 def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
-    """Take over a detached session from another kernel, which may be gone.
+    """Take over a detached session of another kernel, which may have ended.
 
     Returns:
         The session, and what `Session.take_over` returns.
@@ -636,10 +642,10 @@ def named(name: str | None) -> Session:
     """Find a session with running ranks.
 
     Args:
-        name: Name of the session. None if there is only one session.
+        name: Name of the session. None for the only running session.
 
     Raises:
-        UsageError: There is no such session, or several and `name` is None.
+        UsageError: There is no such session, or `name` is None and there are several.
     """
     found = live()
     if name is None:
