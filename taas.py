@@ -1,6 +1,7 @@
-"""`import taas` in a program of its own: the public names of taas-magic, see `taas_magic.api`.
+"""The module `taas` for programs: the public names of taas-magic, see `taas_magic.api`.
 
-One file, not a package: PyPI's `taas` 0.9.2 is a package, so pip overwrites nothing of either.
+This module is a file, not a folder. The other project named `taas` on PyPI (0.9.2) installs a
+folder. So if a user installs both, pip overwrites no file of either.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
-"""A notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, then `%%taas --gpus N`.
+"""Run a notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, `%%taas --gpus N`.
 
-The public names are in `taas_magic.api`. Importing this package imports neither torch nor Dask. It
-also imports nothing that needs `random`: at this time the notebook's folder is still on the import
-path, and may have a random.py. `taas_magic.kernel` removes that folder later.
+The public names are in `taas_magic.api`. This package imports neither torch nor Dask, nor any
+module that needs `random`. The notebook's folder is on the import path while this package is
+imported, so a random.py in that folder would replace Python's own. `taas_magic.kernel` removes the
+folder from the path later.
 """
 
 from typing import TYPE_CHECKING
@@ -17,8 +18,8 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion, and begin to warm the local pool.
 
-    IPython calls this in the notebook's kernel. It returns at once, because a thread warms the
-    pool.
+    IPython calls this function in the notebook's kernel. The function returns at once; a thread
+    warms the pool.
     """
     from taas_magic.notebook import magic
 
@@ -26,7 +27,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Remove what `load_ipython_extension` has registered. Pools that run continue to run."""
+    """Remove what `load_ipython_extension` has registered. Running pools are not ended."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

@@ -1,4 +1,7 @@
-"""The public names of `import taas`, which works in any process without torch and Dask."""
+"""The public names of `import taas`.
+
+Any process can import this module, even if torch and Dask are not installed.
+"""
 
 import os
 import sys
@@ -104,8 +107,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    In a rank, torch decides. In other processes, this counts the machine's GPUs without torch,
-    because asking torch would load it, and CUDA, into the notebook's kernel.
+    In a rank, torch decides. Other processes, such as the notebook's kernel, must not load torch
+    and CUDA for this. There, the result depends on the number of GPUs that `probe` counts.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -117,14 +120,14 @@ def _device_type() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of `taas`, and import its module only now.
+    """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last, or None before the first one.
     `device_type` is "cuda" or "cpu".
 
-    The imports are late, because when the kernel imports this module, the notebook's folder still
-    comes before the standard library on the import path. A `random.py` in that folder would break
-    the imports.
+    The imports are late for a reason. When the kernel imports this module, the notebook's folder
+    still comes before the standard library on the import path. A `random.py` in that folder would
+    break the imports.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
@@ -136,7 +139,7 @@ def __getattr__(name: str) -> Any:
     if name == "step":
         from taas_magic.host.profile import step
 
-        globals()[name] = step  # as for `log`
+        globals()[name] = step  # a training loop calls it at each step
         return step
     if name in ("Run", "compare", "runs"):
         from taas_magic.notebook import runs

@@ -1,4 +1,4 @@
-"""Private certificates for TLS: a process trusts one only if it was given that one explicitly."""
+"""Make private certificates for TLS. A process trusts only the certificates that it was given."""
 
 import datetime
 import ipaddress
@@ -15,8 +15,8 @@ _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
 def make(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM, in under a millisecond.
 
-    Whoever has the private key can also sign other certificates with it. To keep that key secret
-    from the holders of certificates, use `Authority`.
+    The holder of this private key can also sign other certificates. To issue certificates whose
+    holders cannot do so, use `Authority`.
 
     Args:
         name: Common name of the holder.
@@ -39,7 +39,7 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Issuer of certificates for clients. Nobody else ever gets the issuer's own private key."""
+    """Issuer of certificates for clients. The issuer gives its own private key to nobody."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,7 +63,14 @@ class Authority:
 def _issue(
     name: str, issuer: str, signer: str, *extensions: tuple[x509.ExtensionType, bool]
 ) -> tuple[str, str]:
-    """Make a certificate and a private key as PEM. An empty `signer` key makes it self-signed."""
+    """Make a certificate and its private key, both as PEM.
+
+    Args:
+        name: Common name of the holder.
+        issuer: Common name of the issuer.
+        signer: The issuer's private key; "" for a self-signed certificate.
+        *extensions: Extensions, each with a flag that marks the extension as critical.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     signs = serialization.load_pem_private_key(signer.encode(), None) if signer else key
     assert isinstance(signs, ec.EllipticCurvePrivateKey)

@@ -1,8 +1,9 @@
 """Read the settings in taas.toml. Without such a file, all runs use this machine.
 
-The file is searched in the notebook's folder and the folders above it, up to the home folder (or
-the root), then in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys. The file may name
-programs to start, so it is read only if nobody but the user and root can have written it.
+taas_magic searches for the file in the notebook's folder and in the folders above, up to the home
+folder (or the root). Last, it searches in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
+The file may name programs to start. So a file that other users than this one and root can write is
+refused.
 """
 
 import difflib
@@ -89,7 +90,8 @@ class PoolConfig(Struct, frozen=True):
         start_timeout_s: Seconds without any activity after which a starting process counts as
             stuck. Also seconds to wait for hosts that are not starting yet, such as queued jobs.
         preload: Modules to import before ranks start, in addition to torch and IPython.
-        trusted: Whether its hosts may return objects that run code in the kernel or the browser.
+        trusted: Whether the pool's hosts may return objects that run code in the kernel or the
+            browser.
         options: Options that are passed to the engine unchanged.
     """
 
@@ -117,8 +119,10 @@ class DataConfig(
     """Settings of the data service: memory for batches, and timeouts.
 
     Attributes:
-        buffer_bytes: Size of a fetcher's prefetch buffer, over all its loaders.
-        rank_buffer_bytes: Memory of a rank for batches that it has received but not yet used.
+        buffer_bytes: Size in bytes of the prefetch buffer of one fetcher, for all loaders that the
+            fetcher runs.
+        rank_buffer_bytes: Bytes of memory of a rank for batches that it has received but not yet
+            used.
         fetch_s: Seconds that a rank waits without a response from any fetcher before the run
             fails.
     """
@@ -133,8 +137,10 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
     Attributes:
         path: Folder of the project store; None for the notebook's folder.
-        limit_bytes: Bytes that may be copied to hosts that do not share the project store.
-        overwrite: Patterns of the user's files that such hosts may nevertheless overwrite.
+        limit_bytes: Maximum total size, in bytes, of the files that are copied to hosts that do
+            not share the project store.
+        overwrite: Patterns of paths. A host that does not share the store may overwrite the user's
+            files at these paths, and no other files of the user.
     """
 
     path: _Text | None = None
@@ -146,7 +152,7 @@ class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
     """Settings for capturing the notebook objects that a cell uses.
 
     Attributes:
-        limit_bytes: Limit on the size of a payload.
+        limit_bytes: Maximum size of a payload, in bytes.
     """
 
     limit_bytes: _Size = 4 * 1024**3
@@ -156,12 +162,12 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
     """Settings of runs and their folders.
 
     Attributes:
-        keep: Number of run folders that are kept.
-        keep_bytes: Bytes that these folders may have together.
+        keep: Maximum number of run folders to keep.
+        keep_bytes: Maximum total size of these folders, in bytes.
         notify: Command line to execute at the end of a detached run; None for none.
         hang_s: Seconds without progress of any rank after which the run's status header shows where
             the ranks are; 0 for never.
-        session_idle_s: Seconds without a cell after which a session is ended.
+        session_idle_s: Seconds without a cell after which the pool ends a session.
     """
 
     keep: _Whole = 50
@@ -271,10 +277,13 @@ def load_config(folder: Path) -> Config:
 
 
 def _read_own(path: Path) -> str:
-    """Read a file if nobody but the user and root can write it, as it may name programs to start.
+    """Return the text of a taas.toml that only the user and root can write.
+
+    The file may name programs to start, so a file that another user can write is not trusted.
 
     Raises:
-        UsageError: Another user can write it. The message says who, and how to change that.
+        UsageError: Another user can write the file, or replace it in its folder. The message says
+            who can, and how to change that.
         OSError: The file cannot be read.
     """
     with path.open(encoding="utf-8") as file:
@@ -291,7 +300,14 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Return why a user other than this one and root can change `place`; "" if none can."""
+    """Return which other user can change a file or folder, and the remedy; "" if none can.
+
+    This user and root do not count as other users.
+
+    Args:
+        place: Path of the file or folder.
+        status: Result of `stat` for `place`.
+    """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
         owner = f"uid {status.st_uid}"
@@ -314,7 +330,7 @@ def _why_foreign(place: Path, status: os.stat_result) -> str:
 def _is_own(group: int) -> bool:
     """Return whether a group is the user's private group.
 
-    On many systems, new files are writable for that group by default.
+    On many systems, new files are by default writable for the private group of their owner.
     """
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
@@ -395,7 +411,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
         table: The parsed table.
         kind: The settings struct.
         where: File and table, for error messages.
-        **given: Values of fields of the struct that may not be set in the table.
+        **given: Values of fields that the caller sets. The table must not contain these keys.
 
     Raises:
         UsageError: `table` is not a table, has an unknown key, or has a wrong value.
@@ -406,7 +422,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     values = {**held, **given}
     for name in held:
         if _meta(fields[name]) == _meta(_Size):
-            with suppress(ValueError):  # a value that is no size stays, and `convert` refuses it
+            with suppress(ValueError):  # `convert` below refuses a value that is no size
                 values[name] = parse_size(str(held[name]))
     try:
         return msgspec.convert(values, kind)
@@ -418,7 +434,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
 
 
 def _meta(kind: object) -> str:
-    """Describe, for an error message, the values that a key of this type may have."""
+    """Return a description of the allowed values of a type, for an error message."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
 
@@ -453,7 +469,7 @@ def _table(value: object, where: str) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: str) -> None:
-    """Raise a UsageError if a table has an unknown key (one that is not in `possible`)."""
+    """Raise a UsageError if a table has a key that is not in `possible`."""
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)

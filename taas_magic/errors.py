@@ -16,7 +16,7 @@
         └── ProtocolError     a peer sent a message that the protocol does not allow
 
 Each message says who failed, what happened, where, and what to do next. IPython shows the errors
-through `_render_traceback_` (ipyparallel's idea), without the frames of this package.
+without the frames of this package, because they define `_render_traceback_` (ipyparallel's idea).
 """
 
 import errno
@@ -112,7 +112,10 @@ class PoolError(TaasError):
 
 
 class RunLost(PoolError):
-    """Raised if the processes that ran the cell are gone; the journal has all events until then."""
+    """Raised if the processes that ran the cell are gone.
+
+    The journal has the events until that time.
+    """
 
 
 class ProtocolError(PoolError):

@@ -1,4 +1,4 @@
-"""The Jupyter kernel "Python (TaaS)": ipykernel that loads the `taas_magic` extension at start.
+"""The Jupyter kernel "Python (TaaS)": an ipykernel that loads the `taas_magic` extension at start.
 
 kernels/taas/kernel.json starts it as `python -m taas_magic.kernel -f <connection file>`.
 """
@@ -32,9 +32,10 @@ class TaasKernelApp(IPKernelApp):
     default_extensions = List(Unicode(), ["storemagic", EXTENSION]).tag(config=True)
 
     def init_extensions(self) -> None:
-        """Load the extensions, and mark `taas_magic` as not loaded.
+        """Load the extensions, then mark `taas_magic` as not loaded.
 
-        So `%load_ext taas_magic`, which notebooks contain, prints no "already loaded" message.
+        Notebooks contain `%load_ext taas_magic`. Without the mark, this line would print a message
+        that the extension is already loaded.
         """
         super().init_extensions()
         self.shell.extension_manager.loaded.discard(EXTENSION)

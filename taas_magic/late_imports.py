@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` after the module `name` is imported; at once if it already is.
+    """Call `then` when the module `name` has been imported; at once if it already has been.
 
     This function itself imports nothing.
     """
@@ -19,10 +19,11 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that delegates to the later finders, and makes one module's loader call `then`.
+    """Finder that calls a function after the import of one module.
 
-    It stays in `sys.meta_path` until the module is imported. Finding the module is not enough: many
-    libraries only check whether another one is installed, which finds it without an import.
+    The finder asks the finders behind it for the module, and changes the loader that they return.
+    The finder stays in `sys.meta_path` until the module is imported. A search for the module is not
+    yet an import: many libraries search for others only to check whether they are installed.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -41,7 +42,7 @@ class _Finder(MetaPathFinder):
             loader, execute = spec.loader, spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                # a loader may load other modules, too (zipimport's does)
+                # undo the change first: the loader may also load other modules (zipimport's does)
                 vars(loader).pop("exec_module", None)
                 execute(module)
                 if self in sys.meta_path:

@@ -1,9 +1,11 @@
 """Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
-A plan decides everything about a run before any host is allocated, so that `--dry-run` can print it
-and a test can compare it. `--cpus M` requests M hosts for each registered loader. If the pool has
-fewer, loaders share fetchers first, then fetchers share hosts. The batches that a rank gets do not
-depend on any of this (docs/data.md).
+A plan decides everything about a run before any host is allocated. So `--dry-run` can print the
+plan, and a test can compare it.
+
+`--cpus M` requests M hosts for each registered loader. If the pool has too few hosts, several
+loaders share the same fetchers. If the hosts are still too few, several fetchers share a host. The
+batches that a rank gets do not depend on the number of fetchers and hosts (docs/data.md).
 """
 
 import itertools
@@ -43,12 +45,13 @@ class DataPlan(Struct, frozen=True):
     Attributes:
         pool: Name of the pool that runs the fetchers.
         hosts: Number of hosts for fetchers.
-        pool_hosts: Number of hosts that must be available before `hosts` of them are chosen. If
-            the pool also runs the ranks, this leaves them hosts without fetchers, if possible.
+        pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
+            also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
+            get different hosts if the pool has enough.
         fetchers: The fetchers, by number.
         crosses: Whether batches may be sent from host to host.
-        cores: Processors that each fetcher may use. The number is the same for all fetchers, as
-            it determines the number of workers of a loader.
+        cores: Number of processors that each fetcher may use. It determines the number of workers
+            of a loader, so it is the same for all fetchers.
     """
 
     pool: str
@@ -155,8 +158,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Options of the `%%taas` line that the plan of the run contains unchanged.
 
     Attributes:
-        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders inside the
-            ranks.
+        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in the ranks.
         units: Limit on the units that all ranks together get; None for no limit.
         prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks
             and fetchers together.
@@ -164,15 +166,15 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         max_restarts: Number of times that all ranks may start again after one failed.
         timeout_s: Limit on the run's time, in seconds; None for no limit.
         profile: Number of steps that torch.profiler records on every rank; 0 for none.
-        rehearse: Number of batches after which each pass over a registered loader ends, in a
-            rehearsal; 0 if the run is no rehearsal.
+        rehearse: In a rehearsal, the number of batches after which each pass over a registered
+            loader ends; 0 if the run is no rehearsal.
         env: Environment variables of the ranks, added to the notebook's own.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
         federated: Whether each host runs one rank, and the run continues if a host other than the
             first fails or is lost.
         session: Name of the session that the cell runs in; "" for none.
-        ranks: Ranks of the session that run the cell; empty for all.
+        ranks: Numbers of the session's ranks that run the cell; empty for all.
     """
 
     name: str = ""
@@ -207,8 +209,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
             "discard" or "refuse".
         shared_writes: Folders in the project store that every rank may write to.
         detach: Whether the run continues without its kernel as soon as its ranks have started.
-        send: Variables whose values the notebook sends to a session's ranks, although cells of
-            the session have assigned them.
+        send: Variables whose values the notebook sends to a session's ranks even if the session
+            has assigned them. By default, the ranks keep their own values of such variables.
         dry_run: Whether to print the plan only and start nothing.
     """
 
@@ -348,10 +350,13 @@ MAX_RANKS_PER_CPU_HOST = 64
 
 
 def new_run_id(now: float | None = None) -> str:
-    """Return a run id that sorts by time and that two kernels do not both choose.
+    """Return a new run id. The ids sort by time.
 
-    For example `20260131-142501-0423f9a1`: the day, the time in milliseconds, and four random
-    hexadecimal digits.
+    An example is `20260131-142501-0423f9a1`: the day, the time in milliseconds, and four random
+    hexadecimal digits. The digits distinguish runs that two kernels start in the same millisecond.
+
+    Args:
+        now: Time in seconds since 1970; None for the current time.
     """
     now = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -376,7 +381,7 @@ def make_plan(
         UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly
             over the hosts, and `--uneven-hosts` is not given.
     """
-    if flags.rehearse:  # ranks on the CPU, also on a host with GPUs
+    if flags.rehearse:  # a rehearsal runs its ranks on the CPU, even on a host with GPUs
         host = replace(host, gpus=0)
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)
@@ -412,7 +417,7 @@ def _check_fits(
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    """Divide ranks over hosts, so that hosts differ by at most one rank, the larger ones first."""
+    """Divide ranks over hosts; the first hosts may have one rank more than the others."""
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []
     for number in range(n_hosts):

@@ -1,8 +1,8 @@
-"""Report a host's facts and install packages there: the program that runs on the host.
+"""The program that runs on a host to report its facts and to install packages.
 
-`main` returns the facts, `install` puts packages into the user's cache. The source is also sent as
-text to the standard input of the host's own Python, so it uses only the standard library of Python
-3.8 and nothing else of this package.
+`main` returns the facts; `install` puts packages into the user's cache on the host. A host's Python
+may get the source of this module as text on its standard input. So the module needs only Python 3.8
+and its standard library, and imports nothing else of this package.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _cgroup_folders() -> list[str]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = os.path.join(_CGROUPS, "cpu" if controllers else "")
-        found.append(top)  # in a container, the paths below may be those of the outer system
+        found.append(top)  # in a container, /proc may name folders of the outer system
         while path.strip("/"):
             found.append(top.rstrip("/") + path)
             path = os.path.dirname(path)
@@ -233,8 +233,8 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Torch is not asked: it could create a CUDA context in this process, and then CUDA would not work
-    in forks of the process.
+    This function does not use torch, because torch could create a CUDA context in this process.
+    Then CUDA would not work in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -266,7 +266,10 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each network interface that has one."""
+    """Return the addresses by network interface, without interfaces that have no address.
+
+    Link-local IPv6 addresses are left out.
+    """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -274,7 +277,7 @@ def interfaces() -> dict[str, list[str]]:
             try:
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, asked)
             except OSError:
-                continue  # it has no address
+                continue  # the interface has no IPv4 address
             found[name] = [socket.inet_ntoa(answer[20:24])]
     for line in _read("/proc/net/if_inet6").splitlines():
         address, _, _, scope, _, name = line.split()
@@ -292,7 +295,7 @@ def install(
     bundle: str = "",
     sha256: str = "",
 ) -> str:
-    """Create a folder of packages, by pip or from a zip file; return an error text, or "".
+    """Create a folder of packages with pip or from a zip file; return an error text, or "".
 
     The folder is filled under a temporary name and then renamed, so a folder with the final name is
     always complete. If several hosts that share a home folder install the same packages at once,
@@ -303,7 +306,7 @@ def install(
         pins: Requirements for pip, such as `zict==3.0.0`.
         options: Further options of `pip install`.
         limit_s: Seconds that pip may take.
-        bundle: Path of a zip file to use instead of pip; it is removed afterwards.
+        bundle: Path of a zip file to use instead of pip; the function removes this file at the end.
         sha256: Checksum of the zip file.
     """
     parent, error = os.path.dirname(folder), ""

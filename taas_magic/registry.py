@@ -1,7 +1,7 @@
 """Register loaders, so that fetchers run them if a cell uses them.
 
-A registered loader does not change in the notebook. If a cell uses it, the ranks get a
-`RemoteLoader` under its name, and the fetchers get the loader itself.
+Registration leaves the loader in the notebook as it is. If a cell uses the loader, ranks get a
+`RemoteLoader` in its place, and fetchers get the loader itself.
 """
 
 import contextlib
@@ -53,12 +53,12 @@ class Registered:
     Attributes:
         name: Name of the loader in runs; "" if it has none yet.
         held: Function that returns the loader; it returns None if the loader no longer exists.
-        seed: Seed of its random numbers; None for the run's seed.
+        seed: Seed of the loader's random numbers; None for the run's seed.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad`,
             `drop` or `keep`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
-        start: Pickled state of its sampler and generator when it was registered; None for their
-            current state.
+        start: Pickled state that the loader's sampler and generator had at the registration; None
+            for their current state.
     """
 
     name: str
@@ -77,7 +77,8 @@ class Registered:
         """Pickle the parts of the loader that a run needs.
 
         Raises:
-            CaptureError: An object in it cannot be sent, or `load_state_dict` has set its position.
+            CaptureError: An object in the loader cannot be sent, or `load_state_dict` has set the
+                loader's position.
         """
         from taas_magic.data.dataset import as_data_loader, parts_of
 
@@ -111,17 +112,17 @@ def register(
 ) -> _Loader:
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    A registration replaces an earlier one of the same loader, of the same name, or of the loader
-    that was in the same variable before. A loader without a `name` stays registered as long as the
-    notebook refers to it. Every run starts with the state that the loader's sampler and generator
-    have now.
+    This replaces earlier registrations of the same loader or with the same `name`. If the loader's
+    variable held another registered loader before, it also replaces the registration of that
+    loader. A loader without a `name` stays registered as long as the notebook refers to it. Every
+    run starts with the state that the loader's sampler and generator have now.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
         name: Name in displays and messages, at most 100 bytes in UTF-8; None for the name of its
             variable.
-        seed: Seed of its order and of the random numbers in its dataset; None for torch's seed in
-            the notebook when the cell starts.
+        seed: Seed of the order of samples and of the dataset's random numbers; None for torch's
+            seed in the notebook when the cell starts.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad` repeats
             the first batches, `drop` drops the last ones, `keep` gives some ranks one batch less.
 
@@ -129,13 +130,14 @@ def register(
         The loader, so that `loader = taas.register(DataLoader(...))` works.
 
     Raises:
-        RegistrationError: The loader is not iterable, an object in it cannot be pickled, it divides
-            its data between ranks itself, or `uneven` has another value. Also a TypeError and a
-            ValueError.
+        RegistrationError: The loader is not iterable, or divides its data between ranks itself. Or
+            an object in the loader cannot be pickled. Or `uneven` is not `pad`, `drop` or `keep`.
+            This exception is also a TypeError and a ValueError.
         UsageError: The name is too long.
         RuntimeError: The caller is a rank.
     """
-    # Fetchers have no RANK, even if a rank started them: modules that they import may call this.
+    # Fetchers have no RANK, even if a rank started them. Modules that a fetcher imports may call
+    # `register`.
     if PAYLOAD in os.environ and "RANK" in os.environ:
         raise RuntimeError(
             f"register: this is rank {os.environ['RANK']} of a cell's run, where it has no effect. "
@@ -167,10 +169,10 @@ def _is_short(name: str) -> bool:
 
 
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
-    """Return a function that returns the loader, or None once the loader no longer exists.
+    """Return a function that returns the loader, or None if the loader no longer exists.
 
-    The function holds only a weak reference to a loader that the user did not name, and so does not
-    keep it alive. A cell that registers a loader may run many times, and the data of one loader may
+    The function keeps a loader alive only if the user named it; to another loader, it has a weak
+    reference. A cell that registers a loader may run many times, and the data of one loader may
     fill most of the memory.
     """
     if not is_named:
@@ -186,7 +188,7 @@ def unregister(loader: Any) -> None:
         loader: The loader, or its name.
 
     Raises:
-        RegistrationError: The loader is not registered. Also a ValueError.
+        RegistrationError: The loader is not registered. This exception is also a ValueError.
     """
     by_name = {name: entry.loader for name, entry in registered().items()}
     found = by_name.get(loader) if isinstance(loader, str) else loader
@@ -198,7 +200,7 @@ def unregister(loader: Any) -> None:
 
 def is_registered(loader: Any) -> bool:
     """Return whether this loader is registered."""
-    entry = _registered.get(id(loader))  # may be a deleted loader's entry, which had the same id
+    entry = _registered.get(id(loader))  # perhaps of a deleted loader that had the same id
     return entry is not None and entry.loader is loader
 
 
@@ -214,15 +216,15 @@ def registered() -> dict[str, Registered]:
 
 
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
-    """Pickle the description of a registered loader in place of the loader; called by the pickler.
+    """Return what the pickler stores in place of a registered loader: a description of it.
 
     Args:
         loader: Any loader.
-        used: Mapping to which the packed loader is added, under its name.
+        used: Mapping to which this function adds the packed loader, under its name.
 
     Returns:
-        The reduced loader, or NotImplemented if the loader is not registered and is to be pickled
-        as usual.
+        The reduced loader. NotImplemented if the loader is not registered: then the pickler pickles
+        the loader as usual.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -244,7 +246,7 @@ def serve(
         run_dir: Folder of the run.
         plan: Plan of the run.
         settings: Settings of the data service.
-        tls: Whether to encrypt batches, which is needed on a network that other people use too.
+        tls: Whether to encrypt batches. A network that other people use too needs this.
     """
     if not loaders:
         return
@@ -313,7 +315,8 @@ def _check_travels(name: str, loader: Any) -> bytes:
         The pickled state of its sampler and generator.
 
     Raises:
-        RegistrationError: An object in it cannot be sent; the message has the path to it.
+        RegistrationError: An object in the loader cannot be sent; the message has the path to the
+            object.
     """
     from taas_magic.data import dataset
 
@@ -336,9 +339,9 @@ def _pickled(name: str, parts: "LoaderParts") -> bytes:
 
 
 def _refuse_a_loaded_state(name: str, loader: Any) -> None:
-    """Raise if `load_state_dict` has set the position of a StatefulDataLoader.
+    """Raise CaptureError if `load_state_dict` has set the position of a StatefulDataLoader.
 
-    Ranks would ignore that position and start at the beginning.
+    A run cannot start at this position: its ranks would start at the beginning.
 
     Raises:
         CaptureError: The loader has loaded a state.
@@ -354,8 +357,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 def _name_by_variables() -> None:
     """Name unnamed loaders after their variables, and remove loaders that no longer exist.
 
-    Running a registering cell again puts a new loader into the same variable. The old loader is
-    removed then, unless another variable still holds it.
+    If a cell that registers a loader runs again, it puts a new loader into the same variable. Then
+    this function removes the old loader, unless another variable still holds it.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):
@@ -379,7 +382,7 @@ def _variables() -> dict[str, Any]:
 def _variable_of(loader: Any, preferred: str = "") -> str | None:
     """Return the name of the notebook's variable that holds this loader, or None.
 
-    Variables with too long names are ignored, so that the loader gets a number instead.
+    Variables whose names are too long or begin with `_` are ignored.
 
     Args:
         loader: The loader.
@@ -419,7 +422,7 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         has_set_epoch=_has(dataset, "set_epoch"),
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
-        # outside of the ranks' pickle, as a sampler may hold millions of indices
+        # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
         shown=pickle.PickleBuffer(parts.shown()),
     )
 
@@ -450,7 +453,10 @@ def _may_vary(parts: "LoaderParts") -> bool:
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether the loader uses a sampler that is not torch's, directly or inside another."""
+    """Return whether the loader uses a sampler that is not one of torch's.
+
+    Such a sampler may also be inside another sampler.
+    """
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
         if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):

@@ -1,7 +1,7 @@
 """Helpers for files that several processes use: locks, and files that appear atomically.
 
-A process holds a lock as long as it, or a process that inherited the descriptor, has the file open.
-The system releases the lock when these processes end, in whatever way.
+A lock belongs to an open file, whose descriptor child processes may inherit. The system releases
+the lock when all processes with this descriptor have closed it or have ended, for any reason.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 
     Args:
         descriptor: Descriptor of the open file.
-        shared: Take a shared lock, which several processes can hold at once.
-        wait: Block until the lock is free.
+        shared: Whether to take a shared lock, which several processes can hold at once.
+        wait: Whether to block until the lock is free.
 
     Raises:
         OSError: The file system has no locks.
@@ -38,7 +38,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
     Args:
         path: The lock file.
         flags: Additional flags for `os.open`.
-        wait: Block until the lock is free.
+        wait: Whether to block until the lock is free.
 
     Raises:
         OSError: The file cannot be opened.
@@ -64,9 +64,14 @@ def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock within the block.
+    """Hold a file's lock within the block, and yield whether this succeeded.
 
-    Yield True, or False without the lock if another process holds it and `wait` is False.
+    Yields False, and runs the block without the lock, if another process holds the lock and `wait`
+    is False.
+
+    Args:
+        path: The lock file.
+        wait: Whether to block until the lock is free.
     """
     descriptor = take_lock(path, wait=wait)
     try:
@@ -80,7 +85,8 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Only its owner can read the file. The file is not flushed to disk; `store.publish` does that.
+    Only the user can read the file. This function does not flush the file to the disk, so a crash
+    of the machine may lose it. `store.publish` writes files that survive such a crash.
 
     Raises:
         OSError: The disk is full, or the folder is not writable.
