@@ -1,4 +1,4 @@
-"""Turns the events of a run into the output of the notebook; runs in the cell's thread.
+"""Turn the events of a run into the output of the notebook, in the cell's thread.
 
 view.py     the view of one run, and the screens: notebook, console, terminal
 head.py     the run's state, computed from its events, and the status header as text and HTML

@@ -1,8 +1,8 @@
-"""Turns the failures of a run into the one exception that the notebook raises. Pure.
+"""Turn the failures of a run into the one exception that the notebook raises. Pure.
 
-The event of the run's end names the failure that came first. This module writes its message,
-summarizes the other failures, and bounds all texts, because a message of a megabyte must not reach
-the browser.
+The event `RunEnded` names the failure that came first. This module writes the exception's message
+from that failure, and summarizes the other failures. It also limits the length of all texts: a
+message of a megabyte must not reach the browser.
 """
 
 import re
@@ -58,14 +58,14 @@ def no_gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Return a text; if it is too long, return its beginning and a note with its full length."""
+    """Return a text; if it is too long, its beginning and a note with its full length."""
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """Return lines; if they are too many, only the first and last ones. Long lines are cut, too."""
+    """Return lines; if there are too many, only the first and last ones. Long lines are cut."""
     if len(lines) > limit_lines:
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
@@ -139,9 +139,9 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, lis
         failures: All failures of the run.
 
     Returns:
-        One line with the number of the other ranks that failed, and one line for each cause. Ranks
-        with the same cause share a line. Empty if nothing else failed, or if `--timeout` has ended
-        the run.
+        A line with the number of the other ranks that failed, and a list with a line for each
+        cause. Ranks with the same cause share a line. Both are empty if nothing else failed, or if
+        `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -267,6 +267,6 @@ def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseExc
     built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
     try:
         made: BaseException = built_in.__new__(kind, failure.message)
-    except TypeError:  # a group of exceptions, whose parts have stayed in the rank
+    except TypeError:  # an ExceptionGroup needs its exceptions, which only the rank has
         return None
     return made

@@ -1,9 +1,9 @@
 """The status header (the lines above a run's log): its state, and its form as text and HTML. Pure.
 
-`RunState` computes the state from the run's events. Text and HTML show the same facts. The HTML
-uses only elements that Jupyter does not remove from an untrusted notebook (inline styles, details,
-progress), and colours that are readable on light and dark themes. All texts from hosts and users
-are escaped.
+`RunState` computes the state from the run's events. Text and HTML show the same facts. Jupyter
+removes some HTML from an untrusted notebook, so the HTML here uses only what Jupyter keeps: inline
+styles, and elements such as <details>. The colours are readable on light and dark themes. All
+texts from hosts and users are escaped.
 """
 
 import math
@@ -99,24 +99,26 @@ class RunState:
 
     Attributes:
         gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
-        held_gpu_s: GPU-seconds that the run held before the last change of `gpus`.
+        held_gpu_s: GPU-seconds up to the last change of `gpus`.
         began: Start time of the run, on the caller's clock.
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
         hosts_attempt: The newest attempt that has started ranks on a host.
         first_ranks: The lowest rank of each of these hosts.
         up: Numbers of the ranks that have started and have not failed.
-        up_since: Time at which the first ranks started, or `gpus` last changed, on the caller's
-            clock; infinity before that.
+        up_since: Time from which GPU-seconds are not yet in `held_gpu_s`, on the caller's clock:
+            the start of the first ranks, or a later change of `gpus`. Infinity before the start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
-        elapsed_s: Seconds that the run took, from its event `RunEnded`; None if it is not known.
+        elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
         hangs: For each host that reported a hang, the time of the report and the stacks of its
             ranks.
         settled: The hosts whose ranks have ended or failed.
-        asking: Numbers of the ranks that wait for a line of input of the user.
-        last_attempt: The last attempt, once the run has ended; only its results count.
-        left: Title to show instead of the state if the notebook has stopped following the run, so
-            that this status header will not show the run's end; "" otherwise.
-        tails: The last log lines of ranks, by rank, once the run has ended and its logs were read.
+        asking: Numbers of the ranks that wait for a line of input from the user.
+        last_attempt: Number of the last attempt, once the run has ended. Only the results of this
+            attempt count.
+        left: Title to show in place of the state if the notebook has stopped following the run;
+            else "". The status header of such a run will not show the run's end.
+        tails: The last log lines of ranks, by rank. Empty until the run has ended and its logs were
+            read.
     """
 
     plan: Plan
@@ -154,13 +156,13 @@ class RunState:
         self.notes = list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
-        """Apply the next event; events that do not concern the status header are ignored.
+        """Apply the next event; ignore events that do not concern the status header.
 
         Args:
             event: The event.
-            now: Time at which the event arrived, from the same clock as `began`. By default, the
-                event's own time. A live view passes the time of its own clock, because the clocks
-                of hosts may differ by days.
+            now: Time at which the event arrived, from the same clock as `began`; None for the time
+                in the event. A live view passes the time of its own clock, because the clocks of
+                machines may differ by days.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -174,7 +176,7 @@ class RunState:
                 if event.text.strip() or not TQDM.match(self.progress):
                     self.progress = event.text.strip()
             case Lines(rank=0):
-                # a bar's final state is a whole line; a quick loop's bar has no other state
+                # A finished bar is a whole line. The bar of a quick loop appears only like this.
                 bars = (it for it in reversed(event.lines) if "%|" in it and TQDM.match(it))
                 self.progress = next(bars, self.progress)
             case Note():
@@ -211,7 +213,7 @@ class RunState:
     def hang(self) -> list[RankStack]:
         """The stacks of all ranks if no rank makes progress on any host; else an empty list.
 
-        The times in them (`RankStack.since`) are from the same clock as `began`.
+        Their times (`RankStack.since`) are from the same clock as `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -382,7 +384,9 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
 
 
 def _values_text(first: Curve, n_ranks: int) -> str:
-    """Return text with the number of a metric's values, and of the ranks that logged it if several.
+    """Return text on how often a metric was logged, such as `100 values on each of 4 ranks`.
+
+    If only one rank logged the metric, the text does not mention ranks.
 
     Args:
         first: The curve of the first rank that logged the metric.
@@ -393,7 +397,7 @@ def _values_text(first: Curve, n_ranks: int) -> str:
 
 
 def facts(state: RunState, now: float) -> list[Fact]:
-    """Return the facts of the status header's first row, in their order."""
+    """Return the facts in the first row of the status header, from left to right."""
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.up) < state.plan.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
@@ -512,8 +516,8 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
     Args:
         flow: The counts that ranks and fetchers have sent about the loaders.
         units: The limit of `--units` for each loader, if any.
-        has_ended: Whether the run has ended; if so, the rates are means, and the facts about
-            buffers are left out.
+        has_ended: Whether the run has ended. If so, the rates are means over the run, and the facts
+            about buffers are left out.
     """
     shown = list(flow.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
@@ -522,7 +526,7 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
 
 
 def filling(flow: Flow) -> str:
-    """Return the progress of `--prefill`; "" if ranks do not wait for it."""
+    """Return the progress of `--prefill`; "" if no ranks wait for prepared data."""
     if flow.filling is None:
         return ""
     done, wanted = flow.filling.done, flow.filling.wanted
@@ -558,7 +562,11 @@ def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
 
 
 def _waited(loader: LoaderFlow) -> str:
-    """Return the share of time that ranks waited for a loader, and the share of each rank."""
+    """Return text with the share of time that ranks waited for a loader.
+
+    The mean over all ranks comes first. In parentheses follow the shares of all ranks or, if there
+    are more than `MAX_RANKS` ranks, the smallest and the largest share.
+    """
     shares = loader.shares
     mean = f"{loader.sums(0.0).share:.0%}"
     if len(shares) == 1:
@@ -574,7 +582,7 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return the facts of a receipt: the files written to the project store, and those kept out."""
+    """Return the facts of a receipt: files that ranks wrote to the store or were kept out of it."""
     if receipt is None:
         return []
     written = []
@@ -653,8 +661,8 @@ def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ..
 def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
     """Group the ranks that are at the same line of code and wait for the same thing.
 
-    Small groups come first, because they are more likely to be the cause of the hang. Groups that
-    wait in a collective come last, however small, because they only wait for other ranks.
+    Small groups come first, because a small group is more likely to be the cause of the hang.
+    Groups that wait in a collective come last, even small ones: they only wait for other ranks.
     """
     alike: defaultdict[tuple[str, str], list[RankStack]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):
@@ -708,7 +716,7 @@ def ranks_text(found: RunStacks, flow: Flow) -> str:
 
 
 def _rank_cells(row: RankStack, flow: Flow) -> tuple[str, ...]:
-    """Return the cells of a rank's row; "-" for what is unknown or does not apply."""
+    """Return the cells of a rank's row; "-" for a value that is unknown or does not apply."""
     loaders = [loader for loader in flow.loaders.values() if row.rank in loader.ranks]
     batches = sum(loader.ranks[row.rank].batches for loader in loaders)
     shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]

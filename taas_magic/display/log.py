@@ -5,12 +5,12 @@ names the ranks that printed it. To find equal lines, `LineMerger` holds each ne
 the first of these events:
 
 - All ranks have printed the line.
-- Every rank has lines that wait, and no other rank has printed this one.
-- The line has waited for `hold_s`, which is too short to notice.
+- Every rank has waiting lines, and each copy of the line is the first waiting line of its rank.
+- The line has waited for `hold_s` seconds, which is too short to notice.
 
 A browser draws all output of a cell again whenever more is added. So a cell shows at most
-`CELL_BYTES` of text. After that, a display that is updated in place shows the number of further
-lines, the errors among them, and the last ones (`LogSummary`).
+`CELL_BYTES` of text. A summary of the lines after that (`LogSummary`) is updated in place. It shows
+the number of these lines, the errors among them, and the last of them.
 """
 
 import math
@@ -71,7 +71,7 @@ class LineMerger:
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[ShownLine]:
-        """Add the next lines of a rank, and return the lines to show now, in their order."""
+        """Add the next lines of a rank; return the lines to show now, in the order to show them."""
         if self._world_size == 1:
             return [ShownLine((rank,), line) for line in lines]
         shown = self.due(now)
@@ -113,10 +113,10 @@ class LineMerger:
         return shown
 
     def _release_unmatched(self) -> list[ShownLine]:
-        """Return and remove ranks' first waiting lines that no other rank will print.
+        """Return and remove the waiting lines whose copies are all at the front of their queues.
 
-        They exist only if every rank has waiting lines. The lowest rank's line is shown first,
-        because rank 0 usually prints more than the others.
+        Do nothing while a rank has no waiting lines, because its next line may be another copy. The
+        lowest rank's line is shown first, because rank 0 usually prints more than the others.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -132,16 +132,18 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Stop holding back a rank's first waiting line: remove it from the queue and return it.
+        """Remove the first waiting line of a rank from the queue, and return it.
 
-        If the first waiting lines of other ranks are equal, they are removed too, and become one
-        shown line. If instead no other waiting line is equal, the lines behind it in the rank's
-        queue are also returned, up to the first one that has an equal. A rank that prints very much
-        has many such lines, and handling them one by one would take several times as long.
+        If the line is also the first waiting line of other ranks, it is removed there too, and
+        shown once for all these ranks.
+
+        If no queue contains a second copy of the line, the next lines of this rank are also removed
+        and returned, up to the first line with a second copy. A rank that prints very much has many
+        such lines. To handle them one by one would take several times as long.
 
         Args:
             rank: The rank, which has a waiting line.
-            most: Most lines of this rank to return if no other waiting line is equal to them.
+            most: Maximum number of lines without a second copy to return.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -182,7 +184,11 @@ class LineMerger:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[ShownLine]:
-        """Return and remove the line of a group, and of each group that then has all ranks."""
+        """Return and remove the line of a group; then do so for each group that now has all ranks.
+
+        Args:
+            text: The line of the first group.
+        """
         shown = []
         ready = [text]
         while ready:
@@ -237,18 +243,21 @@ class LogSummary:
         self.has_news = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Count lines that the host did not send, so that only the log files have them."""
+        """Add to the number and the size of the lines beyond the limit.
+
+        The host may have not sent the text of these lines. Then only the log files have it.
+        """
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_news = True
 
     def add_lines(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
-        """Count lines, and keep the last ones and the errors.
+        """Count lines beyond the limit, and keep the last ones and the errors for the summary.
 
         Args:
             prefix: The prefix with the ranks that printed the lines.
             lines: All lines.
-            errors: Those of `lines` that look like errors, within the limits of `ERRORS`.
+            errors: The lines among `lines` that look like errors, as many as `ERRORS` allows.
         """
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
@@ -268,10 +277,10 @@ class LogText:
     """The log of one run as text; buffers the text until the view writes it to the cell.
 
     Args:
-        plan: The plan of the run. If it has several hosts, prefixes name the host, too. Only lines
-            of its `log_ranks` are shown.
+        plan: The plan of the run. If the run has several hosts, prefixes also name the host. Only
+            the lines of `plan.log_ranks` are shown.
         run_dir: The run folder, with the complete logs.
-        limit_bytes: Most bytes of text for the cell. The lines after that go to `rest`.
+        limit_bytes: Maximum bytes of text for the cell. The lines after that go to `rest`.
 
     Attributes:
         rest: The summary of the lines beyond the limit; None while there are none.

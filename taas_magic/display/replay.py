@@ -1,4 +1,4 @@
-"""Computes a run's state and its past output from its journal, for views opened later. Pure.
+"""Compute a run's state and its past output from its journal, for views opened later. Pure.
 
 The state is the same as in a view that was open all the time. The reader decodes only those printed
 lines that the view shows, so a journal of 100 MB takes less than a second.
@@ -58,7 +58,7 @@ class Replay:
     """Reader of a run's journal that computes the run's state and its past output.
 
     Args:
-        state: The run's state before its first event; `Replay` applies the events to it.
+        state: State of the run before the first event; `Replay` updates this object.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -110,7 +110,7 @@ class Replay:
         self._counts.add(counts)
 
     def pieces(self) -> list[Piece]:
-        """Return the past output in its order; call it once."""
+        """Return the past output in the order of the journal. May be called only once."""
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
@@ -137,13 +137,15 @@ class Replay:
 class _Counts:
     """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
 
-    The counts are sums since the rank or fetcher started, so the newest event of a sender makes its
-    earlier ones superfluous. The buffer keeps all of the first and last events, and of those
-    between them only each sender's newest. The first ones have the counts at the start of the
-    ranks, and the last ones give the rates.
+    The counts are sums since the rank or fetcher started. So the newest event of a rank or fetcher
+    contains all that its earlier events say about the sums. The buffer keeps three parts:
+
+    - The first `most` events: they have the counts at the start of the ranks.
+    - The last `most` events, or a few more: they are needed to compute the current rates.
+    - Of the events between, the newest of each rank and fetcher.
 
     Args:
-        most: Number of events to keep at each end.
+        most: Number of events to keep at the beginning, and at least at the end.
         reporters: Number of ranks and fetchers that send such events.
     """
 
@@ -183,7 +185,7 @@ class _Counts:
             if len(newest) == self._reporters:
                 break
         for about, line in reversed(newest.items()):
-            self._sums.pop(about, None)  # so that the dict stays in the order of the events
+            self._sums.pop(about, None)  # keeps the dict in the order of the events
             self._sums[about] = line
 
 
@@ -276,7 +278,7 @@ class _Shown:
                 self._kept.append((self._numbers, event))
 
     def pieces(self, state: RunState) -> list[Piece]:
-        """Return the past output in its order.
+        """Return the past output in the order of the journal.
 
         Args:
             state: The run's state after the whole journal.
@@ -332,8 +334,8 @@ def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Li
         from_end: Whether to return the last lines.
 
     Returns:
-        In their order, pairs of a line of the journal and its event, which has only the printed
-        lines to show.
+        Pairs of a line of the journal and its decoded event, in the order of the journal. Each
+        event contains only the printed lines to show.
     """
     left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:
@@ -352,7 +354,7 @@ def _errors_of(
     first: Sequence[tuple[bytes, Lines]],
     last: Sequence[tuple[bytes, Lines]],
 ) -> list[Lines]:
-    """Return the lines that look like errors, at most as many as `ERRORS` allows.
+    """Return the printed lines that look like errors, at most as many as `ERRORS` allows.
 
     Args:
         lines: Lines of the journal that may contain errors.

@@ -17,14 +17,16 @@ _READ_BYTES = 1 << 14
 
 
 def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[int, list[str]]:
-    """Return the last lines of the failed rank and of the lowest ranks, in this order, by rank.
-
-    Ranks that wrote nothing and log files that cannot be read are left out.
+    """Return the last lines of the failed rank and of the ranks with the lowest numbers.
 
     Args:
         run_dir: The run folder.
         world_size: Number of ranks.
         failed_rank: The rank that failed first; None if no rank failed.
+
+    Returns:
+        Up to `TAIL_LINES` lines of each rank, for at most `MOST_RANKS` ranks; the failed rank comes
+        first. Ranks without output, and ranks whose log file cannot be read, are left out.
     """
     ranks = [failed_rank] if failed_rank is not None else []
     ranks += [rank for rank in range(min(world_size, MOST_RANKS)) if rank != failed_rank]

@@ -51,10 +51,12 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
 
 
 def _odd(texts: Mapping[int, str]) -> str:
-    """Return text on which ranks differ from the majority, or that all differ; "" if none does.
+    """Return text that names the ranks whose value differs from the most frequent value.
+
+    Returns "" if all values are equal, and "values differ" if no value is the most frequent one.
 
     Args:
-        texts: The text to compare, by rank.
+        texts: Texts that represent the values to compare, by rank.
     """
     counts = Counter(texts.values()).most_common(2)
     if len(counts) == 1:

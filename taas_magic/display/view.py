@@ -32,8 +32,8 @@ class NotebookScreen:
     """A screen that shows a run in the output of the notebook cell that is executing.
 
     Attributes:
-        limit_bytes: Most bytes of text that the view passes to `write`, in whole lines. The view
-            passes a summary of the later lines to `show_rest`.
+        limit_bytes: Maximum bytes of text that the view passes to `write`, in whole lines. For the
+            later lines, the view passes a summary to `show_rest`.
     """
 
     limit_bytes = CELL_BYTES
@@ -79,7 +79,8 @@ class NotebookScreen:
         """Clear the cell's output except the status header.
 
         Args:
-            wait: Whether to clear only when the next output comes, as IPython's `clear_output`.
+            wait: Whether to keep the output until the next output comes, as IPython's
+                `clear_output` does with `wait=True`.
         """
         self._clears_first = True
         if not wait:
@@ -90,7 +91,10 @@ class NotebookScreen:
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """Clear the cell's output and show the header again, with no empty output in between."""
+        """If `clear` was called, clear the output and show the status header again.
+
+        The frontend replaces the old output at once, so the cell's output does not flicker.
+        """
         if self._clears_first:
             self._clears_first = False
             self._shows_rest = False
@@ -103,16 +107,16 @@ class NotebookScreen:
 
 
 class UrgentLines:
-    """News of the status header that a user must see at once: new notes, and a hang of the run.
+    """Lines that a user must see at once: new notes of the run, and the report of a hang.
 
-    It is for screens that show the status header only at the start and end of a run.
+    Screens that show the status header only at the start and end of a run write these lines.
     """
 
     def __init__(self) -> None:
         self._notes, self._hangs = 0, False
 
     def lines(self, state: RunState, now: float) -> str:
-        """Return, one per line, the notes since the last call and the report of a new hang."""
+        """Return the notes since the last call, one per line, and the report of a new hang."""
         notes = head.shown_notes(state)
         lines = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:
@@ -122,7 +126,10 @@ class UrgentLines:
 
 
 class ConsoleScreen(NotebookScreen):
-    """A kernel's console, which cannot update displays: the header appears at start and end."""
+    """Screen for a kernel's console, which cannot update displays.
+
+    The status header appears at the start and at the end of a run.
+    """
 
     limit_bytes = 16 * CELL_BYTES
     _rest = ""
@@ -152,7 +159,10 @@ class ConsoleScreen(NotebookScreen):
 
 
 class TerminalScreen:
-    """Standard output: the status header at a run's start and end, urgent lines in between."""
+    """Screen that writes to standard output.
+
+    The status header appears at the start and at the end of a run, with urgent lines in between.
+    """
 
     limit_bytes = UNBOUNDED
 
@@ -206,9 +216,9 @@ Screen = NotebookScreen | TerminalScreen
 def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
     """Return the screen that fits a shell: for a notebook, for a kernel's console, or a terminal.
 
-    A shell without a kernel writes to a terminal. A kernel's frontend is taken for a notebook if
-    its request names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any
-    other frontend is taken for a console, which cannot update displays.
+    A shell without a kernel writes to a terminal. A kernel's frontend counts as a notebook if its
+    request names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any
+    other frontend counts as a console, which cannot update displays.
     """
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
@@ -312,7 +322,7 @@ class View:
             self._write(now)
 
     def feed(self, event: Event, now: float | None = None) -> None:
-        """Process the next event. Displays are shown at once, after the lines before them.
+        """Process the next event. A display is shown at once, after the lines that came before it.
 
         Args:
             event: The event.

@@ -1,4 +1,4 @@
-"""The journal, a file with all events of a run: writes, reads and analyses it.
+"""Write, read and analyse the journal, the file with all events of a run.
 
 folder.py    the run folder, which holds the journal and the run's other files; writes the journal
 reader.py    reads a journal from any process

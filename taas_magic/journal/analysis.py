@@ -2,9 +2,10 @@
 
 Ranks and fetchers send events with counts, such as batches received and seconds waited. The status
 header, the advice and the plot use the same sums of these counts. The clocks of hosts may differ by
-days, so the caller passes the arrival time of each event, and ranks and workers measure only
+days. So the caller passes the arrival time of each event, and ranks and workers measure only
 durations.
-`load_of` reduces the sums of a run to a few numbers, and `advise` uses only these.
+
+`load_of` reduces the sums of a run to a few numbers. `advise` uses only these numbers.
 """
 
 import math
@@ -45,7 +46,7 @@ class Point(NamedTuple):
     """The sums of all ranks' counts for one loader at one time, or the difference of two such sums.
 
     Attributes:
-        time: Seconds on the caller's clock; in a difference, the seconds between the two.
+        time: Seconds on the caller's clock; in a difference, the seconds between the two sums.
         batches: Batches that the ranks received.
         units: Units that the ranks received.
         bytes: Bytes that the ranks received from fetchers.
@@ -65,12 +66,12 @@ class Point(NamedTuple):
         return Point._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """Return `value` per second of this difference."""
+        """Return `value` per second of `time`. Call this on a difference of two points."""
         return value / self.time if self.time > 0 else 0.0
 
     @property
     def share(self) -> float:
-        """The fraction of `span_s` in which ranks waited, from 0 to 1."""
+        """The fraction of `span_s` that ranks spent waiting for batches, from 0 to 1."""
         return min(1.0, self.waited_s / self.span_s) if self.span_s > 0 else 0.0
 
 
@@ -115,13 +116,19 @@ class LoaderFlow:
 
     @property
     def units(self) -> int:
-        """Units that the ranks received, in this run and before the state from which it resumed."""
+        """Units that all ranks have received.
+
+        This includes the units before the saved state from which the cell resumed, if any.
+        """
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
         return int(self.rank_total("units")) + resumed
 
     @property
     def shares(self) -> dict[int, float]:
-        """For each rank, the part of its time in loops over the loader in which the rank waited."""
+        """The fraction of each rank's time that it spent waiting for batches, by rank.
+
+        The time is that of the rank's loops over the loader.
+        """
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
             for rank, counts in sorted(self.ranks.items())
@@ -130,7 +137,7 @@ class LoaderFlow:
 
     @property
     def recent(self) -> Point:
-        """The change of the sums in the last seconds, for current rates."""
+        """The change of the sums over the newest points, for current rates."""
         return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
 
     @property
@@ -143,7 +150,7 @@ class LoaderFlow:
         return self.sums(max(spans, default=0.0))
 
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Process the counts that a rank has sent, which replace its earlier ones."""
+        """Replace the counts of a rank by the counts that the rank has sent now."""
         self.ranks[rank] = counts
         if not self.points:
             self.points.append(Point(now - counts.span_s))
@@ -185,7 +192,7 @@ class Flow:
         """The newest event of `--prefill` while ranks wait for it; else None."""
 
     def apply(self, event: Event, now: float) -> None:
-        """Apply the next event; events that do not concern loaders are ignored.
+        """Apply the next event; ignore events that do not concern loaders.
 
         Args:
             event: The event.
@@ -246,25 +253,27 @@ _WORKER_PER_CORE = "this host already has a worker for each core"
 class Load:
     """The use of one loader, and the time that ranks waited for it.
 
-    A share is a fraction from 0 to 1. "Time with the loader" is the time that ranks spent in loops
-    over it.
+    A share is a fraction from 0 to 1. Loop time is the time that ranks spent in loops over the
+    loader.
 
     Attributes:
         name: The loader's name.
-        waited: The share of their time with the loader in which ranks waited for batches.
-        first: The share of their time with the loader in which ranks waited for their first batch.
+        waited: The share of the loop time that ranks spent waiting for batches.
+        first: The share of the loop time that ranks spent waiting for their first batches.
         ranks: Number of ranks that use the loader.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
         workers: Number of worker processes.
         working: Mean number of workers that had work to do.
-        busy: The share of its time in which the busiest worker prepared batches.
-        cpu: The share of the preparation time that was CPU time; the rest is waiting for storage.
-        cores: The share of the cores of the fetchers' hosts that the workers used.
+        busy: The share of time in which the busiest worker prepared batches.
+        cpu: The share of the preparation time that was CPU time. In the rest of it, workers waited
+            for storage.
+        cores: The share of all cores of the fetchers' hosts that the workers kept busy.
         own_hosts: Whether every fetcher has a host to itself.
-        room: Number of fetchers, with as many workers each as now, for which the hosts have enough
-            cores; infinite if each fetcher has a host to itself, or if the cores are unknown.
+        room: Maximum number of fetchers for which the hosts have enough cores, if each fetcher has
+            as many workers as now. Infinite if each fetcher has a host to itself, or if the number
+            of cores is unknown.
         crosses: Whether batches are sent from host to host.
-        receiving: The share of the ranks' receiving time that was their own CPU time.
+        receiving: The share of the time for receiving batches that was CPU time of the ranks.
         mb_per_s: Megabytes per second that all ranks received.
     """
 
@@ -286,7 +295,7 @@ class Load:
 
     @property
     def later(self) -> float:
-        """The share of the time after their first batch in which ranks waited."""
+        """The share of the loop time after the first batches that ranks spent waiting."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
@@ -338,7 +347,7 @@ def _because(load: Load) -> str:
 
 
 def _prepared_by_ranks(load: Load) -> str:
-    """Return advice for a loader that the ranks themselves run, in turn with their work."""
+    """Return advice for a loader without fetchers: ranks prepare batches between their steps."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
@@ -352,7 +361,7 @@ def _prepared_by_ranks(load: Load) -> str:
 
 
 def _delivery(load: Load) -> str:
-    """Return the advice if workers are not busy, so that sending or receiving is the limit."""
+    """Return the advice for a loader whose workers are not busy: the delivery limits the loader."""
     if load.receiving >= _MOST_CPU:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
@@ -378,7 +387,7 @@ def _more(load: Load, most: float) -> str:
 
     Args:
         load: The load of the loader.
-        most: Upper bound of the factor by which ranks would then be faster.
+        most: Maximum factor by which more fetchers could make the ranks faster.
     """
     if load.room < load.fetchers + 1:
         return _on_other_hosts(load, _WORKER_PER_CORE)
@@ -398,12 +407,13 @@ def _on_other_hosts(load: Load, why: str) -> str:
 def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
-    The number is large enough that ranks would not wait, but bounded.
+    The number is higher than now, and high enough that ranks would not wait. But it is at most
+    `_MOST_TIMES` times as high as now, and at most `load.room` if this is higher than now.
 
     Args:
         load: The load of the loader.
-        most: Upper bound of the factor.
-        busy: The share of its time in which the busiest worker works. More fetchers divide this
+        most: Maximum of the factor.
+        busy: The share of time in which the busiest worker works now. More fetchers divide this
             work among them.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
@@ -432,7 +442,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
-    # the workers that each fetcher has, or would have
+    # Number of workers of each fetcher. Without fetchers: of each rank, as fetchers would have it.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return Load(
@@ -531,5 +541,5 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
     below.set_ylim(bottom=0, top=1.1 * fastest or 1)
     below.set_xlim(left=0)
     below.legend(loc="best", fontsize="small")
-    pyplot.close(figure)  # or a notebook shows it twice: as a value, and at the cell's end
+    pyplot.close(figure)  # otherwise a notebook shows it twice: as a value, and at the cell's end
     return figure

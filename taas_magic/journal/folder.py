@@ -5,7 +5,7 @@
         cell.py                        the cell that the user ran
         run.json                       `RunContext`: facts about the notebook and its pools
         payload                        the objects that ranks load (removed when the run has ended)
-        events.jsonl                   the journal: events in the order the pool's process saw them
+        events.jsonl                   the journal: events in the order of their arrival at the pool
         logs/rank-<N>.log              all output of rank N to its descriptors 1 and 2
         results/                       the results of ranks; see host/results.py
         metrics.csv                    the values from `taas.log`; see journal/metrics.py
@@ -13,8 +13,8 @@
 The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`. It
 is never the project store, because only rank 0 may write there.
 
-A problem with the journal must never end a run. So a writer leaves out what it cannot write, and a
-reader skips lines that are incomplete.
+A problem with the journal must never end a run. So a writer leaves out events that it cannot write,
+and a reader skips lines that are incomplete.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ def state_dir() -> Path:
 
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
-    """Return the error for a write to the state folder that failed."""
+    """Return the exception to raise if a write to the state folder has failed."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return PoolError(
             f"this kernel cannot open {path}: {reason_of(error)}; close some of its files, or "
@@ -130,7 +130,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The part of the data plan in `plan.json` that lists of runs show: the fetchers' pool."""
+    """Data plan in `plan.json`, reduced to the fetchers' pool, which lists of runs show."""
 
     pool: str
 
@@ -155,7 +155,10 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """The fields of `plan.json` that lists of runs need, read without decoding the whole plan."""
+    """Plan in `plan.json`, reduced to the fields that lists of runs show.
+
+    A reader of this struct does not decode the other fields.
+    """
 
     run_id: str
     name: str
@@ -260,9 +263,9 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Lock the plan during the block, to show other processes that this kernel starts the run.
 
-        Until the pool takes the run over, only the kernel can record its end. The system releases
-        the lock when the process ends, for any reason, so other processes can recognize a run whose
-        kernel is gone.
+        Until the pool takes the run over, only the kernel can record the run's end. If the kernel
+        ends for any reason, the system releases the lock. So other processes can recognize a run
+        whose kernel is gone.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
@@ -283,7 +286,7 @@ class RunFolder:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process uses the folder (`in_use`)."""
+        """Whether a process is in a block of `in_use` for this folder."""
         return self._cell.exists() and not is_free(self._cell, 0)
 
     @property
@@ -327,7 +330,7 @@ class DiskRoom:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` more may be written.
 
-        The free space is asked of the system only once for many small writes.
+        For many small writes, this method asks the system for the free space only once.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -340,8 +343,8 @@ class DiskRoom:
     def _space(self) -> tuple[int, int]:
         """Return the free and the total bytes of the disk.
 
-        If the system cannot tell them, huge numbers are returned. A full disk then makes the write
-        itself fail.
+        If the system does not know them, returns huge numbers. If the disk is full, the write
+        itself then fails.
         """
         try:
             found = os.statvfs(self._folder)
@@ -354,16 +357,17 @@ class Writer:
     """Writer of a run's journal, with its own thread. The pool's process has one for each run.
 
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
-    A failing disk raises no exception: the writer leaves out what it cannot write and calls
-    `on_incomplete` once.
+    If the disk fails, the writer raises no exception. It leaves out the events that it cannot
+    write, and calls `on_incomplete` once.
 
-    The writer locks the journal. The system releases the lock when the process ends, for any
-    reason. By the lock, a reader can tell an active run from one that lost its pool process.
+    The writer locks the journal. If the pool's process ends for any reason, the system releases the
+    lock. So a reader can recognize a run that is not active any more, although its end is missing.
 
     Args:
         folder: The folder of the run.
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
-        limit_bytes: Size above which bulk events are left out.
+        limit_bytes: Size of the journal in bytes above which the writer leaves out bulk events.
+            These are the kinds of events that a run may send without limit, such as printed lines.
     """
 
     def __init__(
@@ -403,7 +407,7 @@ class Writer:
         self._thread.join(CLOSE_S)
 
     def _why_full(self, size: int) -> str:
-        """Return why a bulk event of `size` bytes is left out; "" if it is not."""
+        """Return why a bulk event of `size` bytes must be left out; "" if there is room for it."""
         if self._appended_bytes + size > self._limit_bytes:
             return f"it has reached {self._limit_bytes >> 20} MiB; the ranks' logs have all lines"
         if self._appended_bytes - self._handled_bytes + size > WAITING_BYTES:
@@ -455,7 +459,7 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file as an `opener` of `open`. If the file is new, only the user can read it."""
+    """Open a file so that only the user can read it if it is new; an `opener` for `open`."""
     return os.open(path, flags, 0o600)
 
 
@@ -479,8 +483,8 @@ class RunSummary:
         started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
             time at which the run folder was created.
         elapsed_s: Seconds from the start to the end, or until now.
-        first: The failure that caused the run to fail.
-        why: The reason of the end if no rank failed, for example that the pool's process is gone.
+        first: The failure that caused the run to fail; None if there is none.
+        why: Reason for the end if no rank failed, for example that the pool's process is gone.
     """
 
     state: str
@@ -503,8 +507,8 @@ def summary(folder: RunFolder) -> RunSummary:
     reader = JournalReader(folder.events)
     ended, is_active = reader.end(), True
     if ended is None and not has_live_owner(folder):
-        # The end may have been written since the first look. Or a kernel wrote it for a pool that
-        # hung, and the pool added events after it.
+        # Another process may have written the end after the first read. Or a kernel wrote the end
+        # for a pool that hung, and the pool added events after it.
         ended, is_active = reader.end(whole=True), False
     started = reader.started()
     begun = made if started is None else started
@@ -555,15 +559,15 @@ def _folders() -> list[RunFolder]:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Remove the folders of the oldest ended runs beyond a number and a total size.
+    """Remove the folders of the oldest runs, so that the other folders respect both limits.
 
     Runs that may still be active are kept, and so are folders in use (`RunFolder.in_use`). A folder
-    without a readable plan is removed, unless it is new. Several kernels may call this at the same
-    time.
+    without a readable plan is removed, unless it is new. Several kernels may call this function at
+    the same time.
 
     Args:
-        keep_runs: Number of newest runs to keep.
-        keep_bytes: Total size of the newest runs to keep.
+        keep_runs: Maximum number of folders to keep.
+        keep_bytes: Maximum total size of the folders to keep, in bytes.
     """
     total = 0
     for index, folder in enumerate(_folders()):

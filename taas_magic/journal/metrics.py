@@ -1,4 +1,4 @@
-"""Numbers that ranks log by `taas.log`: curves in the status header, a run's table, a plot of runs.
+"""Metrics, the numbers that ranks log by `taas.log`: their curves, tables and plots.
 
 The functions are pure, except `read`. The pool's process appends each point to `metrics.csv`, and
 `read` returns that file as a table.
@@ -31,10 +31,10 @@ _COLOURS = ("#3b82d0", "#d97706", "#2f9e62", "#d9534f", "#8b5cf6", "#0891b2", "#
 
 
 class Curve:
-    """One metric of one rank, with at most `CURVE_POINTS` points for any number of values.
+    """Curve of one metric of one rank. It has at most `CURVE_POINTS` points.
 
-    Each point is the mean of `_width` consecutive values. When there are too many points, each two
-    neighbours are merged into one, and the width doubles.
+    Each point is the mean of `_width` consecutive values. When there are too many points, each pair
+    of neighbours becomes one point, and `_width` doubles.
 
     Attributes:
         last: The newest value.
@@ -61,7 +61,7 @@ class Curve:
 
     @property
     def points(self) -> list[float]:
-        """The points of the curve: means of equally many values, of fewer in the last point."""
+        """The points of the curve. The last point may be the mean of fewer values."""
         return [*self._means, _mean(self._open)] if self._open else list(self._means)
 
 
@@ -82,12 +82,15 @@ def add_points(curves: Curves, event: Metrics) -> None:
 
 
 def number(point: MetricPoint) -> float:
-    """Return a point's value; None becomes NaN, because JSON has no NaN and no infinity."""
+    """Return a point's value as a float.
+
+    A point has None in place of NaN and infinity, which JSON lacks; this function returns NaN then.
+    """
     return math.nan if point.value is None else point.value
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Return a curve as a line of block characters, with a space for a value that is not finite."""
+    """Return a curve as a line of block characters, with a space where no value is finite."""
     shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
@@ -237,5 +240,5 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
         ]
         axes.plot(*zip(*points, strict=True), label=name) if points else None
     axes.legend()
-    pyplot.close(figure)  # or a notebook shows it twice: as a value, and at the cell's end
+    pyplot.close(figure)  # otherwise a notebook shows it twice: as a value, and at the cell's end
     return figure

@@ -1,7 +1,7 @@
-"""Reads a run's journal from any process: new events, and the first and last events.
+"""Read a run's journal in any process: new events, and the first and last events.
 
-A journal may hold 256 MiB, most of it lines that ranks printed. So this module decodes only the
-events that its caller needs, which it finds by the kind of event at the beginning of each line.
+A journal may have 256 MiB, mostly lines that ranks printed. So this module decodes only the events
+that its caller needs. The kind of an event is at the beginning of its line in the journal.
 """
 
 import contextlib
@@ -22,10 +22,13 @@ _TAIL_BYTES = 1 << 16
 
 
 class JournalReader:
-    """Reader of one journal: first of all its lines, then of the lines that are added to it.
+    """Reader of one journal.
+
+    The first call of `chunks` reads all lines; each later call reads the lines added since. The
+    other methods do not depend on these calls.
 
     Args:
-        path: The journal; it need not exist yet.
+        path: Path of the journal. The file may be missing: a missing journal counts as empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +38,7 @@ class JournalReader:
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes added since the last call, in chunks of whole lines.
 
-        A line that is still being written is left to a later call.
+        If the last line is still incomplete, a later call yields it.
         """
         rest = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
@@ -61,7 +64,8 @@ class JournalReader:
         """Return the event of the run's end if it is the journal's last event, else None.
 
         Args:
-            whole: Whether to search the whole journal for the event, which takes longer.
+            whole: Whether to search the whole journal for the event if it is not the last one. This
+                takes longer.
         """
         last = self.last()
         if isinstance(last, RunEnded) or not whole:
@@ -89,7 +93,7 @@ class JournalReader:
         """Yield the whole lines from the last to the first; reads only as much as needed."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             start, step = file.seek(0, os.SEEK_END), _TAIL_BYTES
-            rest, is_torn = b"", True  # the part after the last newline is still being written
+            rest, is_torn = b"", True  # the part after the last newline is an incomplete line
             while start:
                 end, start = start, max(0, start - step)
                 file.seek(start)

@@ -124,7 +124,7 @@ def trace_of(loaded: Mapping[str, Any]) -> Trace:
             is_nccl = _NCCL_KERNEL in name.lower()
             (on_gpu[name.partition("(")[0]] if is_nccl else kernels).append(span)
         elif kind == "gpu_user_annotation":
-            continue  # the same name and times as of the kernels inside
+            continue  # the kernels inside have the same name and times
         elif step := _STEP.fullmatch(name):
             found.steps[int(step[1])] = span
         elif name.startswith(_LOADS):
@@ -143,8 +143,8 @@ def trace_of(loaded: Mapping[str, Any]) -> Trace:
 def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, float]]:
     """Correct the clocks of hosts by the collectives, which end on all ranks at the same time.
 
-    Ranks on the first rank's host keep their times. If two ranks have no collective in common, the
-    clocks of their hosts are taken to be equal.
+    The ranks on the first rank's host keep their times. A rank that has no collective in common
+    with the first rank keeps its times, too.
 
     Returns:
         The traces, and the correction of each rank's times in microseconds.
@@ -201,7 +201,7 @@ def _shortest(traces: Iterable[Trace]) -> dict[tuple[str, int], float]:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """Return spans that do not overlap and cover the same time, in order."""
+    """Merge spans that overlap or touch; return the resulting spans in order."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start_us <= found[-1].end_us:
@@ -212,7 +212,10 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans` that no span of `removed` covers. Both are from `joined`."""
+    """Return the parts of `spans` that no span of `removed` covers.
+
+    Both arguments must be sorted and without overlaps, as `joined` returns them.
+    """
     found, at = [], 0
     for start_us, end_us in spans:
         while at < len(removed) and removed[at].end_us <= start_us:
@@ -229,7 +232,7 @@ def without(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
 
 
 def within(spans: Sequence[Span], bounds: Span) -> float:
-    """Return how long the spans are within other bounds, in microseconds."""
+    """Return the total length, in microseconds, of the parts of `spans` inside `bounds`."""
     lengths = (
         min(span.end_us, bounds.end_us) - max(span.start_us, bounds.start_us) for span in spans
     )
@@ -268,7 +271,7 @@ def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, flo
 class Timeline:
     """Times of the ranks in the profiled steps of a run.
 
-    A notebook shows a picture, and `print` a table.
+    As the value of a cell, it appears as a picture. `print` shows a table.
 
     Attributes:
         steps: Times of each rank in each step, ordered by step and rank.
