@@ -84,10 +84,10 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return shells that run commands on hosts which no run has requested yet.
+        """Return shells that run commands on the pool's hosts, even if no run has requested them.
 
         Args:
-            stop: Set to end attempts to connect.
+            stop: Event that the caller sets to end attempts to connect.
 
         Returns:
             For each host name, a context manager that connects to the host when it is entered, and
@@ -102,15 +102,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def request_hosts(self, count: int) -> list[str]:
-        """Request further hosts if fewer than `count` have been requested. Does not wait for them.
+        """Request hosts until `count` hosts have been requested in all; do not wait for them.
 
-        The pool calls this repeatedly until `count` hosts can start ranks.
+        The pool calls this method repeatedly until `count` hosts can start ranks.
 
         Returns:
             One line for the user for each host that has not joined yet.
 
         Raises:
-            PoolError: A requested host will not come.
+            PoolError: A requested host could not be started or will not join.
         """
 
     @abstractmethod
@@ -122,21 +122,23 @@ class Engine(ABC):
         """
 
     def is_starting(self) -> bool:
-        """Return whether a host is starting now, and the engine sees it make progress.
+        """Return whether a host is starting and makes progress, as far as the engine can see.
 
-        While this is True, the time limit of a wait for hosts (`start_timeout_s`) does not end.
+        The pool waits for hosts at most `start_timeout_s`. This time starts again whenever this
+        method returns True.
         """
         return False
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
-        """Let a host connect to a port of this machine until the block ends; yield the address.
+        """Let a host connect to a port of this machine until the block ends.
+
+        Yields the address that the host must use for the port. This may differ from `address`.
 
         Args:
             agent: Name of the host's agent.
             address: Address of the port on this machine, as "tls://host:port". The server on this
-                port must authenticate its clients itself. The host may need another address for the
-                port, which is the one that this method yields.
+                port must authenticate its clients itself.
 
         Raises:
             PoolError: The host cannot reach the port.
@@ -219,14 +221,15 @@ class HostsEngine(Engine):
             try:
                 yield self.scheduler
             finally:
-                self._is_over = True  # a `request_hosts` that still waits must start no more hosts
+                self._is_over = True  # from now on, `request_hosts` must start no more hosts
                 await self.give_back(())
                 await asyncio.gather(*self.ending)
 
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`.
 
-        Raises the failure of a host once; the next call starts another.
+        If hosts failed to start, raises one PoolError with their failures and forgets these hosts.
+        The next call starts new hosts in their place.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
@@ -257,7 +260,7 @@ class HostsEngine(Engine):
         await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
-        """Return one line that says why a host was lost, or ""; also end what is left of it."""
+        """See `Engine.why_lost`. Also ends the processes that are left of the host."""
         if (host := self.hosts.get(agent)) is None:
             return ""
         why = await host.why_lost()

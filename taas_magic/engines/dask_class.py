@@ -1,10 +1,11 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
-taas.toml names the class by its import path. The class starts plain Dask workers, each of which
-only starts an agent of this package on its host (`host/vehicle.py`). The scheduler is always that
-of this package and runs in the pool's process, even if the class would use another one. For Slurm
-and PBS, the engine asks the batch system about jobs whose hosts have not joined or are lost. For
-other systems, it waits without knowing the state of a job.
+taas.toml names the class by its import path. The class starts plain Dask workers. Each worker only
+starts an agent of this package on its host (`host/vehicle.py`). This package's scheduler, which
+runs in the pool's process, replaces the scheduler that the class would start.
+
+For Slurm and PBS, the engine asks the batch system about jobs whose hosts have not joined or are
+lost. For other systems, the engine waits without knowing the state of a job.
 """
 
 import asyncio
@@ -67,8 +68,9 @@ class DaskClassEngine(Engine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        Without values in taas.toml, a host has no GPU and as many cores as this machine. The hosts
-        cannot be asked, because the batch system has not allocated them yet.
+        Without values in taas.toml, a host counts as one without GPUs and with as many cores as
+        this machine. The engine cannot ask the hosts, because the batch system has not allocated
+        them yet.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -115,8 +117,8 @@ class DaskClassEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
 
-        If the caller is cancelled, the request continues (`asyncio.shield`): otherwise a host that
-        is requested at that moment would be recorded nowhere.
+        If the caller is cancelled, the request continues (`asyncio.shield`). Otherwise, no record
+        would be kept of a host that is requested at that moment.
         """
         return await asyncio.shield(self._request_hosts(count))
 
@@ -255,9 +257,10 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return options that make this package's scheduler listen on one address that hosts can reach.
+    """Return options by which this package's scheduler listens on one address that hosts can reach.
 
-    They are the cluster class's own options if it has any, else this machine's IP address.
+    These are `host`, `interface` and `port`, as far as the cluster class sets them for Dask's own
+    scheduler. If it sets neither `host` nor `interface`, `host` is this machine's IP address.
     """
     from distributed import Scheduler
     from distributed.utils import get_ip
@@ -291,7 +294,7 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
 ASK_S = 10.0
 """Seconds that a batch system may take to answer."""
 
-_HISTORY_HINT = "use -x"  # OpenPBS's; Torque takes -x for something else
+_HISTORY_HINT = "use -x"  # in an error text of OpenPBS; in Torque, -x has another meaning
 
 _UNKNOWN = ("invalid job id", "unknown job id", "has finished")
 """Error texts of commands that fail only because the batch system has forgotten an ended job."""
@@ -367,7 +370,7 @@ class BatchSystem:
         title: Name of the system in messages.
         command: Returns the command that lists jobs with the given ids.
         parse: Returns the jobs in that command's output, by id.
-        history: Returns the command that lists ended jobs, if `command` does not show them.
+        history: Returns the command that lists ended jobs; None if `command` lists them too.
     """
 
     title: str
@@ -378,7 +381,7 @@ class BatchSystem:
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
-        A job that is not among them has ended.
+        A job that the batch system does not know any more has ended.
 
         Raises:
             OSError: The command cannot be run, fails, or does not answer in time.
@@ -426,17 +429,20 @@ SYSTEMS: Mapping[str, BatchSystem] = {
 def find_system(name: str) -> BatchSystem | None:
     """Return the batch system that dask-jobqueue calls `name`.
 
-    Returns None if it is not in `SYSTEMS` or its command is not installed.
+    Returns None if `SYSTEMS` has no such system, or if the system's command is not installed.
     """
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the last lines of a job's output: of the newest file whose name contains its number.
+    """Return the last lines of a batch job's output file and its path; "" if there is no file.
+
+    The output file is the newest file that is not empty and has the job's number in its name.
 
     Args:
         folder: Folder with the output files of jobs.
+        job_id: The batch system's id of the job.
     """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
@@ -477,7 +483,7 @@ class Vehicles:
             job_id = getattr(worker, "job_id", None)
             if job_id and self._jobs.get(name) != str(job_id):
                 self._jobs[name] = str(job_id)
-                self._served.discard(name)  # a lost worker's name is used again, with another job
+                self._served.discard(name)  # Dask starts a lost worker again: same name, new job
                 self._looked = float("-inf")
 
     async def describe_awaited(
@@ -512,7 +518,11 @@ class Vehicles:
         self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
-        """Return what the batch system says about a lost host's job; "" if it says nothing."""
+        """Return the state of a lost host's batch job in words; "" if no batch job is known.
+
+        Args:
+            name: Name of the host's Dask worker.
+        """
         job_id = self._jobs.get(name)
         if job_id is None or self._system is None:
             return ""

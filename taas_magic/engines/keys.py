@@ -104,7 +104,8 @@ class Keys:
 
         Args:
             talks: Whether a worker consists of processes that connect to each other, as with Dask's
-                nannies. If so, any two workers can connect, because all share one certificate.
+                nannies. If so, any worker can also connect to any other worker, because all workers
+                share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)
@@ -114,7 +115,7 @@ def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
     """Return arguments for dask's `Security`.
 
     Args:
-        trusted: The certificates that this side trusts.
+        trusted: The certificates, as PEM, that this side of a connection trusts.
         pairs: Certificate and private key for each Dask role, such as `client`.
     """
     values: SecurityOptions = {"require_encryption": True, "tls_ca_file": trusted}

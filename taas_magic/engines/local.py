@@ -86,7 +86,10 @@ class _LocalHost(Host):
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     def _host_name(self) -> str:
-        """Return the name that people see; "" for the machine's, if the pool has only one host."""
+        """Return the name of the host for the user; "" if the pool has only one host.
+
+        A host with the name "" uses the machine's own name.
+        """
         pool = self._engine.pool
         return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
 
@@ -117,8 +120,8 @@ class _LocalHost(Host):
             trouble = _trouble(supervisor)
             if not trouble and has_joined and not is_here:
                 trouble = "left its pool"
-            # The supervisor ends a stuck agent; this is for a stuck supervisor. After the host has
-            # joined, its agent reports imports, and ends itself if one is stuck.
+            # This check finds a stuck supervisor; the supervisor itself ends a stuck agent. After
+            # the host has joined, its agent reports imports, and ends itself if one is stuck.
             if not trouble and not has_joined and timer.idle_s() >= pool.start_timeout_s:
                 trouble = f"did nothing for start_timeout_s = {pool.start_timeout_s:g} s"
             if not trouble:
@@ -149,10 +152,10 @@ class _LocalHost(Host):
             supervisor.wait()
 
     async def why_lost(self) -> str:
-        """End the host; see `Host.why_lost`. The reason is unknown, so return "".
+        """End the host and return "", because the reason is unknown; see `Host.why_lost`.
 
-        The host has ended when this returns. So its rank 0 cannot write to the project store any
-        more when the next attempt starts another rank 0.
+        The host has ended when this method returns. So when the next attempt starts another rank
+        0, the old rank 0 can no longer write to the project store.
         """
         await self.end()
         return ""

@@ -62,7 +62,8 @@ class SshEngine(HostsEngine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        If a value is missing, asks one of the hosts. The response is kept for this process.
+        If taas.toml lacks a value, this method asks all hosts and uses the first response. This
+        process remembers the response for later calls.
 
         Raises:
             PoolError: No host could be asked.
@@ -139,10 +140,10 @@ class SshEngine(HostsEngine):
 
         Args:
             excluded: Hosts that must not be chosen.
-            stop: Set to end the wait.
+            stop: Event that the caller sets to end the wait.
 
         Returns:
-            The host as taas.toml names it; None if all are in use or `stop` is set.
+            The host as taas.toml names it; None if all hosts are in use or `stop` is set.
         """
         while not stop.is_set():
             host = next((host for host in self._free if host not in excluded), None)
@@ -154,7 +155,9 @@ class SshEngine(HostsEngine):
         return None
 
     async def put_back(self, host: str, end: Callable[[], None]) -> None:
-        """Call `end`; then make a host free again, as the last one that `acquire_host` chooses.
+        """Call `end`; then add a host to the end of the list of free hosts.
+
+        `acquire_host` takes the first host of this list.
 
         Args:
             host: The host, as taas.toml names it.
@@ -168,7 +171,7 @@ class SshEngine(HostsEngine):
             self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a blocking call in a thread of this engine's own pool.
+        """Run a blocking call in a thread of this engine's `ThreadPoolExecutor`.
 
         The default thread pools of Dask and asyncio have too few threads for all hosts at once.
         """
@@ -310,8 +313,8 @@ class _SshHost(Host):
     async def _join(self, host: str) -> None:
         """Wait until the host can start ranks.
 
-        The wait for the supervisor's first line has a time limit. After that, the supervisor ends
-        the host if the agent is stuck.
+        The wait for the supervisor's first line of output has a time limit (`start_timeout_s`).
+        After this line, the supervisor ends the host if the agent is stuck.
 
         Raises:
             PoolError: The supervisor did not start in time, or the agent ended or left the pool.

@@ -55,17 +55,18 @@ class StackFrame(NamedTuple):
 
 
 class ProcessStack(Struct, kw_only=True):
-    """Stack report of one process: its threads and what it waits for, as text for people.
+    """Stack report of one process: the stacks of its threads, and what the process waits for.
 
     Attributes:
         command: Command line of the process; "" for a rank.
-        place: Line of the notebook that it executes.
-        waits_for: Event that its main thread waits for.
+        place: Line of the notebook that the process executes.
+        waits_for: Event that its main thread waits for, as text for the user.
         system: The process's state in the operating system, as psutil names it.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of its child processes.
-        memory_bytes: Its memory; memory shared with other processes is divided among them (PSS).
+        memory_bytes: Memory of the process (PSS). Shared memory is divided among the processes that
+            share it.
     """
 
     pid: int
@@ -84,7 +85,8 @@ class RankStack(ProcessStack, kw_only=True):
 
     Attributes:
         quiet_s: Seconds since the rank last made progress.
-        since: Time of that progress. The process that displays the report sets it by its own clock.
+        since: Time of that progress. The process that displays the report sets this field by its
+            own clock.
         cpus: Processors that the rank and its descendants used while the report was made.
     """
 
@@ -111,7 +113,7 @@ class RunStacks(Struct):
 
 
 class RankCounts(Struct, kw_only=True):
-    """Data metrics of a rank for one loader; docs/events.md describes the fields."""
+    """Counts and times of one rank for one loader; docs/events.md describes the fields."""
 
     workers: int = 0
     batches: int = 0
@@ -129,7 +131,7 @@ class RankCounts(Struct, kw_only=True):
 
 
 class FetcherCounts(Struct, kw_only=True):
-    """Data metrics of a fetcher for one loader; docs/events.md describes the fields."""
+    """Counts and times of one fetcher for one loader; docs/events.md describes the fields."""
 
     prepared: int = 0
     sent: int = 0
@@ -152,9 +154,10 @@ class Address(NamedTuple):
         fetcher: Number of the fetcher in the run.
         host: Host name or IP address for TCP.
         port: TCP port; 0 if the server listens on a Unix socket only.
-        unix: Name of its Unix socket in the abstract namespace. Authentication also uses this name
-            for the server.
-        machine: `service.machine()` of its host; a client on the same machine uses the Unix socket.
+        unix: Name of the server's Unix socket in the abstract namespace. The proofs that client and
+            server exchange in their handshake also contain this name, even over TCP.
+        machine: `service.machine()` of the fetcher's host. A client on the same machine uses the
+            Unix socket.
     """
 
     fetcher: int
@@ -174,10 +177,9 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     Attributes:
         fetchers: Number of fetchers that run the loader.
         workers: Number of workers of these fetchers together.
-        addresses: Known addresses, by the index of the fetcher among these fetchers. A fetcher
-            reports only its own.
-        failed: Reason why the reporting fetcher has ended or could not start; "" if it listens or
-            is about to.
+        addresses: Known addresses, by `FetcherPlan.index`. A fetcher reports only its own address.
+        failed: Reason why the reporting fetcher has ended or could not start; "" if the fetcher
+            listens or is still starting.
     """
 
     fetchers: int
@@ -408,7 +410,8 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
 
     Attributes:
         number: Number of the fetcher in the run.
-        entry: Its loaders. If it ended unexpectedly or could not start, `failed` has the reason.
+        entry: An entry for each of the fetcher's loaders. If the fetcher ended unexpectedly or
+            could not start, `failed` of each entry has the reason.
     """
 
     number: int
@@ -426,7 +429,7 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports how many lines and bytes of a rank are not shown, as there were too many."""
+    """An agent reports the number of lines and bytes of a rank that it left out as too many."""
 
     lines: int
     bytes: int
@@ -454,7 +457,7 @@ class ClearOutput(RankEvent, tag="clear", kw_only=True):
 
 
 class RankReport(RankEvent, tag="data", kw_only=True):
-    """A rank reports its data metrics by loader, and the `cores` of its host."""
+    """A rank reports its counts and times by loader, and the `cores` of its host."""
 
     cores: int = 0
     loaders: dict[str, RankCounts]
@@ -496,10 +499,11 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
 
 class CellNames(RankEvent, tag="names", kw_only=True):
-    """Names of variables that a session's cell assigned and deleted on a rank.
+    """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests (`plain_digest`) of the assigned values that consist of numbers and strings.
+        plain: Digests (`plain_digest`) of the assigned values that consist only of numbers and
+            strings, by the name of the variable.
         fetched: Numbers of the session's cells whose fetchers the rank still needs.
     """
 
@@ -531,7 +535,7 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
 
 
 class FetcherReport(Event, tag="fetched", kw_only=True):
-    """A fetcher reports its data metrics, by loader."""
+    """A fetcher reports its counts and times, by loader."""
 
     number: int
     loaders: dict[str, FetcherCounts]

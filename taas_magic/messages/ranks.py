@@ -31,7 +31,7 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages from a rank to its agent, which does not pass them on."""
+    """Base class of messages from a rank to its agent. The agent does not forward them."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):
@@ -63,8 +63,8 @@ class RankStackSample(RankMessage, tag="stack_sample"):
 class RankRaised(RankMessage, tag="raised"):
     """The rank reports the exception with which its cell failed.
 
-    The rank may send this message twice: first with the traceback as Python formats it, then, if
-    IPython has formatted the traceback, with IPython's text.
+    The first message has the traceback as Python formats it. If IPython formats the traceback too,
+    a second message has IPython's text.
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.
@@ -81,8 +81,8 @@ class RankRaised(RankMessage, tag="raised"):
 class RankShowed(RankMessage, tag="showed"):
     """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
-    The run counts as failed: `RankRaised` follows when the cell ends. A cell without `%%taas`
-    continues in the same way, for example after `%run` of a script that raised.
+    For example, the cell uses `%run` for a script that raises. A cell without `%%taas` would
+    continue, too. Nevertheless the run fails: `RankRaised` follows when the cell ends.
     """
 
 
@@ -104,7 +104,7 @@ class RankReturned(RankMessage, tag="returned", kw_only=True):
     """A session's rank reports that it waits for its next cell.
 
     Attributes:
-        was_cut: Whether its connections to other ranks were closed to end a collective.
+        was_cut: Whether the rank's connections to other ranks were closed to end a collective.
     """
 
     was_cut: bool = False
@@ -154,7 +154,7 @@ class CellOrder(Struct, kw_only=True):
     Attributes:
         number: Number of the cell in the session, from 1; 0 ends the rank.
         run_dir: Folder of the cell's run on this host.
-        takes_part: Whether the rank runs the cell; other ranks only load the notebook's values.
+        takes_part: Whether the rank runs the cell. If not, it only loads the notebook's values.
         shows: Whether the notebook shows the rank's displays.
         out: Variables that the rank returns to the notebook, as in `RunOptions.out`.
         colors: IPython's colour scheme for tracebacks.

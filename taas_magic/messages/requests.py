@@ -47,12 +47,12 @@ class Request(Struct, Generic[_T]):
 
 
 class RegisterKernel(Request[bool]):
-    """A kernel registers with the pool's process, which then runs at least until the kernel ends.
+    """A kernel registers with the pool's process, which then runs at least as long as the kernel.
 
     The response is False if the pool's process has begun to end.
 
     Attributes:
-        owner: Id of the kernel's Dask client, which is connected already.
+        owner: Id of the kernel's Dask client, which must be connected already.
     """
 
     owner: str
@@ -93,7 +93,7 @@ class WaitForHosts(Request[StartResponse]):
 class Relay(Request[None]):
     """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
 
-    The fetchers may belong to another pool.
+    A kernel does so if another pool runs the fetchers.
     """
 
     run_id: str
@@ -104,7 +104,7 @@ class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
     A session stays with its kernel until the kernel ends; then the pool's process takes it over.
-    The response is "", or the reason why this is impossible.
+    The response is "", or the reason why the pool's process cannot take the run over.
     """
 
     run_id: str
@@ -117,8 +117,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" if it has taken it over.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the cell that is running, or of the newest cell that lost its kernel; "" for
-            none.
+        cell: Run id of the cell that is running. If no cell is running, the run id of the newest
+            cell that lost its kernel while it ran; "" if there is none.
     """
 
     error: str = ""
@@ -155,7 +155,8 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 class AllowRestarts(Request[None]):
     """A kernel tells the pool of a session's fetchers that the session runs another cell.
 
-    The fetchers may then start again once more. Those that have all ended start again now.
+    The fetchers of each earlier cell may then restart once during the new cell. If all fetchers of
+    a cell have ended, they restart at once.
 
     Attributes:
         session: Run id of the session.
@@ -231,8 +232,8 @@ class EndPool(Request[None]):
 class Halt(Request[None]):
     """A kernel or a pool's process stops the ranks or the fetchers of a run.
 
-    A kernel sends it to the pool's process, which sends it to the agents. It is no error if the
-    ranks or fetchers have already ended.
+    A kernel sends this request to the pool's process, which sends it to the agents. The request is
+    no error if the ranks or fetchers have already ended.
 
     Attributes:
         run_id: Id of the run, of its fetchers, or of a wait for hosts, which is then cancelled.
@@ -264,9 +265,9 @@ class AnswerInput(Request[None]):
 
 
 class GetStacks(Request[RunStacks]):
-    """Get the stack reports of a run's ranks or fetchers.
+    """A kernel requests the stack reports of a run's ranks or fetchers.
 
-    A kernel sends it to the pool's process, which sends it to the agents.
+    The kernel sends this request to the pool's process, which sends it to the agents.
 
     Attributes:
         run_id: Id of the run or of its fetchers.
@@ -279,8 +280,7 @@ class Facts(Struct, frozen=True):
     """Facts about a host, as `probe.main` finds them in the Python that the pool uses there.
 
     Attributes:
-        python: Version of the interpreter that the pool's settings name. All other facts are
-            those that this interpreter finds.
+        python: Version of this Python, which the pool's settings name.
         glibc: Version of glibc; "" if the host has another C library.
         torch: Version of torch; "" if it is not installed.
         cuda: CUDA version that torch was built for; "" for a CPU build.
@@ -295,9 +295,10 @@ class Facts(Struct, frozen=True):
         gpus: Number of GPUs.
         gpu_names: Names of the GPUs; empty if they were not requested or could not be found.
         clock: The host's wall clock, in seconds since 1970.
-        ahead_s: Seconds by which the host's clock is ahead of the clock of the machine that asked.
+        ahead_s: Seconds by which the host's clock is ahead of the clock of the machine that
+            requested the facts.
         hostname: The host's own name.
-        own_addresses: Addresses that the host itself resolves that name to.
+        own_addresses: Addresses to which the host itself resolves `hostname`.
         interfaces: Addresses by network interface.
         python_path: Entries of PYTHONPATH.
         reached_at: Address at which SSH reached the host; "" without SSH.
@@ -335,7 +336,8 @@ class Facts(Struct, frozen=True):
     def of(self, host: str, began: float) -> "Facts":
         """Return the facts with `host` and `ahead_s` set.
 
-        Call it as soon as the facts arrive: it compares the host's clock with the current time.
+        Call this method as soon as the facts arrive, because it compares the host's clock with the
+        current time.
 
         Args:
             host: Name of the host.
@@ -350,10 +352,10 @@ class Facts(Struct, frozen=True):
 
 
 class GetFacts(Request[list[Facts]]):
-    """Get facts about the hosts.
+    """A kernel requests facts about the hosts of a pool.
 
-    A kernel sends it to the pool's process, which sends it to the agents. The fields are the
-    arguments of `probe.main`, which runs in the agent's Python.
+    The kernel sends this request to the pool's process, which sends it to the agents. The fields
+    are the arguments of `probe.main`, which runs in the agent's Python.
     """
 
     packages: list[str] = []
@@ -433,7 +435,7 @@ class AgentSettings(Struct, kw_only=True):
         security: Keyword arguments of Dask's `Security`.
         name: Name of the host for Dask and the engine.
         host_name: Name of the host for the user; "" for the host's own name.
-        interface: Network interface of the ranks; "" if the agent shall find it.
+        interface: Network interface of the ranks; "" lets the agent find one.
         is_foreign: Whether the host is another machine than the notebook's.
         local_directory: Folder for Dask's files; None for Dask's default.
         lease_s: Seconds without a message from the pool after which the host ends all its

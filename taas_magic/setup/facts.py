@@ -135,7 +135,7 @@ def _program(function: str, arguments: Mapping[str, object]) -> bytes:
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
         "import sys",
-        "sys.path[:] = [entry for entry in sys.path if entry]",  # not the home folder's modules
+        "sys.path[:] = [entry for entry in sys.path if entry]",  # no modules of the home folder
         "import json",
         f"source, asked = json.loads({json.dumps(json.dumps([source, arguments]))})",
         "if sys.version_info < (3, 8):",
@@ -183,7 +183,8 @@ def of_this_machine(
     Args:
         host: Name of this machine for the user.
         packages: Distributions whose versions are reported.
-        mark: Path of a file in the project store; "" leaves it out.
+        mark: Path of a file in the project store. If this process can see the file, it shares the
+            store; "" skips this check.
         modules: Top-level modules to check; those that are missing are reported.
     """
     facts = msgspec.convert(probe.main(tuple(packages), tuple(modules), mark), Facts)
@@ -232,7 +233,7 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip: the version on this machine; without one, any allowed version."""
+        """Requirement for pip: this machine's version; any allowed version if it has none."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
@@ -386,7 +387,7 @@ def _warnings(
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
         yield Finding(WARNING, what, "Runs work, but times of files are wrong: set it, or use NTP")
-    other = [  # packages of the host's environment that ours will shadow on `sys.path`
+    other = [  # packages of the host that this machine's versions will replace on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
         if facts.versions.get(each.name)
@@ -435,7 +436,7 @@ def check(
     Args:
         pools: The pools to check.
         shells: Function that takes a pool and an event, and returns the pool's shells by host name
-            (`Engine.shells`). `check` sets the event when it ends; shells then give up.
+            (`Engine.shells`). `check` sets the event when it ends; then shells stop connecting.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store; a host that sees it shares the store. "" skips

@@ -1,9 +1,9 @@
 """Install the packages that an agent and its ranks need on a host.
 
-The host's own pip is tried first. If it fails, the packages are sent as one file, which is made
-from this environment. So the packages of this machine must work on the host. If the host has
-another processor or an older C library, an error says what to install there. torch is never
-installed, because a host's torch must fit its GPUs.
+This module tries the host's own pip first. If that fails, it sends packages of this environment as
+one zip file. They may not work on a host with another processor or an older C library; then an
+error says what to install there. torch is never installed, because a host's torch must fit the
+host's GPUs.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed(name: str) -> Installed | None:
-    """Return version and requirements of a package here; None if it is not installed."""
+    """Return version and requirements of a package of this environment; None if not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -91,8 +91,8 @@ def packages_needed(
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs, with their dependencies, by canonical name.
 
-    Requirements of extras are left out. Markers are evaluated for this Python, as the host's has
-    the same minor version.
+    Requirements of extras are left out. Environment markers are evaluated for this Python, because
+    the host's Python has the same minor version.
 
     Args:
         find: Function that returns the installed package with a canonical name.
@@ -165,7 +165,7 @@ class PackageFolder:
 
 
 def what_to_bring(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
-    """Return the package folders that a host needs, also those that it already has."""
+    """Return the package folders that a host needs, including those that it already has."""
     parcels = []
     missing = lacking(packages_needed(), facts)
     if missing:
@@ -269,8 +269,8 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 def installed_files(name: str) -> Files | None:
     """Return a package's files from this environment; None if they may not work elsewhere.
 
-    They work on other hosts if they come from a wheel for any Linux (PEP 600). A wheel that was
-    built on this machine may need libraries that only this machine has.
+    The files work on other hosts if they come from a wheel for any Linux (PEP 600). A wheel that
+    was built on this machine may need libraries that only this machine has.
     """
     if installed(name) is None:
         return None
@@ -279,7 +279,7 @@ def installed_files(name: str) -> Files | None:
     is_editable = '"editable": true' in (known.read_text("direct_url.json") or "")
     if "Tag: " not in wheel or "-linux_" in wheel or is_editable:
         return None
-    paths = [  # leave out programs and caches, which lie elsewhere
+    paths = [  # without programs, which lie outside of the packages' folder, and without caches
         path
         for path in known.files or ()
         if not {"..", "__pycache__"} & {*path.parts} and not path.is_absolute()

@@ -1,4 +1,4 @@
-"""Hosts that are reached by SSH alone.
+"""Connect to hosts by SSH.
 
 config.py    reads OpenSSH's files: a host's name -> `Target`; checks host keys, offers user keys
 connect.py   `connect(target)` -> `Connection`: runs commands, writes files, forwards ports

@@ -1,9 +1,9 @@
-"""The settings, known_hosts files and private keys with which ssh would connect to a host.
+"""Find the settings, known_hosts files and private keys with which ssh would connect to a host.
 
 A user who can run `ssh gpu1` can use `gpu1` in a pool. `find_target` asks `ssh -G` for the settings
-of a host, so OpenSSH itself reads its configuration. paramiko makes the connection. When it does,
-`KnownHosts` checks the host's key before anything secret is sent to the host. Then `UserKeys`
-offers the user's keys to the host.
+of a host, so OpenSSH itself reads the user's configuration. paramiko makes the connection:
+`KnownHosts` checks the host's key before anything secret is sent, then `UserKeys` offers the user's
+keys.
 """
 
 import base64
@@ -159,7 +159,7 @@ def find_target(
     """Return the `Target` of a host, as `ssh` would connect to it.
 
     Blocks. `ssh -G` gives the settings of the host and of each jump host. If no `ssh` is installed,
-    only the user and the port in `host` count.
+    the user and the port in `host` count, and all other settings are OpenSSH's defaults.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
@@ -167,7 +167,8 @@ def find_target(
             and the system's.
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
-        through: The hosts for which `host` is a jump host; a circle is detected by them.
+        through: The hosts for which `host` is a jump host. If `host` is among them, the jump hosts
+            lead in a circle.
 
     Raises:
         UsageError: `host` has none of these forms, or jump hosts lead in a circle.
@@ -251,7 +252,7 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="surrogateescape",
-        start_new_session=True,  # so that commands of `Match exec` can be ended, too
+        start_new_session=True,  # allows ending the commands of `Match exec`, too
     )
     with process:
         try:
@@ -334,7 +335,7 @@ def _home() -> str:
 
 
 def _seconds(values: Sequence[str], default: float) -> float:
-    """Return the time that a setting gives in seconds; `default` if it gives none."""
+    """Return the first positive number of seconds in a setting; `default` if there is none."""
     return next((float(value) for value in values if value.isdecimal() and int(value)), default)
 
 
@@ -344,7 +345,7 @@ def _is_set(value: str) -> bool:
 
 
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths of the identity files, without usual ones that do not exist."""
+    """Return the paths of the identity files. Usual files that do not exist are left out."""
     found = []
     for value in filter(_is_set, values):
         named = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), value)
@@ -361,9 +362,9 @@ class KnownHosts(MissingHostKeyPolicy):
     A key that differs from the listed one is never accepted: with such a key, ssh forwards no
     ports, and a pool needs them.
 
-    paramiko's client gets no list of host keys, so it passes every key to this policy. Its own
-    check is not used for three reasons. It does not support patterns (`*.lab`), it fails on lines
-    with a marker (`@revoked`), and its error names neither the file nor a remedy.
+    paramiko's client gets no list of host keys, so it passes every key to this policy. paramiko's
+    own check does not support patterns (`*.lab`), and fails on lines with a marker (`@revoked`).
+    Its error names neither the file nor a remedy.
     """
 
     def __init__(self, target: Target) -> None:
@@ -519,8 +520,8 @@ class UserKeys(AuthStrategy):
         offered = set()
         try:
             keys = agent.get_keys() if agent else ()
-            # of the agent's keys, first those that are also in identity files, because a host
-            # disconnects after a few refused keys
+            # A host disconnects after a few refused keys. So the agent's keys that are also in
+            # identity files come first.
             for key in sorted(keys, key=lambda key: key.asbytes() not in blobs.values()):
                 if not target.identities_only or key.asbytes() in blobs.values():
                     offered.add(key.asbytes())
@@ -534,10 +535,10 @@ class UserKeys(AuthStrategy):
 
 
 def _agent_answers() -> bool:
-    """Return whether an ssh agent exists and answers within `_AGENT_S`.
+    """Return whether an ssh agent exists and answers within `_AGENT_S` seconds.
 
-    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait forever
-    for the answer of such an agent.
+    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for the
+    answer of such an agent without a time limit.
     """
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
         agent.settimeout(_AGENT_S)
@@ -598,8 +599,8 @@ def _public_blob(path: str) -> bytes:
     """Return the public key that belongs to an identity file; empty if there is none.
 
     Args:
-        path: Path of a private key with the public key in `<path>.pub`, or of a public key whose
-            private key only the ssh agent has.
+        path: Path of a private key; its public key is in `<path>.pub`. Or path of a public key, if
+            only the ssh agent has the private key.
     """
     for file in (f"{path}.pub", path):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,8 @@
 """SSH connections to hosts: run commands, write files, and forward ports back to this machine.
 
-paramiko's SSHClient does the handshake over a socket that is opened here, so that it can be
-cancelled at any moment. Each error names the host, what was tried, and what to do.
+This module opens the socket, and paramiko's SSHClient does the handshake over it. To cancel an
+attempt at any moment, this module closes the socket. Each error names the host, the failed step
+and what to do.
 """
 
 import contextlib
@@ -163,8 +164,8 @@ class Connection:
 
         Args:
             what: The failed action, in words.
-            error: The exception of the action. If the transport has recorded another exception,
-                the message names that one instead.
+            error: The exception of the action. If the transport has recorded another exception, the
+                message names the recorded one.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -175,7 +176,7 @@ class Connection:
 
 
 def _write_all(channel: Channel, data: bytes) -> None:
-    # If the command ends without reading its input, its exit status tells whether it failed.
+    # A command may end without reading its input. Its exit status tells whether it failed.
     with contextlib.suppress(*_ENDED):
         channel.sendall(data)
         channel.shutdown_write()
@@ -225,7 +226,7 @@ def connect(
 
 
 class _Patience:
-    """Deadline of one connection attempt, which ends by time or by the caller's `stop` event."""
+    """Deadline of one connection attempt. The caller's `stop` event ends the attempt earlier."""
 
     def __init__(self, target: Target, timeout_s: float, stop: threading.Event) -> None:
         self.target, self.timeout_s, self.stop = target, timeout_s, stop
@@ -260,7 +261,7 @@ class _Patience:
 
 @contextmanager
 def _turn(patience: _Patience) -> Iterator[None]:
-    """Wait until fewer than `_AT_ONCE` threads connect to this sshd, then run the block.
+    """Wait until fewer than `_AT_ONCE` other threads connect to this sshd, then run the block.
 
     Without the limit, all threads that go through one jump host would connect to its sshd at once.
     """
@@ -318,7 +319,7 @@ def _open_way(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: by a jump host, a ProxyCommand, or a socket.
 
-    The callback that closes it is added to `undo`.
+    The callback that closes the stream is added to `undo`.
     """
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
@@ -426,14 +427,14 @@ def _connect(
 
 
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
-    """Make the system close a connection if the other end does not answer for `silence_s`.
+    """Make the system close a connection if the other end does not answer for `silence_s` seconds.
 
-    ssh's own keepalive sends messages but does not check for answers. TCP does: it knows whether
-    the sent bytes were acknowledged.
+    paramiko's keepalive sends messages but does not check for answers. TCP knows whether the other
+    end has acknowledged the sent bytes.
 
-    This function also makes TCP send lost packets again after at most one second. By default TCP
-    doubles the time with each loss, so on a bad link a host would receive nothing for longer than
-    its lease.
+    On Linux 6.15 and newer, this function also makes TCP send lost packets again after at most one
+    second. By default, TCP doubles the time between its attempts. So on a bad link, a host would
+    receive nothing for longer than its lease.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -450,7 +451,8 @@ class KeptCommand:
     Args:
         connection: Connection to the host.
         command: Command line for the host's shell.
-        first_line: First input of the command. Unlike an argument, `ps` does not show it.
+        first_line: First input of the command. It may contain secrets, because `ps` does not show
+            it.
         beat_s: Seconds from one empty line to the next.
         log: Receives every line of the command's output that is not empty.
 
@@ -589,7 +591,7 @@ def close_tunnel(connection: Connection, port: int) -> None:
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
     """Copy bytes in both directions until either side closes."""
-    # the connection may end before the channel, or the pool before both; the host sees both close
+    # The connection or the pool may end at any time. Then `with` closes the channel and the socket.
     with contextlib.suppress(*_ENDED), channel, socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(
