@@ -2,8 +2,8 @@
 
     python benchmarks/attach.py
 
-Two runs are measured. The journal of one is full of lines from 8 ranks; the journal of the other is
-full of reports of the ranks' loaders.
+The script measures two runs. The journal of the first is full of lines from 8 ranks. The journal of
+the second is full of reports about the ranks' loaders.
 """
 
 import contextlib

@@ -50,8 +50,8 @@ class Cost(NamedTuple):
     Attributes:
         seconds: Time from the cell's start to its end.
         stall_s: Longest stall.
-        cpu_s: CPU seconds of the page's main thread. If no other program uses the processor, the
-            stalls consist of this time.
+        cpu_s: CPU seconds of the page's main thread, which handles no events while it works. If no
+            other program uses the processor, this work is the only cause of stalls.
         memory_mb: Peak growth of the page's process, in MB.
         shown_bytes: Length of the cell's output text at the end.
     """
@@ -80,7 +80,7 @@ def measure(page: Page, cell: int) -> Cost:
         most = max(most, _renderer_bytes())
         time.sleep(0.2)
     seconds = time.monotonic() - began
-    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # lets the page draw the rest
+    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # the page draws the rest
     most = max(most, _renderer_bytes())
     stall_s = page.evaluate("window.longest") / 1000
     shown = page.evaluate(f"{output}.length")

@@ -7,17 +7,20 @@
     python -m benchmarks.chaos --runs 300
 
 - `--faults` (the default) harms the data service while two ranks train: it kills fetchers, kills or
-  stops their workers, and cuts connections. One rank is on the fetchers' host; the other one gets
-  its batches by TCP (`--tls`: under TLS). With `--rest`, the ranks rest after every 40 steps,
-  for so many seconds on average. The stream, the weights and the ledger must not change.
-- `--processes` kills or stops a process of a kernel's tree while a cell runs. The cell must end,
-  and the next cell must run.
-- `--session` does the same with the cells of a session with a fetcher, and also interrupts
+  stops their workers, and cuts connections. One rank is on the fetchers' host. The other one gets
+  its batches by TCP, or under TLS with `--tls`. `--rest S` lets the ranks pause after every 40
+  steps, for S seconds on average. The faults must not change the batches, the weights and the
+  ledger of read samples.
+- `--processes` kills or stops one of a kernel's descendant processes while a cell runs. The cell
+  must end, and the next cell must run.
+- `--session` does the same during the cells of a session with a fetcher, and also interrupts
   processes. If the session has ended, the next cell must say in one line how to start it again.
-  With `--detach`, the session is detached: a new kernel takes it over when the kernel was killed.
-- `--first-cells` starts a kernel in each round. At a random moment between the loading of the
-  extension and the end of the second cell, it kills the pool's process, ends the pool, or
-  interrupts, restarts or kills the kernel. Each cell must succeed or say clearly why it failed.
+  With `--detach`, the session is detached: after the kernel was killed, a new kernel takes the
+  session over.
+- `--first-cells` starts a kernel in each round. It does one of these deeds at a random moment
+  between the loading of the extension and the end of the second cell: it kills the pool's process,
+  ends the pool, or interrupts, restarts or kills the kernel. Each cell must succeed or say clearly
+  why it failed.
 - `--runs` runs many cells, and prints how the memory, descriptors and threads of the kernel, the
   pool, the supervisor, the agent and the forkserver have grown.
 
@@ -120,7 +123,7 @@ def run_again_and_again(runs: int) -> None:
         def has_all() -> bool:
             return "all: True" in frontend.text(frontend.run(HAS_ALL))
 
-        eventually(has_all, every_s=2 * REST_IDLE_S)  # an idle host imports the optional modules
+        eventually(has_all, every_s=2 * REST_IDLE_S)  # only an idle host imports optional modules
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

@@ -1,4 +1,4 @@
-"""The tools that launch.py compares: each has a function that measures one round in a notebook."""
+"""The contestants of launch.py: for each tool, a function that measures one round."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ TOKEN = "TAAS_BENCHMARK"
 
 @contextmanager
 def notebook() -> Iterator[Notebook]:
-    """Yield a new kernel in an empty folder, with its own state folder and so its own pools."""
+    """Yield a new kernel in an empty folder. It has its own state folder, and so its own pools."""
     with TemporaryDirectory(prefix="taas-benchmark-") as folder:
         environ = {
             "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE))),
@@ -55,7 +55,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def taas() -> Figures:
-    """Measure `%%taas`: cold in new kernels, then with a warm pool, then in a session."""
+    """Measure `%%taas` in new kernels without a warm pool, with a warm pool, and in a session."""
 
     def cell(program: str) -> str:
         return f"%%taas --gpus {RANKS}\n{program}"
@@ -109,7 +109,9 @@ def accelerate() -> Figures:
 
 
 def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
-    """Return the cells that start engines, and a function that turns a program into their cell.
+    """Return the cells that start engines, and a function that makes a cell for the engines.
+
+    The function takes the program that the engines run.
 
     ipyparallel does not set torch's environment, so a cell sets it by hand. Without `--no-stream`,
     `%%px` shows its output as a display, which `kernel_client` does not record.
@@ -137,7 +139,7 @@ def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
 
 
 def ipyparallel() -> Figures:
-    """Measure later cells on ipyparallel's engines, which stay between cells."""
+    """Measure the cells after the first on ipyparallel's engines, which stay between cells."""
     start, cell = ipyparallel_cells(free_port())
     with notebook() as kernel:
         kernel.run(*start, cell(SESSION_START))
@@ -147,7 +149,10 @@ def ipyparallel() -> Figures:
 
 
 def nbdistributed() -> Figures:
-    """Measure later cells on nbdistributed's ranks, in the process group of `%dist_init`."""
+    """Measure the cells after the first on nbdistributed's ranks.
+
+    All cells use the process group of `%dist_init`.
+    """
     with notebook() as kernel:
         kernel.run("%load_ext nbdistributed", f"%dist_init --num-processes {RANKS}", SESSION_START)
         figures = _session_figures(kernel, lambda program: program)

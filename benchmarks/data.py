@@ -3,9 +3,9 @@
     python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|ranks|first|step|collate|
                                         slow|cpu] [--row "ours, TCP"]…
 
-Each round measures every row of a table once, so that a slow moment of the machine affects all of
-them. Each measurement runs in a fresh process. The consumer touches every batch: it reads one byte
-of each 4 KiB page.
+Each round measures every row of a table once. So if the machine is slow for some time, this affects
+all rows. Each measurement runs in a new process. The consumer touches every batch: it reads one
+byte of each 4 KiB page.
 
 The tables show medians over the rounds. "spread" is the difference between the fastest and the
 slowest round, relative to the median. "memory" is the growth of the consumer's resident memory from
@@ -14,8 +14,8 @@ the CPU time of the consumer and of every process below it, so it includes the f
 Data, it includes only the consumer. Ratios compare figures of the same round.
 
 Figures differ between machines. Compare only rows of one run, and only if the machine did nothing
-else. The script samples between the measurements how much other processes compute, and its last
-line says whether the machine was quiet. The rows of the tf.data service and of Ray Data need
+else. Between the measurements, the script samples the CPU use of other processes. Its last line
+says whether the machine was quiet. The rows of the tf.data service and of Ray Data need
 `pip install '.[bench]'`.
 """
 
@@ -70,7 +70,10 @@ used_elsewhere: list[float] = []
 
 
 def look_elsewhere() -> None:
-    """Record how many cores other processes use, after this script's own processes have ended."""
+    """Record how many cores other processes use.
+
+    Call this between measurements, when this script runs no other process.
+    """
     time.sleep(SETTLE_S)
     before = busy_s()
     time.sleep(LOOK_S)
@@ -78,7 +81,7 @@ def look_elsewhere() -> None:
 
 
 def busy_s() -> float:
-    """Return the seconds that all processors have been busy, including steal time."""
+    """Return the sum over all processors of their busy seconds since boot, with steal time."""
     times = psutil.cpu_times()
     return sum((times.user, times.nice, times.system, times.irq, times.softirq, times.steal))
 
@@ -168,7 +171,10 @@ def measured(take: Take, seconds: float, before: int) -> Figures:
 
 
 def memory_from_here() -> int:
-    """Return the resident memory in bytes, and reset the peak, so that imports do not count."""
+    """Return the resident memory in bytes, and reset the peak of this process's memory.
+
+    So the imports before this call do not count.
+    """
     Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)
 
@@ -180,7 +186,7 @@ def consume(make: Takes, seconds: float, results: Connection) -> None:
         before = memory_from_here()
         for _ in range(3):
             touch(take())
-        # Inside the block, because some services leave the process unable to send anything.
+        # Send inside the block: after it, some services leave the process unable to send anything.
         results.send(measured(take, seconds, before))
 
 
@@ -225,7 +231,10 @@ def one_rank(
 
 
 def first_batches(make: Services, results: Connection) -> None:
-    """Send the milliseconds from `iter(loader)` to the first batch, for each of several ranks."""
+    """Send the milliseconds from `iter(loader)` to the first batch.
+
+    `FIRST_BATCHES` remote loaders give one time each.
+    """
     with make() as running:
         running.wait_until_filled()
         times = []
@@ -239,7 +248,10 @@ def first_batches(make: Services, results: Connection) -> None:
 
 
 def after_steps(make: Takes, results: Connection) -> None:
-    """Send the milliseconds that the next batch takes after a step of `STEP_S`, for each step."""
+    """Send the milliseconds until the next batch after a step that takes `STEP_S` seconds.
+
+    `STEPS` steps give one time each.
+    """
     times = []
     with make() as take:
         touch(take())
@@ -252,7 +264,7 @@ def after_steps(make: Takes, results: Connection) -> None:
 
 
 def in_a_process(target: Callable[..., None], *arguments: object) -> Any:
-    """Call `target` in a new process with a pipe as last argument; return what it sends."""
+    """Call `target` in a new process with a pipe as last argument; return what `target` sends."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=target, args=(*arguments, theirs))
     process.start()
@@ -269,7 +281,9 @@ def compare(
     seconds: float,
     by: Callable[..., None] = consume,
 ) -> None:
-    """Measure rows in turn, and print a table with their ratios to the first row (or `BESIDE`).
+    """Measure rows in turn, and print a table with the ratio of each row to another row.
+
+    The other row is the first row, unless `BESIDE` names another one.
 
     Args:
         title: Title of the table.

@@ -37,8 +37,8 @@ BUFFER_BYTES = 256 << 20
 class Ready(Dataset[torch.Tensor]):
     """Dataset of batches that need no preparation, to measure delivery alone.
 
-    Each batch is a new tensor over the same memory. If it were the same tensor, a local worker
-    would move it into shared memory once, and would then deliver only its name.
+    Each batch is a new tensor over the same memory. If all batches were the same tensor, a local
+    worker would move the tensor into shared memory once, and would then deliver only its name.
     """
 
     def __init__(self, size: int) -> None:
@@ -197,7 +197,7 @@ def service(
     near = services.FolderDirectory(services.addresses_folder(folder), range(fetchers))
 
     def far(name: str) -> LoaderAddresses:
-        """Return the fetchers' addresses without their machine, so that batches go by TCP."""
+        """Return the fetchers' addresses with an empty `machine`, so that ranks connect by TCP."""
         place = near(name)
         found = {at: address._replace(machine="") for at, address in place.addresses.items()}
         return structs.replace(place, addresses=found)
@@ -215,7 +215,12 @@ def service(
 
 @contextlib.contextmanager
 def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
-    """Yield a function that returns batches of the data service; `arguments` go to `service`."""
+    """Yield a function that returns batches of the data service.
+
+    Args:
+        loader: Loader to register.
+        **arguments: Other arguments of `service`.
+    """
     with service(loader, **arguments) as running:  # type: ignore[arg-type]
         remote = running.remote()
         batches = iter(remote)

@@ -4,7 +4,7 @@
 
 A round runs one failing cell of each kind with `%%taas --gpus 2` in a real kernel, while other
 processes keep the processors busy. A failure is shown whole if the notebook shows the text and the
-line number of the user's failing line. The exit code is 1 if any failure is not.
+line number of the user's failing line. The exit code is 1 if a failure is not shown whole.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 Each contestant has two worker processes and one round to warm up. Contestants take turns; a round
 is timed from the first submit to the last result. Contestants that are not installed are left out.
-"CPU" is the CPU time of this process and all its descendants in a round. On a machine that others
-use, it says more than the time.
+"CPU" is the CPU time of this process and all its descendants in a round. If others use the machine,
+compare the CPU times rather than the times.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def main() -> None:
             for name, run in rounds.items():
                 began, used_before = time.perf_counter(), cpu_s()
                 run(asked.jobs)
-                if number:  # round 0 only warms up
+                if number:  # the results of round 0 are not kept: it only warms up
                     took[name].append(time.perf_counter() - began)
                     used[name].append(cpu_s() - used_before)
     print(

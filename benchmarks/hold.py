@@ -2,8 +2,8 @@
 
     python benchmarks/hold.py
 
-Each figure is the median over fresh ranks. As with an agent, they are forks of a process that has
-imported torch. `launch.py` prints the same table.
+Each figure is the median over new ranks. These ranks are forks of a process that has imported
+torch, as an agent's ranks are. `launch.py` prints the same table.
 """
 
 import multiprocessing
@@ -44,7 +44,10 @@ def _row(label: str, means: StoreProtection, rank: int) -> str:
 
 
 def _measure(means: StoreProtection, rank: int) -> tuple[str, float]:
-    """Return the mechanism that was used in the end, and its set-up time in milliseconds."""
+    """Return the mechanism that `apply_rule` has used, and its set-up time in milliseconds.
+
+    If `means` does not work here, `apply_rule` uses another mechanism.
+    """
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
         process = _context.Process(target=_be_held, args=(writing, folder, means.value, rank))

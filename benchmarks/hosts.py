@@ -2,11 +2,10 @@
 
     python benchmarks/hosts.py --rounds 5        (Linux, root)
 
-The hosts are those of the tests. They run on this machine, but each has its own network, files,
-processes and sshd. They share nothing with the notebook except Slurm's folders. The figures
-therefore show the cost of our code, not of a real network. Every pool runs the same cells: two
-ranks that meet and print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in
-another pool.
+The tests start the same hosts. They run on this machine, but each has its own network, files,
+processes and sshd. Of the notebook's files, a host sees only Slurm's folders. The figures show the
+cost of our code, but not of a real network. Every pool runs the same cells: two ranks that meet and
+print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in another pool.
 """
 
 import argparse
@@ -128,7 +127,7 @@ def _ok(outcome: Any) -> None:
 
 
 def _delays() -> list[float]:
-    """Return the seconds from each rank's print to its record in the journal, for the last run.
+    """Return the seconds from each rank's print to the line's record in the last run's journal.
 
     The times are comparable, because all hosts use this machine's clock.
     """

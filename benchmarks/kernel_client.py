@@ -1,7 +1,7 @@
 """A real Jupyter kernel and a client that records its output with the times of arrival.
 
-The client is fast: it reads the frames of messages itself, and parses only the parts that it needs.
-So 40,000 messages take time in the tool that sends them, not in the client.
+The client reads the frames of messages itself, and parses only the parts that it needs. So the
+client is fast enough for 40,000 messages, and a measured time is that of the tool that sends them.
 """
 
 import json

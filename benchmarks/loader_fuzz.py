@@ -3,7 +3,8 @@
     python -m benchmarks.loader_fuzz [--draws 500] [--first 0] [--seed N]
 
 Each draw is a loader with its ranks, its fetchers and its faults (tests/data/draws.py). A seed
-determines it. The script prints the seed of each difference; `--seed` repeats that draw.
+determines the draw. For each draw with a difference, the script prints the seed; `--seed` repeats
+the draw.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Other services that deliver batches to a process, as rows of benchmarks/data.py.
 
-Each service is used as its documentation says, with one process that prepares batches. If its
-package is not installed (`pip install '.[bench]'`), its row is left out.
+Each service is used as its documentation says, with one process that prepares batches. If the
+service's package is not installed (`pip install '.[bench]'`), the service's row is left out.
 """
 
 import contextlib

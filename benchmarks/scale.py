@@ -5,8 +5,8 @@
 The hosts are simulated; each has eight ranks. One part measures the pool's process with its
 connections (scale_hosts.py), the other part the notebook's view (scale_view.py). Most columns are
 CPU time. Two columns show what a user notices: the delay of a line, and the longest time in which
-the notebook is busy without a pause. 8,192 ranks take some minutes, mostly for TLS handshakes and
-for the agents' side of the connections, which run in the same process.
+the notebook is busy without a pause. 8,192 ranks take some minutes. Most of this time goes to TLS
+handshakes, and to the agents' side of the connections, which runs in the same process.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Measure the work of the pool's process for a run on many hosts, with simulated agents.
 
 The scheduler, the controller, its journal, TLS and the kernel's Dask client are real. A simulated
-agent is a connection: it joins as an agent does, sends beats, responds to the controller's requests
-and sends the events of eight ranks, but starts no process. Everything runs in one process. A figure
-is therefore the sum over the pool's process, the kernel, and the agents' ends of the connections.
+agent is only a connection. It joins as an agent does, sends beats, responds to the controller's
+requests, and sends the events of eight ranks. It starts no process. Everything runs in one process.
+So a figure is the sum over the pool's process, the kernel, and the agents' ends of the connections.
 """
 
 import asyncio
@@ -93,7 +93,8 @@ class Figures(NamedTuple):
 class Agent:
     """A simulated agent.
 
-    The request to start its ranks says which ranks it has, because hosts join in any order.
+    An agent learns the numbers of its ranks from the request to start them. They are not known
+    before, because hosts join in any order.
     """
 
     def __init__(self, number: int, name: str, keys: Keys) -> None:

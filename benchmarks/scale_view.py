@@ -33,7 +33,7 @@ class Scene(NamedTuple):
 
     Attributes:
         name: Name of the scene.
-        per_rank_us: Microseconds of the view per event.
+        per_rank_us: Microseconds that the view takes per event.
         longest_ms: Longest time in which the view works without a pause, in milliseconds.
     """
 
@@ -97,7 +97,7 @@ def _ended(world_size: int) -> Event:
 def measure(world_size: int) -> tuple[list[Scene], float]:
     """Return the costs of the scenes, and the view's memory at the end in MiB.
 
-    The costs come from a second view, because tracing the memory takes time.
+    The costs come from a second view without memory tracing, because tracing takes time.
     """
     with _captured() as shell:
         made = scenes(world_size)

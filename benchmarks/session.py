@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run_cells(kernel: Notebook, first: int, end: int) -> list[float]:
-    """Run cells, each with another value of `step` in the notebook; return the seconds of each."""
+    """Run cells, each after the notebook has changed `step`; return the seconds of each cell."""
     taken = []
     for step in range(first, end):
         kernel.run(f"step = {step}")

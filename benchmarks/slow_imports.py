@@ -3,10 +3,10 @@
     python -m benchmarks.slow_imports [--torch 60] [--dynamo 90] [--wait 1200]
 
 A real kernel with the default settings runs ten cells, a registered loader with a fetcher, a farm
-of five jobs, and a federation of two hosts. As on a slow network disk, each process sleeps before
-it imports torch or torch._dynamo (`sitecustomize`). The script prints how long each step took, and
-which messages about imports it showed. The exit code is 1 if a step fails, or if the first cell
-shows no such message.
+of five jobs, and a federation of two hosts. To simulate a slow network disk, each process sleeps
+before it imports torch or torch._dynamo (`sitecustomize`). The script prints how long each step
+took, and which messages about imports the step showed. The exit code is 1 if a step fails, or if
+the first cell shows no message about an import.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py [--batches 1000000] [--tcp | --tls] [--rest 5]
 
-The script measures the rank, its fetcher, the fetcher's worker and the worker's parent together, at
-twenty moments. It prints the slope of each figure over the last three quarters of the batches, per
-million batches. With `--rest`, the rank sleeps for so many seconds at each moment. The exit code is
-1 if a figure grows.
+At twenty moments, the script measures the sum over four processes: the rank, its fetcher, the
+fetcher's worker and the worker's parent. It prints the slope of each figure over the last three
+quarters of the batches, per million batches. With `--rest S`, the rank sleeps S seconds at each
+moment. The exit code is 1 if a figure grows by more than its limit.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from taas_magic.data.service import new_certificate
 
 MOMENTS = 20
 EPOCH = 50_000
-# Small, because the number of batches in the buffer varies, which must not look like growth.
+# The number of batches in the buffer varies. A small buffer ensures that this does not look like
+# growth.
 BUFFER_BYTES = 4 << 20
 MOST_MIB = 10.0
 """Maximum slope of the memory, in MiB per million batches."""
@@ -90,8 +91,8 @@ def main() -> None:
     ways.add_argument("--tls", action="store_true", help="by TCP under TLS")
     parser.add_argument("--rest", type=float, default=0.0, metavar="SECONDS")
     asked = parser.parse_args()
-    # The forkserver of ranks and fetchers does this too. Without it, the first full collection,
-    # after some 600,000 batches, copies the memory of all imported modules in each fork.
+    # The forkserver of ranks and fetchers does this too. Otherwise, each fork would copy the memory
+    # of all imported modules in its first full garbage collection, after some 600,000 batches.
     gc.collect()
     gc.freeze()
     started, moments = time.perf_counter(), []
