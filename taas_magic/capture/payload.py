@@ -221,8 +221,7 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         work: The cell; for a function, the shape of its call.
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
-        sources: Texts of the run's cell and of the cells that defined captured functions, by
-            filename.
+        definitions: Texts of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell uses only as attributes of a package, such as
             `xml.dom` after `import xml.dom` in the notebook.
         stores: Names that the work, or a captured function, sets or deletes.
@@ -235,8 +234,15 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
     stores: frozenset[str]
     updates: frozenset[str]
     modules: dict[str, ModuleSource]
-    sources: dict[str, CellSource]
+    definitions: dict[str, CellSource]
     submodules: tuple[str, ...]
+
+    @property
+    def sources(self) -> dict[str, CellSource]:
+        """Texts of the run's cell and of the cells that defined captured functions, by filename."""
+        if not isinstance(self.work, CellWork):
+            return self.definitions
+        return self.definitions | {self.work.filename: CellSource(self.work.raw, self.work.label)}
 
     @property
     def kept(self) -> frozenset[str]:
@@ -356,7 +362,6 @@ def capture(
     work: Work,
     namespace: dict[str, Any],
     *,
-    transform: Callable[[str], str],
     project: Path,
     limit_bytes: int,
     source_of: Callable[[str], CellSource | None],
@@ -373,8 +378,6 @@ def capture(
         work: The cell, or the call of the function.
         namespace: The notebook's own dict, not a copy: functions of the notebook are recognised
             by having it as their globals.
-        transform: Function that converts IPython syntax to Python
-            (`InteractiveShell.transform_cell`).
         project: The notebook's folder.
         limit_bytes: Limit on the payload's size.
         source_of: Function that returns the text of the cell that the kernel compiled under a
@@ -394,7 +397,8 @@ def capture(
         SyntaxError: The cell is not Python.
     """
     gathering = _Gathering(namespace, problems, to)
-    pickler, (python, used) = gathering.pickler, _used_by(work, transform)
+    pickler, used = gathering.pickler, _used_by(work)
+    shape = work if isinstance(work, CellWork) else work.shape
     state, why, choice = process_state.collect(), used.why, None
     if known is not None:
         choice = known.choose(
@@ -412,17 +416,17 @@ def capture(
     if isinstance(work, FunctionWork):
         gathering.pickle_call(work)
     modules = collect([*used.imports, *imports, *pickler.modules], project)
-    sources = _sources(work, pickler.filenames, source_of)
-    texts = [source.text for source in sources.values()]
+    definitions = _definitions(pickler.filenames, source_of)
+    texts = [work.raw, *(source.text for source in definitions.values())]
     payload = Payload(
-        work=work if isinstance(work, CellWork) else work.shape,
+        work=shape,
         captured=tuple(gathering.captured),
         stores=used.stores | pickler.stores,
         updates=frozenset(used.updates | pickler.stores),
         modules=modules,
-        sources=sources,
+        definitions=definitions,
         submodules=_submodules(gathering.modules, used.attributes),
-        requires=needed_modules(python, pickler.modules, modules, texts),
+        requires=needed_modules(shape.python, pickler.modules, modules, texts),
         loaders=pickler.replaced,
         notes=_notes(work, gathering, used, namespace, state),
         data=pickler.pickled(),
@@ -435,32 +439,27 @@ def capture(
     return payload
 
 
-def _used_by(work: Work, transform: Callable[[str], str]) -> tuple[str, UsedNames]:
-    """Return the text of the work as Python, and the names that it uses.
+def _used_by(work: Work) -> UsedNames:
+    """Return the names that a cell's text uses.
 
     A function has no text. The names that it uses are found while it is pickled.
     """
     if not isinstance(work, CellWork):
-        return "", UsedNames(frozenset())
-    python = transform(work.source)
-    return python, used_names(python, work.filename)
+        return UsedNames(frozenset())
+    return used_names(work.python, work.filename)
 
 
-def _sources(
-    work: Work, filenames: Iterable[str], source_of: Callable[[str], CellSource | None]
+def _definitions(
+    filenames: Iterable[str], source_of: Callable[[str], CellSource | None]
 ) -> dict[str, CellSource]:
-    """Return the texts of the run's cell and of the cells that defined functions, by filename.
+    """Return the texts of the cells that defined functions, by filename.
 
     Args:
-        work: The work of the run.
         filenames: Files of captured functions, which need not be cells.
         source_of: As in `capture`.
     """
     found = {name: source_of(name) for name in sorted(filenames)}
-    sources = {name: source for name, source in found.items() if source is not None}
-    if isinstance(work, CellWork):
-        sources[work.filename] = CellSource(work.raw, work.label)
-    return sources
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def _notes(
@@ -494,7 +493,7 @@ def write_settings(payload: Payload, path: Path) -> None:
     """Write a payload's modules and the process state to a file, as a payload without variables."""
     pickler = ValuePickler({})
     pickler.add(payload.state)
-    write(structs.replace(payload, captured=(), sources={}, data=pickler.pickled()), path)
+    write(structs.replace(payload, captured=(), definitions={}, data=pickler.pickled()), path)
 
 
 def read(path: Path) -> LoadedPayload:

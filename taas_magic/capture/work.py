@@ -26,22 +26,28 @@ class CellWork(Struct, frozen=True, tag="cell"):
     """A notebook cell as it runs on the ranks.
 
     Attributes:
-        source: Text that runs, without the `%%taas` line; may contain IPython syntax.
-        filename: File name under which the kernel compiles this cell.
         raw: Whole text of the cell, as the user sees it.
+        python: Text that runs: `source` after IPython's transformers. The kernel transforms it,
+            because the user may have added transformers there.
+        filename: File name under which the kernel compiles this cell.
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if it has none yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
         title: Name in tracebacks of a cell that is not in the notebook; "" for a notebook's cell.
     """
 
-    source: str
-    filename: str
     raw: str
+    python: str
+    filename: str
     line_offset: int = 0
     execution_count: int | None = None
     compiler_flags: int = 0
     title: str = ""
+
+    @property
+    def source(self) -> str:
+        """Text of the cell without the `%%taas` line; may contain IPython syntax."""
+        return "".join(self.raw.splitlines(keepends=True)[self.line_offset :])
 
     @property
     def label(self) -> str:
@@ -72,7 +78,7 @@ class CallShape(Struct, frozen=True, tag="function"):
     names: tuple[str, ...]
 
     @property
-    def source(self) -> str:
+    def python(self) -> str:
         """Text that runs on the ranks: none."""
         return ""
 

@@ -359,7 +359,6 @@ class NodeManager(SchedulerPlugin):
         captured = payload.capture(
             work,
             {},
-            transform=str,
             project=Path.cwd(),
             limit_bytes=1 << 20,
             source_of=lambda filename: None,

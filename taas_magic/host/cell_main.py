@@ -79,21 +79,10 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
     tracebacks.register_sources(loaded.sources)
     work = loaded.load_into(namespace)
     if isinstance(work, CellWork):
-        tree = definitions(ast.parse(_as_python(work.source)))
+        tree = definitions(ast.parse(work.python))
         ast.increment_lineno(tree, work.lines_above)
         exec(compile(tree, work.filename, "exec", work.compiler_flags), namespace)
     return work
-
-
-def _as_python(source: str) -> str:
-    """Return a cell's text as Python: magics and other syntax of IPython are translated."""
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        from IPython.core.inputtransformer2 import TransformerManager
-
-        return str(TransformerManager().transform_cell(source))
-    return source.lstrip()
 
 
 def _find(name: str) -> Any:

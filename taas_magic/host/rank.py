@@ -621,7 +621,7 @@ class _SessionCells:
         """Return the names that a cell's text assigns; none for a function."""
         if isinstance(work, CellWork):
             with suppress(SyntaxError):  # reported when the cell runs
-                return assigned_names(self._shell.transform_cell(work.source))
+                return assigned_names(work.python)
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
@@ -912,6 +912,14 @@ class RankShell(InteractiveShell):
             _LineShift(self, work.lines_above),
         ]
         return self.run_cell(work.source, store_history=False)
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Return Python for a text with IPython syntax; the kernel has transformed the cell's."""
+        cell: CellWork | None = self.compile.cell
+        if cell is not None and raw_cell == cell.source:
+            return cell.python
+        python: str = super().transform_cell(raw_cell)
+        return python
 
     def _call(self, work: FunctionWork) -> ExecutionResult:
         """Call a function with the same events, traps and tracebacks as `run_cell` has for a cell.

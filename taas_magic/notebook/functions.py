@@ -152,7 +152,7 @@ def run_script(words: Sequence[str]) -> None:
     shell, settings = _shell(), load_config(Path.cwd())
     asked = flags.parse(shlex.join(words[:at]), settings)
     text = f"%run {shlex.join(words[at:])}"
-    cell = CellWork(text, f"<{text}>", text, title=text)
+    cell = CellWork(text, shell.transform_cell(text), f"<{text}>", title=text)
     if asked.dry_run:
         sys.stdout.write(launch.dry_run_text(asked, cell, shell, settings) + "\n")
         return

@@ -113,7 +113,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
     if session is not None:
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
-    differences = (*modules.differences(captured.modules, captured.work.source), *captured.notes)
+    differences = (*modules.differences(captured.modules, captured.work.python), *captured.notes)
     plan = structs.replace(plan, notes=_news(plan.notes, differences))
     driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
@@ -418,7 +418,12 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
         )
     flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
     title = f"%taas debug {session.name} --rank {chosen}"
-    execute(flags, CellWork("%debug", f"<{title}>", "%debug", title=title), shell, config)
+    execute(
+        flags,
+        CellWork("%debug", shell.transform_cell("%debug"), f"<{title}>", title=title),
+        shell,
+        config,
+    )
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
@@ -580,15 +585,13 @@ def out_problem(
     if not flags.out:
         return None
     asked = [name for name in map(name_of, flags.out) if name != VALUE]
-    python = shell.transform_cell(captured.work.source)
     names = {value.name for value in captured.captured} | (known.all if known else set())
-    return unknown_result(asked, python, names, shell.user_ns)
+    return unknown_result(asked, captured.work.python, names, shell.user_ns)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     """Return the keyword arguments of `capture` for a notebook's cell or job."""
     return {
-        "transform": shell.transform_cell,
         "project": Path.cwd(),
         "limit_bytes": config.capture.limit_bytes,
         "source_of": lambda filename: _source_of(shell, filename),

@@ -176,9 +176,9 @@ class TaasMagics(Magics):
         raw, offset = locate(self._raw_cell, line, body)
         filename = self._compile_name(raw)
         return CellWork(
-            source=body,
-            filename=filename,
             raw=raw,
+            python=self.shell.transform_cell(body),
+            filename=filename,
             line_offset=offset,
             execution_count=cell_number(self.shell, filename),
             compiler_flags=self.shell.compile.flags & __future__.annotations.compiler_flag,

@@ -61,7 +61,6 @@ class Notebook:
 
     def _arguments(self, limit_bytes: int) -> dict[str, Any]:
         return {
-            "transform": TransformerManager().transform_cell,
             "project": self.folder,
             "limit_bytes": limit_bytes,
             "source_of": self.cells.get,
@@ -79,7 +78,8 @@ class Notebook:
 
     def cell(self, source: str) -> CellWork:
         source = textwrap.dedent(source)
-        return CellWork(source, "/tmp/ipykernel_1/cell.py", f"%%taas --gpus 2\n{source}", 1, 7)
+        python = TransformerManager().transform_cell(source)
+        return CellWork(f"%%taas --gpus 2\n{source}", python, "/tmp/ipykernel_1/cell.py", 1, 7)
 
     def in_rank(self, source: str, **environment: str) -> Any:
         """Run the captured cell in a new process. Return its variable `out`, converted by JSON."""

@@ -72,11 +72,10 @@ def test_a_module_that_was_made_at_run_time_is_not_asked_for(
 def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
     exec("import yaml\ndef f():\n    import psutil\n    return yaml", namespace)
-    cell = CellWork("import click\nf()", "<cell>", "import click\nf()")
+    cell = CellWork("import click\nf()", "import click\nf()", "<cell>")
     made = payload.capture(
         cell,
         namespace,
-        transform=lambda text: text,
         project=tmp_path,
         limit_bytes=1 << 20,
         source_of=lambda name: None,

@@ -1,6 +1,7 @@
 """Cells on ranks: IPython, torchrun's environment, the notebook's objects, and results."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -99,6 +100,21 @@ print("awaited")
     assert outcome.error is None
     assert "hello world" in outcome.lines[0]
     assert outcome.lines[0][-2:] == ["['one', 'two']", "awaited"]
+
+
+def test_syntax_that_the_user_adds_to_the_kernel_works(notebook: Notebook) -> None:
+    def expand_say(lines: list[str]) -> list[str]:
+        """Turn lines such as `say 1 + 1` into calls of `print`."""
+        return [re.sub(r"^say (.*)", r"print(\1)", line) for line in lines]
+
+    transformers = notebook.shell.input_transformers_post
+    transformers.append(expand_say)
+    try:
+        outcome = notebook.run("x = 1\nsay x + 1", gpus=1)
+    finally:
+        transformers.remove(expand_say)
+    assert outcome.error is None
+    assert outcome.lines[0] == ["2"]
 
 
 def test_lightning_would_not_take_it_for_interactive(notebook: Notebook) -> None:
