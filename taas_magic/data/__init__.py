@@ -2,12 +2,13 @@
 
 docs/data.md shows the flow in one picture. The modules:
 
-* in a rank: loader.py -> epoch.py -> client.py -> connection.py
-* in a fetcher: server.py (one thread, no user code) -> scheduler.py -> worker.py -> dataset.py,
-  order.py; generators.py: search for random generators in a dataset; definitions.py: the
-  notebook's functions and classes, for the workers' `__main__`
-* shared by both: protocol.py, encode.py, memory.py
-* which rank gets which batch: sharding.py
-* files in the run folder: service.py
-* integration with accelerate: accelerated.py
+* In a rank: loader.py -> epoch.py -> client.py -> connection.py.
+* In a fetcher: server.py -> scheduler.py -> worker.py -> dataset.py, order.py. The server has one
+  thread and runs no user code; the workers run the dataset.
+* Used by the workers: generators.py finds random generators in a dataset. definitions.py adds the
+  notebook's functions and classes to `__main__`.
+* Used by ranks and fetchers: protocol.py, encode.py, memory.py.
+* sharding.py decides which rank gets which batch.
+* service.py reads and writes the files in the run folder.
+* accelerated.py integrates registered loaders with accelerate.
 """

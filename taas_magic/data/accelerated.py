@@ -16,8 +16,8 @@ class _Placed:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
-    moves batches to the accelerator's device, and tells the accelerator when an epoch ends:
-    gradient accumulation and `gather_for_metrics` depend on the end of an epoch.
+    moves batches to the accelerator's device. It also tells the accelerator when an epoch ends,
+    which gradient accumulation and `gather_for_metrics` need to know.
 
     Args:
         loader: The remote loader.
@@ -56,7 +56,8 @@ class _Placed:
     def begin(self) -> None:
         """Tell the accelerator that an epoch begins.
 
-        DataLoaderShard's own method reads the length of the dataset, which is in the fetchers.
+        DataLoaderShard's own method looks up an attribute of the dataset. In a rank, this would
+        unpickle the rank's copy of the dataset, which may be large.
         """
         self.reset()
         loader = self.base_dataloader
@@ -84,9 +85,9 @@ class _Placed:
 def teach_accelerate() -> None:
     """Patch accelerate, so that it works with registered loaders.
 
-    Afterwards, `Accelerator.prepare` wraps a registered loader instead of returning it unchanged.
-    `skip_first_batches` discards the first batches that fetchers send; accelerate's own version
-    would run the loader's sampler in the rank.
+    `Accelerator.prepare` then wraps a registered loader instead of returning it unchanged.
+    `skip_first_batches` then discards the first batches that fetchers send. accelerate's own
+    version would run the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

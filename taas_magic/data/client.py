@@ -1,10 +1,12 @@
 """A rank's client of the data service: connections to the fetchers of one loader, and requests.
 
-The client requests each batch from the fetcher that prepares it ahead
-(`sharding.assigned_worker`). If a connection fails, the client sends the pending requests to
-another fetcher, which gives the same responses. It sends nothing to the failed fetcher for a while
-(a *pause*), which is longer after each failure in a row. If no fetcher has responded for `fetch_s`,
-the client raises `RunLost` instead of waiting forever.
+`sharding.assigned_worker` assigns each batch to a fetcher, which prepares the batch before ranks
+request it. The client requests the batch from this fetcher. If a connection fails, the client sends
+the pending requests to another fetcher, which gives the same responses.
+
+After a failure, the client *pauses* the fetcher: it sends no requests to the fetcher for a while.
+Each further failure in a row makes the pause longer. If no fetcher has responded for `fetch_s`
+seconds (a setting in `[data]`), the client raises `RunLost`.
 """
 
 import ssl
@@ -61,17 +63,17 @@ _OTHER_ORDER = (
 
 
 class Route:
-    """Addresses, failures and idle connections of one loader's fetchers, as one rank knows them.
+    """A rank's record of one loader's fetchers: addresses, failures and idle connections.
 
-    Each pass over the loader has its own `Client`. The clients, which may run in several threads,
-    share one route.
+    Each pass over the loader has its own `Client`. The clients of a loader share one route, and may
+    run in several threads.
 
     Args:
         loader: Name of the loader.
         directory: Returns the current addresses of the loader's fetchers.
         key: The run's key.
         tls: Client context for fetchers on other hosts; None for plain TCP.
-        lease: Timeouts.
+        lease: Time limits for the fetchers to start and to respond.
     """
 
     def __init__(
@@ -101,16 +103,17 @@ class Route:
     def pick(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
         """Return the index of the fetcher to request a batch from.
 
-        This is the fetcher that prepares the batch ahead. If that fetcher is paused or has not
-        started, another fetcher is returned.
+        The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
+        fetcher is paused or has not started, the result is another fetcher, if there is one.
 
         Args:
             slot: Number of the batch in the epoch's order.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
-            preferred: Fetcher to return instead, if it has started and is not paused.
+            preferred: Index of a fetcher to return instead of the assigned one. If the preferred
+                fetcher is paused or has not started, this argument has no effect.
 
         Raises:
-            RunLost: No fetcher has started in time, or none is left.
+            RunLost: No fetcher has started in time, or all fetchers have ended.
         """
         self._await_fetchers()
         found = self._found
@@ -132,9 +135,9 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        This is at most the part of `fetch_s` that is left since the last response of any fetcher.
-        So if no fetcher responds, the run fails after about `fetch_s`, even if the rank asks
-        several fetchers in turn.
+        The limit is half of `fetch_s` (`FetchLease.silent_s`). The limit is lower if less than that
+        is left of `fetch_s`, counted since the last response of any fetcher. So if no fetcher
+        responds, the run fails after about `fetch_s`, even if the rank tries several fetchers.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -169,10 +172,10 @@ class Route:
         self._idle.append((links, blocks))
 
     def close_copies(self) -> None:
-        """Close the copies of the connections in a fork of the rank.
+        """Close the copies of the connections that a fork of the rank has inherited.
 
-        The parent process continues to use the connections. If the copies stayed open, a pass that
-        ends in the fork would cancel requests for which the parent process waits.
+        The rank itself continues to use the connections. If the fork kept its copies, it could end
+        a pass, and thereby cancel requests of the rank.
         """
         for link in list(self._links):
             link.close_copy()
@@ -230,7 +233,13 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        """Wait for the first fetcher; check at intervals for fetchers that started later."""
+        """Wait until a fetcher has started.
+
+        Later calls also check whether more fetchers have started, at most every 0.25 s.
+
+        Raises:
+            RunLost: No fetcher has started in time, or all fetchers have ended.
+        """
         known = self._found
         if len(known.addresses) >= max(1, known.fetchers):
             return
@@ -252,7 +261,9 @@ class Route:
             time.sleep(_FIRST_LOOKS_S)
 
     def _looked_up(self) -> LoaderAddresses:
-        """Return the current addresses of fetchers; none while fetchers are restarting.
+        """Return the current addresses of the loader's fetchers.
+
+        The result has no addresses while all fetchers are restarting.
 
         Raises:
             RunLost: All fetchers have ended or could not start, and none will be restarted.
@@ -265,7 +276,7 @@ class Route:
 
 
 def _why_useless(error: Exception) -> str:
-    """Return a phrase for messages that says how a fetcher has failed."""
+    """Describe a fetcher's failure in a phrase, for a message to the user."""
     if isinstance(error, (Silent, TimeoutError)):
         return "is silent"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
@@ -276,9 +287,10 @@ class Delivered(NamedTuple):
     """Decoded response to a `SlotRequest`.
 
     Attributes:
-        units: Units that the batch counts, or UNHINTED; VOID if the slot has no batch.
+        units: Units of the batch; UNHINTED if the batch has no `hints["units"]`; VOID if the slot
+            has no batch.
         size: Size of the response's body in bytes.
-        failure: Exception of the user's code in place of a batch; `reraise()` raises it here.
+        failure: Exception that the user's code raised instead of returning a batch; None for none.
         order: Hash of the epoch's order or of the batch (`Response.order`).
     """
 
@@ -292,15 +304,15 @@ class Delivered(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    If a sampler draws from an unseeded generator, each worker has another order. Then all use the
-    order of the worker that opened the epoch. If a response has the hash of another order, the
-    client requests the batch's indices (ORDER) from the worker that opened the epoch. The client
-    then requests the batch with these indices from any worker.
+    If a sampler draws from an unseeded generator, each worker computes a different order. The order
+    of the worker that opened the epoch is then the epoch's order. If a response has the hash of a
+    different order, the client requests the batch's indices (ORDER) from the worker that opened the
+    epoch. The client then requests the batch with these indices from any worker.
 
     Args:
         route: The loader's fetchers.
         keep_bytes: Limit on the free receive memory that is kept for reuse.
-        timeout_s: `DataLoader(timeout=…)`: seconds that a batch may take. With 0 there is no
+        timeout_s: Seconds that a batch may take, from `DataLoader(timeout=…)`. If 0, there is no
             limit as long as the fetcher reports that it is alive.
 
     Attributes:
@@ -336,7 +348,8 @@ class Client:
     def open(self, epoch: int) -> EpochDescription:
         """Begin an epoch; return a fetcher's description of it, with length and order hash.
 
-        The fetcher is the first that has started.
+        Any fetcher can describe the epoch. If the fetchers' orders differ, all batches of this pass
+        follow the order of the fetcher that described the epoch.
 
         Raises:
             RunLost: No fetcher responds.
@@ -382,12 +395,12 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return a saved state of the dataset copy that reads the slot's stream.
+        """Return the latest state of the dataset that was saved at or before a slot.
 
-        This is the latest state that was saved at or before the slot.
+        Each stream is read by a copy of the dataset; the state is that of the slot's stream.
 
         Returns:
-            The number of items that the stream had yielded before the state was saved, and the
+            The number of batches that the stream had yielded before the state was saved, and the
             state; None if no state is known.
         """
         found: tuple[int, Any] | None = self._value(
@@ -396,7 +409,12 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Tell the fetcher to load `state` into its dataset, and begin the slot's stream there."""
+        """Tell a fetcher to resume the slot's stream at the slot.
+
+        Args:
+            slot: Number of a batch in the epoch's order.
+            state: State for the fetcher's copy of the dataset to load.
+        """
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
@@ -465,7 +483,7 @@ class Client:
         """Queue a request on the connection to its fetcher; connect first if necessary."""
         while True:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
-            # Another fetcher may have started since, and may have another order.
+            # Request the order from the fetcher that opened the epoch: others may differ.
             opener = self._opener if request.kind is RequestKind.ORDER else None
             number = self._route.pick(0 if of_order else request.slot, self._streams, opener)
             began = time.monotonic()
@@ -524,7 +542,9 @@ class Client:
                 return
 
     def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
-        """Store a response for the oldest pending requests of its connection, one for each body.
+        """Store a response, which may answer several requests of its connection.
+
+        Each body of the response answers one request, beginning with the oldest pending one.
 
         Raises:
             ProtocolError: The response does not belong to the oldest request.
@@ -546,7 +566,7 @@ class Client:
     def _store_one_response(
         self, request: LoaderRequest, response: Response, body: memoryview
     ) -> None:
-        """Store a response, or send the further request that the response makes necessary."""
+        """Store a response; if it has a different order than the epoch, send a further request."""
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
             self._opener = number
@@ -564,13 +584,13 @@ class Client:
     def _after(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request that must follow, if a response has another order than the epoch.
+        """Return the request to send next, if a response has a different order than the epoch.
 
-        The class docstring describes these requests.
+        The class docstring describes the sequence of requests.
 
         Args:
             request: The request that was sent.
-            first: The original request for the batch: `request` itself, or the one that led to it.
+            first: The first request of the sequence, which asked for the batch; may be `request`.
             response: The response to `request`.
             body: The response's body.
 
@@ -593,7 +613,7 @@ class Client:
 
         Raises:
             RunLost: No fetcher responds.
-            OSError: `error` itself, if a signal handler of the cell raised it.
+            OSError: `error` itself, because a signal handler of the cell raised `error`.
         """
         if is_of_the_cell(error):
             raise error

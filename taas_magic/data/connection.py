@@ -1,9 +1,9 @@
 """A rank's connection to a fetcher: handshake, requests and responses.
 
 On the same host, rank and fetcher use a Unix socket in the abstract namespace, which never leaves a
-file behind. Large batches are then not sent: both processes map the memory that has them. Between
-hosts, rank and fetcher use TCP, with TLS if a context is given. Over both kinds of socket, each
-side proves that it knows the run's key.
+file behind. The fetcher does not send large batches over this socket: the rank reads them in shared
+memory. Between hosts, rank and fetcher use TCP, with TLS if a context is given. Over both kinds of
+socket, each side proves that it knows the run's key.
 """
 
 import itertools
@@ -46,16 +46,17 @@ class Silent(OSError):
     """Exception for one tick (`ALIVE_S`) in which the peer sent no data.
 
     The silence of a peer is measured in ticks. If this process is stopped, or the cell holds the
-    interpreter lock in a long call, that time counts as at most one tick. Afterwards this process
-    reads data that arrived in the meantime, so it does not blame the peer for its own pause.
+    interpreter lock in a long call, the pause counts as at most one tick. After the pause, this
+    process first reads the data that has arrived. So a pause of this process does not count as
+    silence of the peer.
     """
 
 
 def is_of_the_cell(error: BaseException) -> bool:
     """Return whether `error` comes from a signal handler of the cell, not from the connection.
 
-    A signal handler may run, and raise, at any point of the main thread's code. Then the last frame
-    of the traceback belongs to the handler.
+    A signal handler may run, and raise, at any point of the main thread's code. If it raised
+    `error`, the last frame of the traceback belongs to the handler.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
@@ -71,7 +72,7 @@ class FetcherLink:
         address: The fetcher's address.
         loader: Name of the loader to request.
         key: The run's key.
-        tls: Context for TCP; not used for a fetcher on the same host.
+        tls: Context for TCP; None for plain TCP. Not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
         patience_s: Seconds that the fetcher may pause in the middle of a message.
 
@@ -219,9 +220,9 @@ class FetcherLink:
 class Inbox:
     """Receiving end of a connection: reads frames, each a message with its body.
 
-    One system call receives all small frames that have arrived into one piece of memory, the chunk.
-    Their bodies stay there as long as their batches are in use. A large body is received into a
-    memory block of its own.
+    Small frames are received together: one system call writes all frames that have arrived to a
+    block of memory, the chunk. A body stays in the chunk as long as its batch is in use. A large
+    body is received into a block of its own.
 
     Args:
         sock: The connected socket.
@@ -275,7 +276,9 @@ class Inbox:
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
-        """Return the file descriptor that belongs to the current message (the oldest received one).
+        """Return the file descriptor that belongs to the current message.
+
+        Descriptors arrive in the order of their messages, so this is the oldest one not returned.
 
         Raises:
             ProtocolError: No descriptor was received.
@@ -337,9 +340,9 @@ class Inbox:
     def _until(self) -> int:
         """Return the offset in the chunk up to which to receive.
 
-        It is the end of the last frame that fits into the chunk completely, if all frames have the
-        size of the latest one. If the beginning of a further frame were received, it would have to
-        be copied into the next chunk.
+        The result assumes that all frames have the size of the latest one: it is the end of the
+        last such frame that fits into the chunk. The next frame would fit only in part, and that
+        part would have to be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes

@@ -62,7 +62,7 @@ class NoBatch(Exception):
 
 
 def own_units(batch: object) -> int | None:
-    """Return the units that a batch counts by `hints["units"]`; None if it has no such hint."""
+    """Return `hints["units"]` of a batch, or 0 if negative; None if the batch has no such hint."""
     hints = getattr(batch, "hints", None)
     if not isinstance(hints, dict) or "units" not in hints:
         return None
@@ -71,7 +71,7 @@ def own_units(batch: object) -> int | None:
 
 @dataclass
 class LoaderParts:
-    """The attributes of a DataLoader that a worker needs, with the names that DataLoader uses.
+    """The attributes of a DataLoader that a worker needs; DataLoader uses the same names.
 
     For an iterable-style loader, `sampler` and `batch_sampler` are None. A map-style loader with
     `batch_size=None` has no `batch_sampler` either.
@@ -117,7 +117,10 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
 
 
 def order_start(loader: Any) -> bytes:
-    """Pickle the state of a loader's samplers and generator, from which a run starts its order."""
+    """Pickle a loader's samplers and generator in their current state; called at registration.
+
+    Each run computes its order of batches from this state (`parts_of`).
+    """
     loader = as_data_loader(loader)
     return dump_without_dataset(_order_of(loader), loader.dataset)
 
@@ -158,15 +161,16 @@ def load(payload: bytes) -> LoadedLoader:
 
 
 class BatchSource:
-    """The user's dataset in a worker, with all that is needed to prepare any batch of it.
+    """The user's loader in a worker; prepares any batch of the loader on request.
 
     Args:
         payload: The pickled loader, or its pickled `LoaderParts`.
         name: Name of the loader.
         seed: Seed of the loader.
         where: The fetcher and its host, for messages.
-        worker_id: Value of `get_worker_info().id` for a map-style dataset of a loader with workers.
-        loader: The unpickled loader, if a parent process has unpickled it.
+        worker_id: Number of the worker. For a map-style loader with workers, the dataset's
+            `get_worker_info().id` is this number modulo `num_workers`.
+        loader: The loader, if the parent process has unpickled it; else None.
 
     Attributes:
         streams: Number of streams of an iterable-style loader; None for a map-style one.
@@ -202,7 +206,9 @@ class BatchSource:
             self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> EpochDescription:
-        """Return an epoch's description; for a map-style loader, run its sampler for that.
+        """Return an epoch's description.
+
+        For a map-style loader, this runs the sampler to find the number of batches and their order.
 
         Raises:
             UserCodeFailed: The sampler raised an exception.
@@ -259,13 +265,14 @@ class BatchSource:
         return self._guarded(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state of an iterable-style dataset at or before a slot.
+        """Return the latest state of the dataset that was saved at or before a slot.
 
-        Each stream has its own states; the slot's stream is the one that counts.
+        Each stream has its own copy of the dataset; the state is that of the slot's stream.
 
         Returns:
-            The number of items that the stream had given before the state, and the result of the
-            dataset's `state_dict`; None if no state is known.
+            The number of batches that the stream had yielded before the state was saved, and the
+            result of the dataset's `state_dict`. None if no state is known, or if the loader is
+            map-style.
         """
         if self.streams is None:
             return None
@@ -274,7 +281,7 @@ class BatchSource:
         return None if snapshots is None else snapshots.before(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Make a stream begin at `slot`, with a fresh dataset that loads `state`."""
+        """Make the slot's stream resume at the slot, with a fresh dataset that loads `state`."""
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
@@ -282,7 +289,7 @@ class BatchSource:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the saved states of epochs before `epoch`, whose batches no rank will request."""
+        """Drop the saved states of epochs before `epoch`: ranks no longer request their batches."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -300,7 +307,9 @@ class BatchSource:
         return self._order.epoch(epoch)
 
     def _guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of user code, run with this worker's `get_worker_info()`.
+        """Call `work`, which runs user code, and return its result.
+
+        During the call, `get_worker_info()` returns the value for this worker.
 
         Raises:
             NoBatch: `work` raised it.
@@ -348,7 +357,8 @@ class BatchSource:
     def _next_of(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the batch is not the next one of its stream, first skip or replay items of the stream.
+        If the batch is not the next one of its stream, first skip batches of the stream, or start
+        the stream again and replay it.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -382,7 +392,10 @@ class BatchSource:
         return cursor.next_batch()
 
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
-        """Return an iterator over a stream with a fresh dataset, at or before `item`."""
+        """Return a cursor with a fresh dataset for a stream.
+
+        The cursor begins at the latest item with a saved state, not after `item`; else at item 0.
+        """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
         call_set_epoch(loader.dataset, epoch, "dataset")
@@ -420,9 +433,9 @@ def keeps_dataset(loader: Any) -> bool:
 def _with_own_memory(loader: Any) -> Any:
     """Replace a loader's `default_collate`, so that it does not allocate batches in /dev/shm.
 
-    If `get_worker_info()` is set, torch's `default_collate` allocates batches in /dev/shm, so that
-    another process can map them. Here this has no use, because batches are copied into the worker's
-    arena. And in a container, /dev/shm may have only 64 MB.
+    In a worker (`get_worker_info()` is not None), torch's `default_collate` allocates batches in
+    /dev/shm, so that another process can map them. Our workers copy batches into their arena, so
+    they do not need this. And in a container, /dev/shm may have only 64 MB.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -449,12 +462,12 @@ class Cursor:
     """Iterator over the batches of one stream in one epoch, with its own copy of the dataset.
 
     Attributes:
-        item: Index of the stream's next batch.
+        item: Index in the stream of the next batch.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
-        snapshots: Receives the dataset's states.
-        counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
-            and before the stream's end. It is an int attribute that grew by one over the epoch, but
-            did not change between the first batches.
+        snapshots: Saved states of the dataset; this cursor adds to them.
+        counter: Name of the attribute in which the dataset counts its epochs: an int that grew by
+            one over the epoch, but did not change between the first batches. "" if there is none,
+            or if the stream has not ended yet.
     """
 
     loader: Any
@@ -520,11 +533,12 @@ class Cursor:
 class Snapshots:
     """Saved states (`state_dict`) of a stream's dataset in one epoch.
 
-    Each state is stored under the index of the item that follows it.
+    As in `sharding`, an item is a batch of the stream. Each state is stored under the index of the
+    item that follows the state.
 
-    No state is saved before the dataset has yielded an item. Until then, `state_dict` may not
-    report the position at which the dataset begins: for example, if the dataset has loaded a state,
-    or if its `__iter__` is a generator.
+    No state is saved before the stream has yielded an item, because `state_dict` might still report
+    a wrong position. For example, a dataset whose `__iter__` is a generator may apply a loaded
+    state only when the first sample is requested.
     """
 
     def __init__(self) -> None:
@@ -549,13 +563,18 @@ class Snapshots:
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Replace all saved states by a state that the user has loaded; `item` follows it."""
+        """Replace all saved states by a state that the user has loaded.
+
+        Args:
+            item: Index of the item that follows the state.
+            state: The state.
+        """
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
-        """Return the latest item, not after `item`, from which the stream can be replayed.
+        """Return the latest item at or before `item` from which the stream can be replayed.
 
-        This is the latest one with a saved state; 0 if there is none.
+        The result is the latest such item with a saved state; 0 if there is none.
         """
         return max((at for at in self._states if at <= item), default=0)
 
@@ -563,7 +582,7 @@ class Snapshots:
         """Return the latest saved state at or before `item`.
 
         Returns:
-            The item that follows the state, and the state; None if there is none.
+            The index of the item that follows the state, and the state; None if there is no state.
         """
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
@@ -572,7 +591,7 @@ class Snapshots:
         """Load the latest saved state at or before `item` into a fresh dataset.
 
         Returns:
-            The item that follows the state; 0 if no state was loaded.
+            The index of the item that follows the state; 0 if no state was loaded.
         """
         found = self.before(item)
         if found is None or not hasattr(dataset, "load_state_dict"):
@@ -674,7 +693,7 @@ class UserErrorReport:
 
 
 class _AsItIs(str):
-    """String whose repr has no quotes. KeyError shows the repr of its argument to the user."""
+    """String whose repr is the string itself: KeyError's message is the repr of its argument."""
 
     __slots__ = ()
 

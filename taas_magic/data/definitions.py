@@ -1,7 +1,8 @@
 """Add a loader's functions and classes from the notebook to the `__main__` of a worker.
 
-A loader may pickle these functions, or instances of these classes, in a worker, for example to send
-them to a process pool. pickle saves only their names, and looks the names up in `__main__`.
+A loader may pickle such a function, or an instance of such a class, in a worker, for example to
+send it to a process pool. pickle saves only the name of a function or class, and looks the name up
+in `__main__`.
 """
 
 import itertools
@@ -19,8 +20,9 @@ class Definitions:
 
     All copies of a loader in a process share the classes, with their methods, but each copy has its
     own functions. The first copy's functions are in `__main__` under their own names. A function of
-    a further copy gets a `__qualname__` that is a path to this object's attribute. So pickle finds
-    the function as long as this object exists.
+    a further copy gets a `__qualname__` such as `_taas_copies.copy1.transform`. This is the path
+    from `__main__` to an attribute of this object, so pickle finds the function there. The path is
+    valid as long as this object exists.
 
     Args:
         found: The functions and classes by name.
@@ -39,7 +41,7 @@ class Definitions:
 
 
 class _Copies:
-    """Object whose attributes are all existing `Definitions`."""
+    """Object that has every existing `Definitions` as an attribute, such as `copy1`."""
 
     def __getattr__(self, key: str) -> Definitions:
         try:

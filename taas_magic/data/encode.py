@@ -1,11 +1,11 @@
 """Encoding of a batch as a small table of contents and large buffers, without copying the buffers.
 
-Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide them, and pickling
-a view would include its whole storage. Here the pickle contains a number in place of each tensor.
-After pickling, the module decides which memory to send: a view is sent as its own bytes, and
-overlapping tensors are sent once and share memory again after decoding. A tensor that is not a
-plain dense CPU tensor (for example sparse, or with requires_grad) is encoded as a function call
-that rebuilds it from plain tensors.
+Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide them. And the
+pickle of a view would include the view's whole storage. Here the pickle contains a number in place
+of each tensor, and this module decides which memory to send. Of a view, only the bytes that belong
+to the view are sent. Memory of overlapping tensors is sent once, and the decoded tensors share
+memory again. A tensor that is not a plain dense CPU tensor (for example sparse, or with
+requires_grad) is encoded as a function call that rebuilds it from plain tensors.
 
 The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
 (`Encoded.head`) includes the pickle. The table and each buffer are aligned to 64 bytes.
@@ -77,7 +77,7 @@ _heads: dict[Hashable, tuple[bytes, int]] = {}
 
 @dataclass(slots=True)
 class Encoded:
-    """Encoded batch, whose buffers are still the memory of the batch's tensors and arrays.
+    """Encoded batch. Its buffers are the memory of the batch's tensors and arrays, not copies.
 
     Attributes:
         head: Table of contents, padded to the alignment.
@@ -164,15 +164,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
-    """Set requires_grad and attributes of a decoded tensor; return the tensor."""
+    """Set `requires_grad` and the attributes of a decoded tensor; return the tensor."""
     plain.requires_grad_(grad).__dict__.update(attributes)
     return plain
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Return the call that rebuilds a tensor that is not plain, for pickle's `dispatch_table`.
+    """Return the function call that rebuilds a tensor that is not plain.
 
-    The call's arguments are plain tensors, which are not pickled but replaced by numbers.
+    This is a reducer for pickle's `dispatch_table`. The call's arguments are plain tensors; the
+    pickler writes a number in place of each.
     """
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), tensor.requires_grad, dict(tensor.__dict__))
@@ -197,9 +198,9 @@ def _reduce(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_array(array: Any) -> Any:
-    """Return the call that rebuilds a numpy array with its strides, for pickle's `dispatch_table`.
+    """Return the function call that rebuilds a numpy array with its strides.
 
-    Plain pickling would make the array dense.
+    This is a reducer for pickle's `dispatch_table`. numpy's own reducer would make the array dense.
     """
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_SPREAD * array.nbytes, _SPREAD_BYTES)
@@ -210,7 +211,7 @@ def _reduce_array(array: Any) -> Any:
 
 
 def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
-    """Return a copy, with the given strides, of a dense array."""
+    """Copy a dense array into a new array that has the given strides in bytes; return the copy."""
     low, high = _span(dense.shape, strides)
     memory = bytearray(high - low + dense.itemsize)
     array = _numpy.ndarray(dense.shape, dense.dtype, memory, -low, strides)
@@ -219,9 +220,9 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and the highest byte offset of an array's elements from its first one.
+    """Return the lowest and the highest byte offset of an array's elements.
 
-    If a stride is negative, the lowest offset is negative.
+    Offsets count from the first element. If a stride is negative, the lowest offset is negative.
     """
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
@@ -258,7 +259,7 @@ class _FastPickler(_Numbered, pickle.Pickler):
 
 
 class _CloudPickler(_Numbered, cloudpickle.Pickler):
-    """Pickler for batches with types that the notebook defines; it pickles such types by value."""
+    """Pickler for batches with types that the notebook defines; pickles these types by value."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
 
@@ -266,7 +267,11 @@ class _CloudPickler(_Numbered, cloudpickle.Pickler):
 def _pickle(
     value: object, pickler_type: type[_FastPickler] | type[_CloudPickler]
 ) -> tuple[bytes, list[pickle.PickleBuffer], list[torch.Tensor]]:
-    """Return the pickle of a value, its out-of-band buffers, and the tensors left out of it."""
+    """Pickle a value.
+
+    Returns:
+        The pickle, its out-of-band buffers, and the plain tensors that it has a number for.
+    """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickler_type(file, protocol=5, buffer_callback=buffers.append)
     pickler.tensors, pickler._numbers = [], {}
@@ -277,7 +282,8 @@ def _pickle(
 def encode(value: object) -> Encoded:
     """Encode a batch in a worker, without copying its tensors and arrays.
 
-    The result refers to their memory, so do not modify the batch while the result is in use.
+    The result refers to the memory of these tensors and arrays, so do not modify the batch while
+    the result is in use.
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -299,10 +305,10 @@ def encode(value: object) -> Encoded:
 def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
-    A common batch is a tensor, or a list, tuple or dict of tensors, all dense and without overlap.
-    The header before the encoded tensors depends only on the batch's form: container, dtypes and
-    shapes. So the header is made once for each form, and encoding a batch of a known form takes a
-    few microseconds.
+    A common batch is a tensor, or a list, tuple or dict of at most `_MOST_PARTS` tensors. The
+    tensors are dense and do not overlap. The body's table of contents depends only on the batch's
+    form: container, names, dtypes and shapes. So the table is made once for each form, and encoding
+    a further batch of the form takes a few microseconds.
 
     Returns:
         The form and the tensors' memory; None if the batch is not a common one.
@@ -331,8 +337,8 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's memory.
 
     Raises:
-        AttributeError, RuntimeError, TypeError, ValueError: The tensor is not plain, dense and on
-            the CPU, or it is empty.
+        AttributeError, RuntimeError, TypeError, ValueError: The value is not a plain dense CPU
+            tensor, or the tensor is empty.
     """
     if type(tensor) is not torch.Tensor or tensor.__dict__:
         raise TypeError
@@ -354,8 +360,8 @@ def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form; see `encode`."""
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
-        # A rank may lack the notebook's types, so they go by value. If only a text in the batch
-        # says "__main__", the slower pickler gives the same batch.
+        # A rank may lack the notebook's types, so the slower pickler pickles them by value. If
+        # "__main__" is only a text in the batch, this pickler gives the same batch.
         is_importable = b"__main__" not in pickled
     except (pickle.PicklingError, AttributeError, TypeError):
         is_importable = False
@@ -382,7 +388,12 @@ def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[byte
 
 
 class _Extent(NamedTuple):
-    """Addresses of a tensor's first byte and after its last byte, and the tensor's number."""
+    """Memory range of a tensor, and the tensor's number in the batch.
+
+    Attributes:
+        start: Address of the first byte.
+        end: Address after the last byte.
+    """
 
     start: int
     end: int
@@ -395,7 +406,7 @@ def _extent(number: int, tensor: torch.Tensor) -> _Extent:
 
 
 def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many values fit between a tensor's first and last value, including both."""
+    """Return the length of a tensor's memory range, in values, with the gaps between values."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
@@ -416,7 +427,7 @@ def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
 def _choose_spans(
     tensors: Sequence[torch.Tensor], first_buffer: int
 ) -> tuple[list[TensorRow], list[memoryview]]:
-    """Choose the spans of memory to send, and find the offset of each tensor in them.
+    """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
     Args:
         tensors: The tensors of a batch.
@@ -479,14 +490,14 @@ def decode(body: memoryview, head_bytes: int) -> Any:
 
 
 class _Place(NamedTuple):
-    """A tensor's position in a body, dtype, shape and strides, prepared for fast decoding.
+    """Location and description of one tensor in a body, in a form for fast decoding.
 
     Attributes:
-        at: Offset of the tensor's first byte in the body.
+        at: Byte offset of the tensor's first value in the body.
         values: Number of values.
-        storage: Start and size of the buffer that the tensor shares with other tensors; None if the
-            tensor has a buffer of its own.
-        is_packed: Whether the tensor's strides leave gaps that the body leaves out.
+        storage: Start and size of the tensor's buffer, if only a part of the buffer belongs to the
+            tensor or other tensors share it. None if the tensor fills a buffer of its own.
+        is_packed: Whether the values are dense in the body, but the tensor's strides have gaps.
     """
 
     at: int
@@ -594,8 +605,8 @@ def checksum(data: bytes | memoryview) -> int:
     """Return a 64-bit checksum: the sum of the data's little-endian words, the last one padded.
 
     The sum is computed at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the
-    interpreter lock. The checksum of a body is the sum of its parts' checksums. It detects a
-    flipped, lost or overwritten run of bits that TCP's own 16-bit checksum misses.
+    interpreter lock. The checksum of a body is the sum of its parts' checksums. The checksum
+    detects flipped, lost or overwritten bits that TCP's own 16-bit checksum misses.
     """
     size, words = len(data), len(data) >> 3
     total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
@@ -609,8 +620,8 @@ def checksum(data: bytes | memoryview) -> int:
 def fingerprint(encoded: Encoded) -> int:
     """Return a 32-bit hash of a batch, never 0; equal batches have equal hashes.
 
-    If the batch has tensors or arrays, the hash covers only them, because the pickles of equal
-    objects may differ, for example those of a set on two hosts.
+    If the batch has tensors or arrays, the hash covers only these. Pickles of equal objects may
+    differ: for example, the pickles of equal sets on two hosts.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head

@@ -100,11 +100,11 @@ _KEPT_ORDERS = 3
 
 
 class Step(NamedTuple):
-    """One step of a rank: its batch, and how far the epoch is after it.
+    """One step of a rank: the rank's batch, and the position in the epoch after the step.
 
     Attributes:
         received: This rank's batch.
-        row_units: Units that the batches of all ranks in this step count together.
+        row_units: Total units of all ranks' batches in this step.
         after: Position in the epoch after the step.
     """
 
@@ -134,8 +134,9 @@ class EpochIterator(Iterator[Any]):
         epoch: Number of the epoch.
         place: Position in the epoch to begin at.
         turn: Number of iterators that the loader has made before this one.
-        order: Hash that a loaded state requires: of the epoch's order, or, for an iterable-style
-            loader, of the epoch's first batch. 0 for no requirement.
+        order: Hash that was saved in a loaded state; the epoch must have the same hash. For a
+            map-style loader, the hash of the epoch's order. For an iterable-style loader, the hash
+            of the epoch's first batch. 0 for no requirement.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -169,7 +170,7 @@ class EpochIterator(Iterator[Any]):
             return self._next_batch()
 
     def _next_batch(self) -> Any:
-        """Return the next batch. Close the pass at its end, and if an exception is raised."""
+        """Return the next batch. At the epoch's end, or on an exception, close the pass."""
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
         try:
@@ -187,9 +188,9 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass, without waiting for batches that are on their way.
+        """End the pass, without waiting for batches that were requested.
 
-        The next pass reuses the connections if they still work.
+        The next pass reuses the connections that still work.
         """
         if self.ended:
             return
@@ -209,7 +210,7 @@ class EpochIterator(Iterator[Any]):
         self.close()
 
     def reset_times(self) -> None:
-        """Forget the time of this pass so far; its next batch starts a new measurement."""
+        """Discard the measured time of this pass; the next batch starts a new measurement."""
         self._began = self._stopped = 0.0
 
     def counted(self) -> RankCounts:
@@ -270,7 +271,7 @@ class EpochIterator(Iterator[Any]):
         opened the epoch first.
 
         Args:
-            client: The client, which then requests batches in the common order.
+            client: Client of this pass; afterwards it requests batches in the common order.
             opened: The epoch's description with this rank's own order.
 
         Returns:
@@ -296,9 +297,9 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Warn if a batch of a stream differs from the same batch on other ranks.
+        """Warn if different ranks read different data as the same batch of a stream.
 
-        Also warn if the epoch's first batch differs from that of the loaded state.
+        Also warn if the epoch's first batch is not the one that the loaded state requires.
 
         Args:
             slot: Number of the batch in the epoch's order.
@@ -322,7 +323,7 @@ class EpochIterator(Iterator[Any]):
 
         Raises:
             StopIteration: The batch would exceed the `--units` limit.
-            Exception: The exception of the user's code that came in place of the batch.
+            Exception: The exception that the user's code raised instead of returning a batch.
         """
         loader, (received, row_units, after) = self._loader, step
         counts, bound = loader.counts, loader.feed.units
@@ -355,7 +356,7 @@ def _pinned(received: Delivered) -> Delivered:
 
 
 class EpochRequests:
-    """Request loop of a rank for one epoch: requests batches ahead and yields the rank's steps.
+    """Request loop of a rank for one epoch: requests batches early and yields the rank's steps.
 
     The rank's schedule (`sharding`) decides which batches to request and which one each step gets.
 
@@ -364,9 +365,9 @@ class EpochRequests:
         opened: The fetchers' description of the epoch.
         part: The rule for which batches the rank gets.
         place: Position in the epoch to begin at.
-        window_bytes: Total size of the batches to request ahead.
-        compare: For streams: called with the slot and the hash of each batch that has a hash, to
-            warn if ranks get different data.
+        window_bytes: Total size of the batches to request before the rank needs them.
+        compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
+            function warns if ranks get different data. Not called for a map-style loader.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class EpochRequests:
             self._schedule = EpochSchedule(part, opened.batches, place)
         self._scouts = isinstance(self._schedule, ScoutedSchedule)
         self._first = self._request_again_at = place.position // part.world_size
-        self._least = 2 * -(-client.workers // part.world_size) + 1  # so that no worker idles
+        self._least = 2 * -(-client.workers // part.world_size) + 1  # keeps every worker busy
         self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
         self._kept: dict[int, Delivered] = {}
@@ -445,9 +446,9 @@ class EpochRequests:
 class ReceiveThread(Iterator[Step]):
     """Iterator over a rank's steps that receives them in a thread, while the rank computes.
 
-    The thread has no reference to the `EpochIterator`. Otherwise the iterator would stay alive, and
-    open, after the cell has dropped it. The thread itself closes the client, so that an interrupt
-    or a `break` in the cell's loop does not wait for the next batch.
+    The thread has no reference to the `EpochIterator`. With a reference, the iterator would stay
+    alive after the cell has dropped it, and the pass would not end. The thread itself closes the
+    client, so that an interrupt or a `break` in the cell's loop does not wait for the next batch.
 
     Args:
         source: The steps to receive.

@@ -1,9 +1,9 @@
 """The remote loader: the DataLoader that replaces a registered loader in a rank.
 
-In a rank, the variable of a registered loader has a `RemoteLoader`, which receives its batches from
-fetchers. The real dataset and samplers are in the fetchers. In the rank, other objects stand in for
-them: they have the same attributes, and raise an exception for an operation that could not reach
-the fetchers.
+In a rank, the variable of a registered loader refers to a `RemoteLoader`, which receives its
+batches from fetchers. The real dataset and samplers are in the fetchers. A rank has substitutes
+with the same attributes. A substitute raises an exception for an operation that only the real
+object could do, such as an iteration over the sampler.
 """
 
 import functools
@@ -76,8 +76,8 @@ class LoaderShape:
         has_batch_sampler: Whether the loader has a batch sampler.
         drawn: Number of samples that the sampler draws; None if the sampler has no length.
         varies: Whether the number of batches may change from epoch to epoch.
-        has_own_sampler: Whether the sampler or batch sampler is not one of torch's, so that its
-            order may differ between processes.
+        has_own_sampler: Whether the sampler or batch sampler is of a type that is not torch's. The
+            order of such a sampler may differ between processes.
         uneven: Rule for batches that do not divide evenly among the ranks (`sharding.RankShare`).
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
@@ -125,7 +125,7 @@ class Agreement(Protocol):
 
 
 class BatchProfiler(Protocol):
-    """A profiler of this rank's steps (`host/profile.py`)."""
+    """Profiler that records how long this rank waits for batches (`host/profile.py`)."""
 
     def batch(self, loader: str) -> AbstractContextManager[None]:
         """Return a context manager to enter while the rank waits for a batch.
@@ -142,21 +142,22 @@ class Feed:
 
     Attributes:
         payload: Returns the pickled loader for a name.
-        directory: Returns the addresses of a loader's fetchers. None in a run without fetchers, in
-            which `own` starts the servers of this rank.
+        directory: Function that returns the addresses of a loader's fetchers. In a run without
+            fetchers, this attribute is None, and `own` starts servers for this rank.
         key: The run's key, which proves that the rank belongs to the run.
         units: Value of `--units`; None for no limit.
         pass_batches: Number of batches after which each pass over a loader ends, in a rehearsal;
             None for no limit.
         seed: The run's seed.
-        tls: Returns a TLS client context for fetchers on other hosts; None for plain TCP.
+        tls: Function that returns a TLS client context for fetchers on other hosts; None for plain
+            TCP.
         ledger: On-disk count of the batches that this rank received; None to keep no count.
-        window_bytes: Total size of the batches to request ahead.
-        lease: Timeouts.
-        own: Starts this rank's servers in a run without fetchers; None if there are fetchers.
+        window_bytes: Total size of the batches to request before the rank needs them.
+        lease: Time limits for the fetchers to start and to respond.
+        own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
-        arrived: References to the remote loaders that have arrived in this rank.
+        arrived: Weak references to the remote loaders of this rank; `arrive` adds to them.
         profiler: Profiler that records each wait for a batch; None if the run has none.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
@@ -186,7 +187,7 @@ class Feed:
         return [loader for loader in found if loader is not None]
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return the counts of each loader in this rank (batches, waiting time, …), by its name."""
+        """Return the counts of each loader (batches, waiting time, …), by the loader's name."""
         return {loader.name: loader.counted() for loader in self.loaders}
 
 
@@ -222,7 +223,8 @@ class RemoteLoader(DataLoader[Any]):
             sampler = own["sampler"] = RemoteSampler(self)
             batches = RemoteBatchSampler(self, sampler) if shape.has_batch_sampler else None
             own["batch_sampler"] = batches
-        # Set after DataLoader's constructor, which would warn of too many workers for this host.
+        # Set these after DataLoader's constructor, which warns if num_workers exceeds the cores of
+        # this host.
         for name in _SHOWN:
             own.pop(name, None)
         own.update(settings)
@@ -259,8 +261,8 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
-        In a rehearsal, passes are shorter, and the result is the number of batches in a short pass.
-        So code that runs at the last batch of an epoch is rehearsed, too.
+        In a rehearsal, passes are short, and the result is the number of batches in a short pass.
+        So the rehearsal also runs code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.
@@ -293,7 +295,7 @@ class RemoteLoader(DataLoader[Any]):
     def reset_counts(self) -> None:
         """Set the counts of batches and the times to 0, even in the middle of an epoch.
 
-        `workers`, `spent` and `resumed` stay.
+        `workers`, `spent` and `resumed` keep their values (docs/events.md describes the counts).
         """
         spent, resumed = self.counts.spent, self.counts.resumed
         self.counts = RankCounts(workers=self.counts.workers, spent=spent, resumed=resumed)
@@ -341,9 +343,10 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at `state` with the next iterator; the number of fetchers may differ.
+        """Make the next iterator resume at the position in `state`.
 
-        If the epoch's order has changed, the iterator raises `ValueError` when the epoch begins.
+        The number of fetchers may be different from when the state was saved. If the epoch's order
+        has changed, the iterator raises `ValueError` at its first batch.
 
         Raises:
             ValueError: The state belongs to a loader with another dataset, seed or number of
@@ -368,7 +371,7 @@ class RemoteLoader(DataLoader[Any]):
         """Check that a state belongs to this loader.
 
         Raises:
-            ValueError: It belongs to another loader, or is not the state of a registered loader.
+            ValueError: The state belongs to another loader, or is not of a registered loader.
         """
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
@@ -412,7 +415,7 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
-        """Send the dataset's states from a loaded state to the workers that read the streams.
+        """Send the states of the streams to the workers, if `load_state_dict` has loaded some.
 
         Args:
             client: Client that has opened the epoch.
@@ -423,7 +426,7 @@ class RemoteLoader(DataLoader[Any]):
             client.restore(item * streams + stream, state)
 
     def original(self) -> Any:
-        """Return this rank's own copy of the dataset; unpickle it at the first call."""
+        """Return this rank's own copy of the dataset; the first call unpickles the loader."""
         if self._original is None:
             self._original = pickle.loads(self.feed.payload(self.name))
         return self._original.dataset
@@ -437,7 +440,7 @@ class RemoteLoader(DataLoader[Any]):
         return Client(route, 2 * self.feed.window_bytes, self.timeout)
 
     def forget_route(self) -> None:
-        """Close the copies of the connections in a fork of the rank; the rank keeps its own."""
+        """In a fork of the rank, close the fork's copies of the rank's connections."""
         if self._route is not None:
             self._route.close_copies()
         if self._end_server is not None:
@@ -445,7 +448,10 @@ class RemoteLoader(DataLoader[Any]):
         self._route = self._end_server = None
 
     def _new_route(self) -> Route:
-        """Return the route to the fetchers, or to a server of this rank, which is then started."""
+        """Return a route to the loader's fetchers.
+
+        In a run without fetchers, start a server of this rank, and return a route to the server.
+        """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
             tls = feed.tls() if feed.tls else None
@@ -465,7 +471,7 @@ class RemoteLoader(DataLoader[Any]):
             folder=feed.folder,
         )
         unix, life = feed.own.start(served, feed.lease.start_s)
-        # the server ends with this loader, of which a session may get another version
+        # End the server with this loader: the next cell of a session may have another version.
         self._end_server = weakref.finalize(self, life.close)
         self._end_server.atexit = False
         address = Address(0, "", 0, unix, machine())
@@ -504,7 +510,7 @@ os.register_at_fork(after_in_child=_part_from_rank)
 def use_feed(feed: Feed | None) -> None:
     """Set the data service that this rank's loaders use.
 
-    Call it before the payload is unpickled, because the payload has the loaders.
+    Call this function before the payload is unpickled, because unpickling creates the loaders.
     """
     global _feed
     _feed = feed
@@ -513,9 +519,8 @@ def use_feed(feed: Feed | None) -> None:
 def arrive(shape: LoaderShape) -> DataLoader[Any]:
     """Return a new `RemoteLoader` in place of a registered loader.
 
-    A registered loader is pickled as a call of this function. If the process is not a rank,
-    for example a child that a rank spawned, the returned loader raises an exception when it is
-    used.
+    A registered loader is pickled as a call of this function. If the process is not a rank (for
+    example, a child that a rank spawned), the returned loader raises an exception on any use.
     """
     if _feed is None:
         return _LoaderOfRanks(shape.name)
@@ -525,7 +530,7 @@ def arrive(shape: LoaderShape) -> DataLoader[Any]:
 
 
 class _LoaderOfRanks(DataLoader[Any]):
-    """Placeholder for a registered loader in a child that a rank spawned; raises on use."""
+    """Placeholder for a registered loader in a child that a rank spawned; any use raises."""
 
     def __init__(self, name: str) -> None:
         self._taas_name = name
@@ -542,7 +547,7 @@ class _LoaderOfRanks(DataLoader[Any]):
         raise self._refusal()
 
     def _refusal(self) -> RuntimeError:
-        """Return the exception to raise for any use."""
+        """Return the exception that any use of the loader raises."""
         return RuntimeError(
             f'loader "{self._taas_name}" works only in ranks, and process {os.getpid()} is a child '
             "that a rank started by spawn or forkserver. Use the loader in the rank, or create a "
@@ -551,10 +556,10 @@ class _LoaderOfRanks(DataLoader[Any]):
 
 
 class _Sampler:
-    """Base of the objects that a rank has in place of samplers, which only fetchers run.
+    """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
-    `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from a copy of
-    the real sampler, which is entry `_place` of `RemoteLoader.shown()`.
+    `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from the rank's
+    copy of the real sampler: element `_place` of the tuple `RemoteLoader.shown()`.
     """
 
     _loader: RemoteLoader
@@ -576,9 +581,9 @@ class _Sampler:
 
 
 class RemoteSampler(_Sampler, DistributedSampler[Any]):
-    """Object that a rank has in place of the sampler; its length counts only this rank's samples.
+    """A rank's substitute for the sampler; its length counts only this rank's samples.
 
-    It is a DistributedSampler, so that Lightning sees that the loader is already sharded.
+    The class is a DistributedSampler, so that Lightning does not shard the loader again.
     """
 
     _place = 0
@@ -599,10 +604,7 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
 
 
 class RemoteBatchSampler(_Sampler, Sampler[Any]):
-    """Object that a rank has in place of the batch sampler.
-
-    Its length counts only this rank's batches.
-    """
+    """A rank's substitute for the batch sampler; its length counts only this rank's batches."""
 
     _place = 1
 
@@ -616,16 +618,17 @@ class RemoteBatchSampler(_Sampler, Sampler[Any]):
 
 
 class RemoteDataset(Dataset[Any]):
-    """Object that a rank has in place of a dataset, which only fetchers run.
+    """A rank's substitute for a dataset; only fetchers run the real dataset.
 
     `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
-    attribute is itself a dataset, it is replaced in the same way.
+    attribute is itself a dataset, the rank gets a `RemoteDataset` for the attribute, too. Its items
+    come from the rank's copy.
 
     Args:
         loader: The remote loader.
         path: Name of the dataset in messages.
-        copy: This rank's copy of a wrapped dataset. None for the loader's own dataset, whose length
-            and small attributes are known without a copy.
+        copy: This rank's copy, for a dataset that is an attribute of another one. None for the
+            loader's own dataset: its length and small attributes are known without a copy.
     """
 
     def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:
@@ -674,7 +677,7 @@ class RemoteDataset(Dataset[Any]):
 
 
 class RemoteStream(RemoteDataset, IterableDataset[Any]):
-    """Object that a rank has in place of an iterable-style dataset; it cannot be iterated."""
+    """A rank's substitute for an iterable-style dataset; iterating over it raises TypeError."""
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
@@ -684,7 +687,7 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
 
 
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
-    """Return a wrapper of a dataset's method that warns if the call changes this rank's copy."""
+    """Wrap a dataset's method, to warn if a call changes attributes of this rank's copy."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -1,9 +1,9 @@
 """Memory for batches: shared memory that workers write, and blocks that ranks receive into.
 
 Each worker writes its batches into one anonymous file (`Arena`: a memfd, which needs no /dev/shm).
-The server and the ranks on the same host map this file (`Mapping`). The memory of one batch in it
-is called a span. A rank receives batches from the network into `Blocks`, which it reuses when
-nothing refers to them.
+The server and the ranks on the same host map this file (`Mapping`). The part of the file that has
+one batch is called a span. A rank receives batches from the network into memory blocks (`Blocks`),
+and reuses a block when no tensor refers to the block any more.
 """
 
 import bisect
@@ -144,13 +144,13 @@ class Arena(Mapping):
 
 
 class BorrowedSpans:
-    """Spans of a fetcher's shared memory, each with one batch, that a rank reads.
+    """The spans of a fetcher's shared memory that a rank reads; each span has one batch.
 
     A span is in use as long as the rank has a tensor in it. Afterwards `pop_released` returns the
     span, so that the rank can tell the fetcher to reuse the memory.
 
     Args:
-        on_unused: Called once, when `close` was called and no span is in use.
+        on_unused: Called once, as soon as `close` has been called and no span is in use.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
@@ -178,14 +178,14 @@ class BorrowedSpans:
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
-        """Return the spans that have gone out of use since the last call."""
+        """Return the spans whose use has ended since the last call."""
         places: list[SharedSpan] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
 
     def close(self) -> None:
-        """Call `on_unused` once no span is in use, now or later. Spans in use stay valid."""
+        """Call `on_unused`, now or as soon as no span is in use. Spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
@@ -216,11 +216,12 @@ class Blocks:
     """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    The tensors of a batch are views of a block. Python counts these references, so a block is free
-    when only this object refers to it.
+    The tensors of a batch are views of a block, so each of them is a reference to the block. A
+    block is free if only this object refers to it.
 
     Args:
-        keep_bytes: Total size of all blocks above which the oldest ones are dropped.
+        keep_bytes: Limit on the total size of all blocks, in bytes. Above the limit, the oldest
+            blocks are dropped.
     """
 
     def __init__(self, keep_bytes: int) -> None:

@@ -1,9 +1,10 @@
 """Order of a map-style loader's batches in each epoch.
 
-The loader's own sampler gives the order, seeded by (seed, epoch). This is the order of a local
-DataLoader after `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or generator keeps state
-between epochs, all earlier epochs are replayed from the state that it had when the loader was
-registered. So an epoch's order depends only on the seed and the epoch's number.
+For each epoch, the random generators are seeded by (seed, epoch), and then the loader's own sampler
+runs. The result is the order of a local DataLoader after
+`torch.manual_seed(seed_of(seed, epoch))`. If the sampler or the loader's generator keeps state
+between epochs, all earlier epochs are replayed from the state at the loader's registration. So an
+epoch's order depends only on that state, the seed and the epoch's number.
 """
 
 import copy
@@ -43,8 +44,8 @@ class Epoch(NamedTuple):
     """Order of the batches in one epoch.
 
     Attributes:
-        indices: Indices of each batch's samples, by slot. For each batch, the sampler's value: a
-            list of indices, or one index.
+        indices: The values that the sampler yields, by slot. Each value is a list with the indices
+            of a batch's samples, or one index.
         batches: Number of batches; None if the sampler has no length.
         digest: Hash of the indices of all batches, or of the first batches if the sampler has no
             length.
@@ -59,7 +60,7 @@ class Order:
     """The orders of a loader's epochs: runs the sampler for each epoch, and keeps the latest ones.
 
     Args:
-        loader: A map-style loader (or its `LoaderParts`) in the state in which it was registered.
+        loader: A map-style loader (or its `LoaderParts`), in its state at registration.
         seed: Seed of the loader.
     """
 
@@ -72,7 +73,7 @@ class Order:
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return the order of an epoch; run the sampler if the order is not kept."""
+        """Return the order of an epoch; run the sampler if the order is not in memory."""
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
@@ -88,7 +89,7 @@ class Order:
     def _forgets(self) -> bool:
         """Return whether the sampler and generator have the same state before every epoch.
 
-        Then an epoch's order can be computed without a replay of the earlier epochs.
+        If so, the order of an epoch can be computed without a replay of the earlier epochs.
         """
         return self._starts.get(1) == self._starts[0]
 
@@ -103,19 +104,19 @@ class Order:
         return Epoch(packed, len(packed), digest)
 
     def _skip_epoch(self, number: int) -> None:
-        """Replay an epoch only for the state of sampler and generator after it."""
+        """Replay an epoch to find the state of sampler and generator after the epoch."""
         sampler, generator, indices = self._begin(number)
         most = None if _has_length(sampler) else _MOST_PASSED
         for _ in itertools.islice(indices, most):
             pass
         if most is not None and next(indices, None) is not None:
-            # It may be endless: start each epoch from the registered state.
+            # The sampler may be endless: start each epoch from the state at registration.
             self._starts[1] = self._starts[0]
             return
         self._save_state_after(number, sampler, generator)
 
     def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
-        """Save the state of sampler and generator after an epoch, as the start of the next one."""
+        """Save the state of sampler and generator after an epoch; the next epoch starts from it."""
         if not self._forgets():
             call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
@@ -149,12 +150,14 @@ def _has_length(sampler: Any) -> bool:
 
 
 def call_set_epoch(value: object, epoch: int, inner: str) -> None:
-    """Call `set_epoch` of a sampler or dataset and of the objects that it wraps, if they have it.
+    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps.
+
+    Objects without a method `set_epoch` are skipped.
 
     Args:
         value: The sampler or dataset.
         epoch: The epoch to set.
-        inner: Name of the attribute with the wrapped object (`dataset` of a Subset).
+        inner: Name of the attribute with the wrapped object, such as `dataset` of a Subset.
     """
     visited: list[object] = []
     while value is not None and all(value is not one for one in visited):
@@ -168,12 +171,12 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
 class UnsizedBatches:
     """Batches of a sampler without a length. The sampler runs only as far as needed.
 
-    The latest batches are kept; for an earlier one the sampler is started again. Between two
-    batches, other code may draw from the same random generators. So their state is restored
-    whenever the sampler continues.
+    The latest batches are kept. If an earlier batch is requested, the sampler starts again. Between
+    two batches, other code may draw from the same random generators. So the generators' state is
+    restored whenever the sampler continues.
 
     Args:
-        begin: Seeds the process and returns the sampler's iterator.
+        begin: Function that seeds all random generators, and returns the sampler's iterator.
 
     Attributes:
         digest: Hash of the indices of the first batches.
@@ -206,7 +209,7 @@ class UnsizedBatches:
         raise IndexError(batch)
 
     def _draw(self) -> None:
-        """Continue the sampler for `_UNSIZED_STEP` batches."""
+        """Draw `_UNSIZED_STEP` further batches from the sampler."""
         _set_random_state(self._random)
         try:
             for _ in range(_UNSIZED_STEP):
@@ -285,8 +288,8 @@ def _pack(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
     try:
         return batches, _hash(cloudpickle.dumps(batches, protocol=5))
     except Exception:  # an index may be unpicklable
-        # The repr may differ between workers that have the same order. Then the client requests the
-        # indices (ORDER) although it could do without.
+        # The repr may differ between workers that have the same order. If so, the client requests
+        # the batches' indices (ORDER) without need.
         return batches, _hash(repr(batches).encode())
 
 
@@ -306,9 +309,9 @@ def _hash(data: bytes) -> int:
 
 
 def dump_without_dataset(value: object, dataset: object) -> bytes:
-    """Pickle `value` without the dataset to which it may refer.
+    """Pickle `value`, with a placeholder for each of its references to `dataset`.
 
-    The pickle has a placeholder in place of each reference to `dataset`; see `load_with_dataset`.
+    `load_with_dataset` replaces the placeholders by a dataset.
     """
     pickler = _PicklerWithoutDataset(dataset)
     pickler.add(value)
@@ -316,12 +319,12 @@ def dump_without_dataset(value: object, dataset: object) -> bytes:
 
 
 def load_with_dataset(data: bytes, dataset: object) -> Any:
-    """Unpickle the result of `dump_without_dataset`, with `dataset` for the placeholders."""
+    """Unpickle the result of `dump_without_dataset`; replace the placeholders by `dataset`."""
     return _UnpicklerWithDataset(data, dataset).load()
 
 
 class _PicklerWithoutDataset(ValuePickler):
-    """Pickler for a sampler without its dataset: it writes a placeholder for the dataset."""
+    """Pickler that writes a placeholder for each reference to one dataset."""
 
     def __init__(self, dataset: object) -> None:
         super().__init__(to="fetchers")
@@ -332,7 +335,7 @@ class _PicklerWithoutDataset(ValuePickler):
 
 
 class _UnpicklerWithDataset(pickle.Unpickler):
-    """Unpickler for a sampler without its dataset: it puts a dataset where the placeholder is."""
+    """Unpickler that replaces the placeholders of `_PicklerWithoutDataset` by a dataset."""
 
     def __init__(self, data: bytes, dataset: object) -> None:
         super().__init__(io.BytesIO(data))

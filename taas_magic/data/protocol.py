@@ -5,14 +5,14 @@ between bytes and messages; it uses no sockets, no pickle and no torch.
 
 A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
 an optional body. Prefix and message have checksums, which are verified before their content is
-used. The state of the connection (`ProtocolState`, an idea of h11) decides which messages are
-allowed, and how large message and body may be. Any other input raises `ProtocolError`.
+used. As in the HTTP library h11, the state of the connection (`ProtocolState`) decides which
+messages are allowed, and how large message and body may be. Any other input raises `ProtocolError`.
 
     server                          rank
     Challenge               ─────►
-                            ◄─────  Proof           (the run's key; HMAC-SHA256)
-    Welcome | Rejected      ─────►                  (now both know that the run is the same)
-                            ◄─────  Requests        without side effects, so they can be repeated
+                            ◄─────  Proof           the rank proves the run's key (HMAC-SHA256)
+    Welcome | Rejected      ─────►                  Welcome: the server proves the run's key
+                            ◄─────  Requests        may be repeated after a failed connection
     Alive … Response        ─────►                  in the order of the requests; one Response may
                                                     answer several requests
                             ◄─────  Free            shared memory that the rank no longer reads
@@ -68,11 +68,11 @@ class RequestKind(enum.IntEnum):
 
 
 class ResponseKind(enum.IntEnum):
-    """Kind of a response, which says what its body is.
+    """Kind of a response; determines the content of the response's body.
 
-    BATCH (a batch), PEEKED (only the batch's units, no body), VOID (the slot has no batch), OPENED
-    (an `EpochDescription`), VALUE (an encoded object), ERROR (an exception of the user's code),
-    LOST (a text: workers ended each time they prepared the batch).
+    BATCH: a batch. PEEKED: no body; the response has the batch's units. VOID: no body; the slot has
+    no batch. OPENED: an `EpochDescription`. VALUE: an encoded object. ERROR: an exception of the
+    user's code. LOST: a text for the user; each worker that tried to prepare the batch has ended.
     """
 
     BATCH = 11
@@ -85,18 +85,18 @@ class ResponseKind(enum.IntEnum):
 
 
 class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Request about a loader, without side effects; every fetcher gives the same response.
+    """Request about a loader. After a failure, the client can repeat it at another fetcher.
 
     Attributes:
-        kind: OPEN (an epoch's length and order hash), GET (a batch), PEEK (a batch's units), SAMPLE
-            (an item of the dataset), ORDER (the indices of one batch or of all batches), STATE (get
-            or set the dataset's own state).
+        kind: OPEN requests an epoch's description, GET a batch, PEEK a batch's units, SAMPLE an
+            item of the dataset, ORDER the indices of one batch or of all batches. STATE gets or
+            sets the dataset's own state.
         epoch: Number of the epoch.
         slot: Number of the batch in the epoch's order.
-        detail: Further data. GET: the indices of the batch's samples; empty for those of the
-            worker's own order. SAMPLE: the index. ORDER: empty for the indices of this batch, else
-            the indices of all batches are requested. STATE: the state to load into the dataset;
-            empty to get the dataset's state.
+        detail: Further data. GET: the indices of the batch's samples; empty to use the worker's own
+            order. SAMPLE: the index. ORDER: empty to request the indices of one batch; any value to
+            request the indices of all batches. STATE: the state to load into the dataset; empty to
+            request the dataset's state.
     """
 
     kind: RequestKind
@@ -111,11 +111,13 @@ class EpochDescription(Struct, frozen=True, array_like=True):
     Attributes:
         batches: Number of batches; None if it is not known before the epoch's end.
         streams: Number of streams of an iterable-style loader; None for a map-style one.
-        order: Hash of the epoch's order; 0 if there is none to compare.
-        counted: Whether batches carry `hints["units"]`.
-        counter: Attribute in which an iterable-style dataset counts its epochs, detected in an
-            earlier epoch; "" for none. Each epoch uses a fresh copy, so the counter never advances.
-        generator: Attribute in which `worker_init_fn` has stored a random generator; "" for none.
+        order: Hash of the epoch's order; 0 for an iterable-style loader.
+        counted: Whether the first batch has `hints["units"]`; always False without `--units`.
+        counter: Name of the attribute in which an iterable-style dataset counts its epochs, found
+            at the end of a stream; "" for none. The rank warns of it: each epoch uses a fresh copy
+            of the dataset, so such a counter never advances.
+        generator: Name of the attribute in which `worker_init_fn` has stored a random generator; ""
+            for none.
     """
 
     batches: int | None
@@ -127,7 +129,7 @@ class EpochDescription(Struct, frozen=True, array_like=True):
 
 
 class Challenge(Struct, frozen=True, array_like=True, tag=1):
-    """First message of the server; the rank's `Proof` must use its nonce."""
+    """First message of the server, with a nonce that the rank's `Proof` must use."""
 
     nonce: bytes
 
@@ -153,7 +155,7 @@ class Rejected(Struct, frozen=True, array_like=True, tag=4):
 
 
 class Requests(Struct, frozen=True, array_like=True, tag=5):
-    """Requests for one or several slots; the body is their common `detail`."""
+    """Requests for one or several slots; the body is the `detail` of all these requests."""
 
     kind: RequestKind
     epoch: _Count
@@ -173,7 +175,7 @@ class SharedSpan(NamedTuple):
 
 
 class Free(Struct, frozen=True, array_like=True, tag=6):
-    """Message of a rank that it no longer reads some batches in shared memory."""
+    """Message of a rank with the spans of shared memory that it no longer reads."""
 
     places: list[SharedSpan]
 
@@ -206,15 +208,16 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
 class Response(Struct, frozen=True, array_like=True, tag=10):
     """Response to one request, or to several consecutive ones.
 
-    The bodies follow the message, unless the body is `shared`. Names in parentheses are the kinds
-    of response that use an attribute.
+    The bodies follow the message, unless the body is `shared`. Parentheses name the kinds of
+    response that use an attribute; without parentheses, all kinds use the attribute.
 
     Attributes:
         slot: Slot of the first request.
-        units: Units that the batch counts in `--units`, or UNHINTED (BATCH, PEEKED).
-        order: Hash by which ranks notice that their data differs; 0 if there is none. For a
-            map-style loader, the hash of the epoch's order, if the worker used its own order. For a
-            stream, the hash of this batch, for some of the first batches (BATCH, PEEKED).
+        units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
+        order: Hash that shows whether ranks get the same data; 0 for none. For a map-style loader,
+            the hash of the order that the worker itself computed for the epoch. For a stream, the
+            hash of the batch, but only of item 0 of the stream and items 1, 2, 4, 8, … (BATCH,
+            PEEKED, VOID, and VALUE in reply to ORDER).
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies; None if TLS or the kernel protects the data.
         shared: The body in shared memory; None if the body follows.
@@ -428,8 +431,8 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
         key: The run's key.
         role: The side that proves itself.
         nonce: The peer's nonce.
-        place: The server's name as the prover knows it, so that the proof of one server is not
-            valid for another.
+        place: Name of the server's Unix socket, as the proving side knows it. The MAC includes this
+            name, so a proof that is made for one server is not valid for another server.
     """
     signed = b"\0".join((role.value.encode(), place.encode(), nonce))
     return hmac.new(key, signed, hashlib.sha256).digest()
@@ -443,14 +446,15 @@ def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool
 class WorkerChange(Struct, frozen=True, array_like=True):
     """Message between a server and the process that is the parent of its workers.
 
-    From the server it means: start a worker. From the parent process: a worker has ended.
+    The server sends this message to request a new worker; the message carries the worker's end of
+    its socket. The parent process sends this message to report that a worker has ended.
 
     Attributes:
         number: Number of the worker.
-        pid: Process id of the worker that has ended. 0 in a command to start a worker, which
-            carries the worker's end of its socket.
+        pid: Process id of the worker that has ended; 0 in a request for a new worker.
         exitcode: Exit code of the worker that has ended.
-        was_stopped: Whether the parent killed the worker because it was stopped for too long.
+        was_stopped: Whether the parent process killed the worker, because the worker had been
+            stopped (SIGSTOP) for too long.
     """
 
     number: int

@@ -1,14 +1,14 @@
 """Scheduling for one loader of a fetcher: the prefetch buffer, pending requests, and workers.
 
 The scheduler runs in the event loop of the fetcher's server and never blocks. It receives the
-ranks' requests, chooses the next request for each worker (`worker`), and notifies the connections
-whose responses are ready.
+ranks' requests, chooses the next request for each worker, and notifies the connections whose
+responses are ready.
 
-The memory of prepared batches is limited. Requests of ranks come first: the connections take
-turns, and each connection's requests keep their order. If no rank waits, workers prepare batches
-ahead: those that this fetcher prepares while all fetchers run (`FetcherShare`). When the memory
-limit is reached, workers pause. There is one exception: the batch that a connection must send next
-is always prepared, so that a slow rank cannot starve another rank.
+Requests of ranks come first: the connections take turns, and each connection's requests keep their
+order. If no rank waits, workers *prepare ahead*: they prepare batches of this fetcher's share
+(`FetcherShare`) that no rank has requested yet. The memory of prepared batches is limited. When the
+limit is reached, workers pause. There is one exception: workers always prepare the batch that a
+connection must send next, so that a slow rank cannot starve another rank.
 
 The scheduler drops the batches of epochs that all ranks should have finished. If a rank still
 requests such a batch, a worker prepares the same batch again.
@@ -72,18 +72,15 @@ For a small batch, this is most of the memory.
 class Prepared:
     """Reference-counted response to a rank's request: a batch, a value, an error or VOID.
 
-    Its body is the encoded batch or value. The body is in the worker's shared memory (its arena) or
-    in `text`. The references are called holders: the prefetch buffer is the first one, and each
-    connection that sends the response is another one.
+    The body of the response is the encoded batch or value. The body is in the arena of the worker,
+    where ranks on this host can read it without a copy, or in `text`. The objects that use the
+    response are its holders: first the prefetch buffer, later also each connection that sends it.
+    The last holder to end its use frees the body's memory.
 
     Args:
         reply: The worker's description of the response.
         worker: The worker that prepared the response; None if `text` is the body.
         text: The body, if no worker has prepared the response.
-
-    Attributes:
-        worker: The worker that prepared the response, or None. Ranks on this host can map its arena
-            and read the body without a copy.
     """
 
     __slots__ = ("_holders", "_text", "reply", "worker")
@@ -120,9 +117,9 @@ class Prepared:
 class PrefetchOrder:
     """Order in which a fetcher's workers prepare batches that no rank has requested yet.
 
-    First comes the rest of the current epoch, then a few batches of the next epoch for each worker.
-    More batches and epochs follow only while no rank has requested a batch and `--prefill` is not
-    reached.
+    First, each worker prepares its remaining batches of the current epoch, then
+    `_NEXT_EPOCH_BATCHES` batches of the next epoch. Before the first request of a rank, workers
+    continue with further batches and epochs until the minimum of `--prefill` is ready.
 
     Args:
         share: The slots whose batches this fetcher prepares ahead.
@@ -149,17 +146,18 @@ class PrefetchOrder:
         return next(self._walks[worker], None)
 
     def restart(self) -> None:
-        """Go through the batches again from the current slot on.
+        """Make every worker begin again at the current slot.
 
-        For example, if a worker has ended, its unfinished batches must be prepared again.
+        For example, if a worker has ended, another one must prepare its unfinished batches. Batches
+        that are in the buffer are not prepared again (`Buffer.choose_ahead`).
         """
         self._walks.clear()
 
     def reached(self, epoch: int, slot: int) -> None:
-        """Record that a worker starts a batch because a rank requested it.
+        """Record that a worker starts a batch that a rank has requested.
 
-        The ranks have caught up: no worker has prepared this batch ahead. So preparing ahead
-        continues with the next slot.
+        The rank requested the batch before a worker had prepared it ahead. So preparing ahead
+        continues with the slot after this batch.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -170,7 +168,12 @@ class PrefetchOrder:
             self.restart()
 
     def opened(self, epoch: int, opened: EpochDescription | None) -> None:
-        """Record an epoch's description, which has its length; None if the sampler raised."""
+        """Record an epoch's description.
+
+        Args:
+            epoch: Number of the epoch.
+            opened: The description, with the epoch's length; None if the sampler raised.
+        """
         self._opened[epoch] = opened
 
     def ended(self, epoch: int, slot: int) -> None:
@@ -180,7 +183,7 @@ class PrefetchOrder:
     def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        The value None means that there is nothing to prepare now; the caller asks again later.
+        A value None means that there is nothing to prepare now; the caller tries again later.
         """
         left = self._share.units
         for ahead in itertools.count():
@@ -207,16 +210,17 @@ class PrefetchOrder:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        """Return whether workers may stop preparing batches of later epochs.
+        """Return whether workers can stop preparing batches of later epochs.
 
-        They may if ranks have begun to request batches, or if `--prefill` is reached.
+        The result is True if a rank has requested a batch, or if the minimum of `--prefill` is
+        ready.
         """
         return self._is_asked or self._is_filled()
 
     def _slots(
         self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
     ) -> Iterator[int]:
-        """Yield the slots of an epoch that a worker prepares, up to the epoch's end if known."""
+        """Yield the slots of an epoch that a worker prepares; stop at the epoch's end, if known."""
         for slot in self._share.slots(worker, opened.streams, first_slot):
             at_end = self._ends.get(epoch, opened.batches)
             if at_end is not None and slot >= at_end:
@@ -229,8 +233,8 @@ class _Entry:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: Worker (None for any worker) and connection in whose queue the request is; None if
-            the request is not queued.
+        queued: The queue that has the request: number of the worker (None for any worker), and the
+            connection. None if the request is not queued.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -249,8 +253,8 @@ class Buffer:
 
     Args:
         budget_bytes: Memory limit of all responses.
-        ahead: Batches to prepare when no connection waits.
-        worker_for: Returns the number of the worker that must prepare a request; None for any.
+        ahead: Order of the batches to prepare when no connection waits.
+        worker_for: Returns the number of the worker that must answer a request; None for any.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -296,7 +300,7 @@ class Buffer:
         Args:
             who: The connection that waits.
             request: The request.
-            only_count: Whether `who` needs only the units that the batch counts, not the batch.
+            only_count: Whether `who` needs only the batch's units, not the batch.
         """
         if only_count and self.units(request) is not None:
             return
@@ -322,7 +326,9 @@ class Buffer:
             self._remove_waiter(who, request)
 
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
-        """Return the response that `who` sends next, if it is ready.
+        """Return a response for `who` to send, if the response is ready.
+
+        If the response is not ready, record that `who` must send it next.
 
         Returns:
             The response, which the caller must release; None if the response is not ready.
@@ -342,7 +348,7 @@ class Buffer:
         """Return the units of a batch, for a rank that needs only the units.
 
         Returns:
-            The units; VOID if the slot has no batch; None if no worker has prepared it yet.
+            The units; VOID if the slot has no batch; None if the units are not known yet.
         """
         units = self.units(request)
         if units is None:
@@ -368,7 +374,7 @@ class Buffer:
     ) -> LoaderRequest | None:
         """Return the rank's request that a worker prepares next; None if there is none.
 
-        From now on, the buffer counts the request as being prepared.
+        The request then counts as being prepared.
 
         Args:
             worker: Number of the worker.
@@ -379,7 +385,8 @@ class Buffer:
             return None
         if self.is_full:
             due_epoch = min((due.epoch for due in self._due.values()), default=0)
-            # To prepare a dropped batch of a stream again, a worker would restart the stream.
+            # To prepare a dropped batch of a stream again, a worker would restart the stream. So
+            # drop only batches of epochs before the oldest one that a connection waits for.
             self.make_room(before_epoch=None if follows is None else due_epoch)
         if self.is_full:
             request = self._due_of(worker, follows)
@@ -395,7 +402,7 @@ class Buffer:
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
         """Return the batch (as a request) that a worker prepares ahead; None if there is none.
 
-        From now on, the buffer counts the request as being prepared.
+        The request then counts as being prepared.
         """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
@@ -429,9 +436,9 @@ class Buffer:
             self.ahead.restart()
 
     def make_room(self, before_epoch: int | None = None) -> None:
-        """Drop responses that no connection has requested, until memory is below the limit.
+        """Drop responses for which no connection waits, until memory is below the limit.
 
-        The last slots are dropped first. Workers can prepare them again.
+        The responses for the last slots are dropped first. Workers can prepare them again.
 
         Args:
             before_epoch: Drop only responses of epochs before this one; None for all epochs.
@@ -447,7 +454,7 @@ class Buffer:
                 self._remove(request)
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
-        """Remember the units of a batch, also for the time after the batch is removed."""
+        """Store the units of a batch. They stay known after the buffer has removed the batch."""
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
@@ -457,7 +464,7 @@ class Buffer:
     def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that `who` must send the response to `request` next.
 
-        The request is prepared even if the buffer is full. If its response was dropped, the
+        Workers prepare this response even if the buffer is full. If the response was dropped, the
         request is queued again.
         """
         self.add_request(who, request)
@@ -536,8 +543,8 @@ class Buffer:
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
-        If no other connection waits for it, a queued request is dropped, and a prepared response
-        counts as unrequested.
+        If no other connection waits for the request, either drop the request from its queue, or
+        mark its prepared response as unrequested.
         """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
@@ -563,7 +570,7 @@ class Buffer:
         prepared.release()
 
     def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
-        """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (-1)."""
+        """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (`sign` -1)."""
         size = prepared.reply.body_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)
@@ -571,13 +578,13 @@ class Buffer:
 
 
 class Scheduler:
-    """Scheduler of one loader in a fetcher: owns its prefetch buffer, workers and counts.
+    """Scheduler of one loader in a fetcher: owns the loader's prefetch buffer, workers and counts.
 
     Args:
-        served: The loader's description.
+        served: The fetcher's settings for the loader.
         selector: The selector of the server's event loop.
-        arenas: Yields a new number for each worker's arena.
-        ready: Called with a connection when a response that it waits for is ready.
+        arenas: Yields numbers for the workers' arenas, each number once.
+        ready: Called with a connection when a response for the connection is ready.
         note: Called with a message for the user.
 
     Attributes:
@@ -653,9 +660,9 @@ class Scheduler:
     def check_parent(self) -> None:
         """Check whether the workers' parent process has been stopped (SIGSTOP).
 
-        If it has been stopped for `STOPPED_S`, kill it. The fetcher then fails with an error, and
-        the ranks request their batches from other fetchers. Without this check, the fetcher could
-        not restart a worker that ends.
+        If the parent process has been stopped for `STOPPED_S`, kill it. The fetcher then fails with
+        an error, and the ranks request their batches from other fetchers. Without this check, the
+        fetcher would continue, but could not restart a worker that ends.
         """
         self._stopped.end([self._parent.pid])
 
@@ -697,7 +704,8 @@ class Scheduler:
     def _advance(self, stream: int, epoch: int, item: int) -> None:
         """Record the next item of a stream in an epoch.
 
-        Positions are kept for `OPEN_EPOCHS` epochs, because workers keep a stream open in as many.
+        Positions are kept for the latest `OPEN_EPOCHS` epochs: in so many epochs, a worker keeps an
+        iterator over the stream.
         """
         epochs = self._positions.setdefault(stream, {})
         epochs.pop(epoch, None)
@@ -775,8 +783,8 @@ class Scheduler:
     def _lose(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
-        The first pending request may be the reason why the worker ended. If this happens `_TRIES`
-        times with the same request, the request gets a LOST response.
+        The first pending request may be the reason why the worker ended. If workers have ended
+        `_TRIES` times with the same first pending request, the request gets a LOST response.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.

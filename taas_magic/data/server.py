@@ -1,7 +1,8 @@
 """The server of a fetcher: one thread that serves all connections of ranks and runs no user code.
 
 Workers write batches into shared memory and report the offsets. When a rank requests a batch, the
-server sends the batch from that memory, or tells a rank on the same host where to read it there.
+server sends the batch from that memory. To a rank on the same host, the server may send only the
+batch's position; the rank then reads the batch in the shared memory.
 
 The server never blocks. So no rank is delayed by another rank that pauses for an hour, by a peer
 that never authenticates, or by a dataset that takes minutes for an item. In a run without fetchers,
@@ -125,15 +126,15 @@ class RankConnection:
     """Server's end of a connection to a rank, or to a peer that has not authenticated yet.
 
     Attributes:
-        is_greeting: Whether the TLS handshake has not finished yet.
-        last_sent_at: Monotonic time of the last data or `Alive` message that was sent to the rank,
-            or of the arrival of its first pending request.
+        is_greeting: Whether the TLS handshake is still in progress.
+        last_sent_at: Monotonic time at which the rank last got data or an `Alive` message. If a
+            request arrives while no request is pending, the time is set to this arrival.
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
         pending: Pending requests in order, each with True if only the batch's units are requested.
         out: Queued output. Each entry has bytes, a `Prepared` to release after sending (or None),
             and a file descriptor to send with the bytes (or -1).
-        lent: Batches that the rank reads in shared memory, by their position there.
+        lent: Batches that the rank reads in shared memory, by their position in the memory.
         arenas: Numbers of the arenas whose file descriptor this rank has received.
     """
 
@@ -183,7 +184,11 @@ class RankConnection:
         return True
 
     def _send_plain(self) -> int:
-        """Send the first parts of the output, with at most one descriptor; return the bytes."""
+        """Send the first parts of the output, with at most one file descriptor.
+
+        Returns:
+            Number of bytes sent.
+        """
         parts: list[bytes | memoryview] = []
         for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
             if descriptor >= 0:
@@ -195,9 +200,9 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send the first part of the output; join it with the next ones if they are small.
+        """Send the first part of the output. If it is small, join it with the next parts.
 
-        Each TLS send makes a record of its own, so separate small parts would be slow.
+        Each TLS send makes a record of its own, so sending small parts separately would be slow.
 
         Returns:
             Number of bytes sent.
@@ -220,7 +225,7 @@ class RankConnection:
         return sent
 
     def _sent(self, size: int) -> None:
-        """Remove `size` bytes that were sent from the output queue, and release their batches."""
+        """Remove `size` sent bytes from the output queue; release responses that are sent fully."""
         self.out_bytes -= size
         out = self.out
         while out and size >= len(out[0][0]):
@@ -290,12 +295,13 @@ class RankConnection:
     def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
         """Let the rank read a batch in shared memory, if possible.
 
-        It is possible if the rank is on this host, below its limit (`_LENT_BYTES`), and the only
-        receiver of the batch. A second receiver is excluded because the rank may modify the memory.
+        This is possible if the rank is on this host, the batch is not small, the rank stays below
+        its limit (`_LENT_BYTES`), and no other rank receives the batch. With two receivers, a rank
+        that modifies the memory would change the other rank's batch.
 
         Returns:
-            The position of the batch in shared memory, or None if the batch must be sent; and the
-            descriptor of the arena's file if the rank does not have it yet, else -1.
+            A tuple of two: the position of the batch in shared memory, or None if the batch must be
+            sent; and the descriptor of the arena's file, or -1 if the rank already has it.
         """
         worker, size = prepared.worker, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
@@ -310,9 +316,13 @@ class RankConnection:
 
 
 def _files_left(connection: RankConnection) -> int:
-    """Return how many file descriptors this process may still open.
+    """Estimate how many file descriptors this process may still open.
 
-    Linux gives out the lowest free number, so numbers above that of the newest connection are free.
+    Linux gives a new descriptor the lowest free number. So all numbers below the newest
+    connection's number are in use; the estimate counts all numbers above it as free.
+
+    Args:
+        connection: The newest connection.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - 1 - connection.socket.fileno()
@@ -338,7 +348,7 @@ class Server:
     Args:
         key: The run's key; a peer must prove that it knows the key.
         listen: Address for the TCP listener; "" for no TCP (ranks of this host only).
-        tls: Certificate for TCP. With None, TCP is not encrypted and batches have checksums.
+        tls: Certificate for TCP; None for TCP without encryption, with checksums of batches.
 
     Attributes:
         addresses: Host and port of the TCP listener ("" and 0 without TCP), and the name of the
@@ -497,7 +507,7 @@ class Server:
     def _guarded(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
-        """Call `work` with a connection if it is still open; close the connection on an error."""
+        """Call `work` with a connection, if still open; if `work` fails, close the connection."""
         if connection not in self._connections:
             return
         try:
@@ -607,7 +617,7 @@ class Server:
     def _reason_when_full(self) -> str:
         """Return the reason for rejecting a rank when the process has too many open files.
 
-        The user is warned the first time.
+        The first call also warns the user.
         """
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
@@ -696,7 +706,7 @@ class Server:
                 connection.last_sent_at = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
-        """Close the connection of a peer that may not be served, and count it as refused."""
+        """Close the connection of a peer that may not be served; count and log the refusal."""
         self._refused += 1
         _log.warning("a peer was refused: %s", why)
         self._drop(connection, is_gone=False)
@@ -724,9 +734,10 @@ class OwnServers:
     """Manager of a rank's own servers, one process for each loader, in a run without fetchers.
 
     The constructor forks a child, the starter process, which later forks the servers. Call the
-    constructor while the rank has one thread and has not run user code. A fork at a later time,
-    when the cell iterates a loader, could deadlock. If another thread holds a lock at that moment,
-    such as the lock of torch's random generator, the child would wait for the lock forever.
+    constructor while the rank has one thread and has not run user code. Without the starter
+    process, the rank itself would fork when the cell iterates a loader. Another thread might then
+    hold a lock, such as the lock of torch's random generator, and the child would wait for the lock
+    forever.
 
     `close` ends the starter process and the servers, and waits for them. Without `close`, they end
     when the rank's process ends.
@@ -763,8 +774,8 @@ class OwnServers:
         Forks of this process may also call this method.
 
         Returns:
-            The name of the server's Unix socket, and a socket that the caller closes to end this
-            server.
+            The name of the server's Unix socket, and another socket. To end the server, the caller
+            closes this other socket.
 
         Raises:
             RunLost: The server does not listen within `timeout_s`.
@@ -837,7 +848,7 @@ class OwnServers:
         Args:
             served: The settings for the loader.
             answer: Socket to the rank, to send the name of the server's Unix socket. The rank
-                closes it to end this server.
+                closes its end of `answer` to end this server.
             life: Socket that the rank closes to end all servers.
         """
         payload = self._load(served)

@@ -3,7 +3,7 @@
 <run folder>/data/            0700
     service.json              0600: the `Service` object with key, certificate and settings
     <name>.loader             a pickled registered loader
-    settings                  the notebook's settings, for fetchers (a payload without variables)
+    settings                  the process state and modules for fetchers (`write_settings`)
     fetchers/                 address of each fetcher (`FolderDirectory`)
     ledger/                   number of batches that each rank received (`BatchLedger`)
 
@@ -39,7 +39,7 @@ _GROW_LINES = 64
 
 @dataclass(frozen=True)
 class Tls:
-    """A run's certificate and its private key (PEM), shared by all its processes.
+    """A run's certificate and the certificate's private key (PEM); all processes of a run use them.
 
     Ranks and fetchers each present the certificate and require it from the peer.
     """
@@ -72,7 +72,9 @@ class Tls:
 
 
 class Served(Struct, frozen=True):
-    """Settings of one registered loader that a run's cell uses (the loader itself is a file).
+    """Settings of one registered loader that a run's cell uses.
+
+    The pickled loader is in a file of its own (`payload_file`).
 
     Attributes:
         num_workers: Workers of each fetcher; 0 for one worker for each core.
@@ -91,8 +93,8 @@ class Service(Struct, frozen=True):
     Attributes:
         key: The run's key, which both sides of every connection must prove.
         seed: The run's seed.
-        fetchers: Number of fetchers; 0 if the ranks run the loaders themselves.
-        numbers: Numbers of all fetchers in the run or session.
+        fetchers: Number of fetchers of each loader; 0 if the ranks run the loaders themselves.
+        numbers: Numbers of the fetchers of this cell, for all its loaders (`FetcherPlan.number`).
         units: Value of `--units`; None for no limit.
         loaders: The loaders that the cell uses.
         settings: The section `[data]` of the configuration.
@@ -123,7 +125,7 @@ def folder_of(run_dir: Path) -> Path:
 
 
 def settings_file(run_dir: Path) -> Path:
-    """Return the path of the file with the notebook's settings for a run's fetchers."""
+    """Return the path of the file with the process state and modules for a run's fetchers."""
     return folder_of(run_dir) / "settings"
 
 
@@ -231,8 +233,8 @@ class FolderDirectory:
 
     Args:
         folder: The folder (`addresses_folder`).
-        numbers: Numbers of the fetchers to use. The folder of a session also has the addresses of
-            fetchers that run the loaders of other cells.
+        numbers: Numbers of the fetchers to use. In a session, the folder also has the addresses of
+            other cells' fetchers.
     """
 
     def __init__(self, folder: Path, numbers: Sequence[int]) -> None:
@@ -241,7 +243,7 @@ class FolderDirectory:
     def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
-        If all fetchers have failed, return the failure of the first one.
+        If all fetchers of the loader have failed, the result has the first one's failure instead.
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
@@ -257,9 +259,10 @@ class FolderDirectory:
 class BatchLedger:
     """On-disk count of the batches that one rank received in one attempt of a run.
 
-    Each line of the file is one pass over a loader; several passes may be active together. The rank
-    increments a line's counter before the cell receives a batch. The file is mapped into memory,
-    so counting needs no system call, and the counts survive even if the rank is killed.
+    Each line of the file counts the batches of one pass over a loader; several passes may be active
+    at the same time. The rank increments a line's counter before the cell receives a batch. The
+    file is mapped into memory, so counting needs no system call, and the counts survive even if the
+    rank is killed.
 
     Args:
         folder: Folder of the ledgers of all ranks.

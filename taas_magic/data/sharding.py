@@ -3,14 +3,14 @@
 A *slot* is the number of a batch in the order of its epoch: 0, 1, 2, … over all ranks. For a
 map-style loader, slot s is the s-th batch of its batch sampler. An iterable-style loader is cut
 into *streams*, one for each value of `get_worker_info().id`. Slot s is item s // streams of stream
-s % streams, which is the order of a local DataLoader with the same number of workers. If that
-stream has ended earlier, the slot has no batch and is called *void*.
+s % streams, which is the order of a local DataLoader with the same number of workers. A slot after
+the end of its stream has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
 position p in step p // world_size. A *schedule* (`EpochSchedule`, `ScoutedSchedule`) belongs to one
-rank and one epoch: it says which slots to request ahead, and which slot to yield at each step. It
-depends only on its arguments and on the recorded units of the slots. So all ranks end at the same
-step without communication.
+rank and one epoch. The schedule decides which batches the rank requests, and which batch the rank
+gets in each step. Schedules depend only on their arguments and on the recorded units of the slots.
+So all ranks end at the same step without communication.
 """
 
 import hashlib
@@ -55,16 +55,17 @@ def assigned_worker(
 ) -> tuple[int, int]:
     """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
 
-    For a map-style loader, the worker has the same number as in a local DataLoader with `workers`
-    workers, whatever the number of fetchers.
+    For a map-style loader and a stride of 1, the number of the worker does not depend on the number
+    of fetchers. It is the number that the worker has in a local DataLoader with `workers` workers.
 
     Args:
         slot: Number of the batch in the epoch's order.
         streams: Number of streams; None for a map-style loader.
         fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
-        stride: Distance between the slots that these fetchers prepare: 1, or world_size if each
-            rank prepares its own batches.
+        stride: Distance between consecutive slots that these fetchers prepare. 1 if they prepare
+            all slots; the world size in a run without fetchers, where each rank prepares only its
+            own batches. Used only for a map-style loader.
 
     Returns:
         The index of the fetcher, and the number of its worker.
@@ -79,15 +80,15 @@ def assigned_worker(
 class FetcherShare:
     """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
 
-    Batches are identified by their slot: the number of the batch in the epoch's order. The function
-    `assigned_worker` is the formula. In a run without fetchers, each rank is the only fetcher of
-    its own batches: then `first` is the rank and `stride` is the world size.
+    The function `assigned_worker` computes the fetcher and the worker from a batch's slot. In a run
+    without fetchers, each rank is the only fetcher of its own batches: `first` is then the rank,
+    and `stride` is the world size.
 
     Attributes:
         index: Index of this fetcher.
         fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
-        stride: Distance between the slots that the fetchers prepare; 1 for every slot.
+        stride: Distance between consecutive slots that the fetchers prepare; 1 for all slots.
         first: First slot that the fetchers prepare.
         units: Value of `--units`; None for no limit.
     """
@@ -141,7 +142,7 @@ class RankShare:
         uneven: Rule for batches that do not divide evenly among the ranks. `pad` repeats the
             epoch's first batches (as DistributedSampler does), `drop` omits the remaining batches,
             `keep` gives some ranks one batch less.
-        units: Units that all ranks together may still receive; None for no limit.
+        units: Total units that all ranks together may receive in this pass; None for no limit.
     """
 
     rank: int
@@ -151,7 +152,7 @@ class RankShare:
 
 
 class NoSlot(Enum):
-    """Reason why a schedule has no slot for a step (the result of `at`).
+    """Reason why a schedule's method `at` returns no slot for a step.
 
     WAIT: the units of more slots must be recorded first. END: the epoch has ended for this rank.
     """
@@ -206,7 +207,10 @@ class EpochSchedule:
             self._steps = min(self._steps, self._first + left)
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for the steps before `until_step` that were not yielded before."""
+        """Yield the requests for all steps before `until_step`, each request only once.
+
+        Requests that an earlier call has yielded are left out.
+        """
         while self._next < min(until_step, self._steps):
             yield SlotRequest((self._next * self._world_size + self._rank) % self._batches, True)
             self._next += 1
@@ -244,20 +248,20 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
 
 
 class ScoutedSchedule:
-    """One rank's schedule for an epoch in which batches must be looked up before they are assigned.
+    """One rank's schedule for an epoch whose length or units are not known in advance.
 
-    It is used for streams, because the end of a stream is known only when it is reached. It is also
-    used for batches with `hints["units"]`. For each slot, the rank that will probably get the batch
-    requests it, and the other ranks request only its units. So every rank knows all slots of a step
-    (the step's *row*) and their units before it yields its own batch.
+    Examples are streams, whose end is known only when a worker reaches it, and batches with
+    `hints["units"]`. The schedule guesses which rank will get each batch. That rank requests the
+    batch, and the other ranks request only the batch's units. So every rank knows all slots of a
+    step (the step's *row*) and their units before the rank yields its own batch.
 
     Args:
         part: The rule for which batches the rank gets.
         batches: Number of batches; None if not known.
         streams: Number of streams; 1 for a map-style loader.
         place: Position in the epoch to begin at.
-        has_hints: Whether the epoch's first batch has `hints["units"]`; None if `--units` sets no
-            limit and so the first batch was not checked.
+        has_hints: Whether the epoch's first batch has `hints["units"]`. None without `--units`,
+            because the fetchers then do not check the first batch.
     """
 
     def __init__(
@@ -279,7 +283,10 @@ class ScoutedSchedule:
         self._summed_steps = self._summed_units = 0
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for the steps before `until_step` that were not yielded before."""
+        """Yield the requests for all steps before `until_step`, each request only once.
+
+        Requests that an earlier call has yielded are left out.
+        """
         world_size = self._part.world_size
         for slot in self._place.first_slots if self._next == self._place.slot else ():
             if slot < self._place.slot:
@@ -337,11 +344,14 @@ class ScoutedSchedule:
 
     @property
     def _ended(self) -> bool:
-        """Whether the epoch's last batch is known: each stream has ended, or all are recorded."""
+        """Whether the end of the epoch is known.
+
+        The end is known if each stream has ended, or if the units of all batches are recorded.
+        """
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Return how many batches come before a slot, assuming that no further slot is void."""
+        """Guess the position of a slot, assuming that no further slot is void."""
         return self._base + len(self._order) + max(0, slot - self._walked)
 
     def _first_slots(self) -> tuple[int, ...]:
@@ -371,7 +381,8 @@ class ScoutedSchedule:
         """Return the slots of a step, one for each rank.
 
         Returns:
-            The slots; fewer or none at the end of the epoch; None if they are not known yet.
+            The slots; fewer slots or none at the end of the epoch; None if the slots are not known
+            yet.
         """
         world_size = self._part.world_size
         start = step * world_size - self._base

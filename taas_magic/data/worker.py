@@ -1,12 +1,13 @@
-"""A fetcher's worker: the process that runs the user's dataset. Also the server's handle of it.
+"""A fetcher's worker, which is the process that runs the user's dataset.
 
 A worker receives commands from its server, prepares one batch at a time, writes it into its shared
 memory (the arena) and reports the offset. It has no connection to a rank and only one thread, so
 that the dataset runs under the same conditions as in a worker of a local DataLoader.
 
-The workers of one loader are children of a process that only manages them (`parent_main`). That
-process can unpickle a large dataset once and then fork. Also, it has none of the server's sockets,
-so that a restarted worker does not inherit them. The server has a `WorkerHandle` for each worker.
+The workers of one loader are children of a process that only manages them (`parent_main`). This
+parent process can unpickle a large dataset once and then fork. The parent process has no
+connections to ranks, so a restarted worker does not inherit any. The server has a `WorkerHandle`
+for each worker.
 """
 
 import gc
@@ -93,8 +94,8 @@ class ServedLoader:
         budget_bytes: Limit on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
-        fill_batches: Minimum number of batches to prepare before ranks request any, including
-            batches of later epochs.
+        fill_batches: Minimum number of batches to prepare before ranks request any. If necessary,
+            workers prepare batches of later epochs, too.
         fill_bytes: Minimum total size of these batches. If both minimums are 0, workers prepare as
             much of the first epoch as fits into memory.
         folder: Folder with the pickled loader if a rank runs the server; else "".
@@ -147,7 +148,8 @@ class WorkerHandle:
     def room(self) -> int:
         """Number of commands that may be queued now.
 
-        It is 0 until the worker has answered half of its queue, and after the worker has ended.
+        The number is 0 until the worker has answered half of its queue. The number is also 0 after
+        the worker has ended.
         """
         n_unanswered = len(self.unanswered)
         return 0 if self.is_gone or n_unanswered > self._depth // 2 else self._depth - n_unanswered
@@ -174,7 +176,7 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, with the freed offsets.
 
-        If the worker has ended, do nothing: `receive_replies` reports that.
+        If the worker has ended, nothing is sent, and `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -325,7 +327,7 @@ class Worker:
             self._socket.send(_pack(replies))
 
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
-        """Return the response to a request; an ERROR or VOID response instead of an exception."""
+        """Return the response to a request; if preparing it raises, return ERROR or VOID."""
         try:
             if isinstance(self._source, UserCodeFailed):
                 raise self._source
@@ -393,13 +395,13 @@ _Prepared = tuple[ResponseKind, encode.Encoded, int, int]
 def _is_compared(item: int) -> bool:
     """Return whether the ranks compare the hash of this item of a stream.
 
-    These are only item 0 and powers of two, because hashing each batch would be slow.
+    Ranks compare only item 0 and items 1, 2, 4, 8, …, because hashing each batch would be slow.
     """
     return item & (item - 1) == 0
 
 
 def _failed(failure: UserCodeFailed) -> _Prepared:
-    """Return an ERROR response, from which the rank raises the user's exception again."""
+    """Return an ERROR response with the user's exception, which the rank raises again."""
     try:
         body = encode.as_bytes(failure.raised)
     except Exception:  # pickling a user's exception may raise anything
@@ -425,7 +427,7 @@ class StoppedChildren:
 
         Args:
             children: Process ids of the children to check. The caller must not have reaped any of
-                them (`waitpid`): after that, the system may give its id to another process.
+                them (`waitpid`), because the system may reuse the id of a reaped process.
         """
         now = time.monotonic()
         stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]
