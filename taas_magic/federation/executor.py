@@ -1,10 +1,12 @@
 """Flower's SuperExec, which starts apps as forks of itself.
 
 In Flower, a SuperExec claims tasks (one for the ServerApp, one for each message to a ClientApp) and
-starts a process for each. Flower's own SuperExec starts a new Python process, which imports the
-app's modules again. If a process sends no heartbeat for 30 s, Flower takes its task away, so on a
-slow machine an app would never begin. This program imports the apps' modules once, before it claims
-any task, and then forks. An app begins within milliseconds, however long its imports take.
+starts a process for each task. Flower's own SuperExec starts a new Python process, which imports
+the app's modules again. If the process sends no heartbeat for 30 s, Flower cancels the task. If the
+imports take longer than that, as on a slow machine, the app never begins.
+
+This program imports the apps' modules once, before it claims any task, and then forks for each
+task. An app begins within milliseconds, even if the imports are slow.
 """
 
 import importlib
@@ -45,8 +47,9 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
     """Guess which modules the apps will import: those whose names occur in the run's payload.
 
-    Private modules, Python's own and this package are left out. A superfluous module costs one
-    import. If a module is missing, each app imports it itself.
+    Private modules, Python's own modules and this package are left out. If the guess includes a
+    module that no app needs, the cost is one import. If the guess lacks a module, each app imports
+    the module itself.
 
     Args:
         payload: The payload file of the run.
@@ -77,7 +80,7 @@ def main() -> None:
 def _import(name: str) -> None:
     """Import a module before it is needed, and log its name if the import takes long.
 
-    An error is ignored here. It appears again in the app that imports the module.
+    An import error is ignored here; the app that imports the module raises the error again.
     """
 
     def say() -> None:
@@ -114,7 +117,7 @@ class _Forks:
         """Start an app in a fork; called by Flower.
 
         Raises:
-            SystemExit: The task was already started `STARTS` times.
+            SystemExit: Flower has already started this task `STARTS` times.
         """
         if spec.task_type not in _FORKED:
             return LaunchResult.failed(f"this host runs no {spec.task_type}")

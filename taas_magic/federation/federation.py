@@ -60,9 +60,11 @@ class Federation:
             The return value of the ServerApp's main function, such as Flower's `Result`.
 
         Raises:
-            UsageError: The pool has no such hosts, flwr is not installed, or `config` or
-                `per_host` has a value that Flower cannot transfer.
-            TaasError: The run failed; the errors are those of a `%%taas` cell.
+            UsageError: The pool does not exist or has too few hosts, `per_host` names a host that
+                is not in the pool, or `config` or `per_host` has a value that Flower cannot
+                transfer. Also if there is no notebook, or the extension is not loaded.
+            TaasError: The run failed, for example because flwr is not installed on a host. The
+                errors are those of a `%%taas` cell.
         """
         _check(config or {}, *self.per_host.values())
         magics = _magics()
@@ -92,7 +94,7 @@ class Federation:
 
 
 def _check(*said: Mapping[str, Any]) -> None:
-    """Check that Flower can transfer the values of configurations for the apps.
+    """Check that Flower can transfer the values in `config` and `per_host` to the apps.
 
     Raises:
         UsageError: A value is not a string, number or boolean.

@@ -2,8 +2,8 @@
 
 Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts. Every host runs
 a SuperNode, and the ClientApp in one process for each message. All ports require a key. The
-SuperLink's Control API requires the run's key, its Fleet API the key of a registered SuperNode. The
-Runtime API on each host requires that host's secret.
+SuperLink's Control API requires the run's key. The SuperLink's Fleet API requires the key of a
+registered SuperNode. Each host's Runtime API requires a secret of this host.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) ->
 
     Args:
         terms: The settings of the federation.
-        server_app: The notebook's ServerApp. Only its type is checked here; the process that runs
-            it loads it again (`flower`).
-        client_app: The notebook's ClientApp; only its type is checked here, too.
+        server_app: The notebook's ServerApp. This function only checks the type: the process that
+            runs the app loads the app again (`flower`).
+        client_app: The notebook's ClientApp; this function only checks the type.
 
     Returns:
         On rank 0, the return value of the ServerApp's main function; None on other ranks.
@@ -130,7 +130,9 @@ def _run_first_host(host: "_Host", meeting: TCPStore) -> Any:
 def _get(meeting: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait has no time limit, because the failure of the other rank would end the run.
+    The wait has no time limit. If rank 0 fails, the run ends, and so does the wait. If another rank
+    fails before it has set its key, rank 0 waits until the run is interrupted or reaches its
+    `timeout_s`.
     """
     while not meeting.check([key]):
         time.sleep(LOOK_S)
@@ -310,13 +312,13 @@ class _Host:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
-        """Start a program, and keep it under `name` for `check` and `close`."""
+        """Start a program, and store it under `name` for `check` and `__exit__`."""
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(
                 f"{command[0]} is not installed beside {sys.executable}: pip install flwr there"
             )
-        # a SuperExec keeps the default level, because its apps inherit it
+        # A SuperExec keeps the default log level, because its apps inherit the level.
         quiet = {} if "SuperExec" in name else {"FLWR_LOG_LEVEL": "WARNING"}
         environ = {**self._environ, **quiet}
         self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
@@ -330,9 +332,14 @@ class _Host:
         self._start(name, *command, "--superexec-auth-secret-file", str(secret))
 
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
-        """Start a program with a free port, and return the port once the program listens there.
+        """Start a program that listens on a free port; return the port when the program listens.
 
-        If another program takes the port first, the program ends and is started with another port.
+        If the program ends first, for example because another program has taken the port, start the
+        program again with another port, at most `PORT_TRIES` times in all.
+
+        Raises:
+            RuntimeError: The program ended at each start, did not listen in time, or is not
+                installed.
         """
         for _ in range(PORT_TRIES):
             port = _free_port(host)
@@ -363,6 +370,9 @@ class _Host:
         """Check that the SuperLink's Control API rejects a wrong key.
 
         Another version of flwr might ignore our authentication class and accept every client.
+
+        Raises:
+            RuntimeError: The SuperLink accepts a wrong key.
         """
         try:
             with self._control(superlink, key="none") as control:
