@@ -85,9 +85,9 @@ class _Placed:
 def teach_accelerate() -> None:
     """Patch accelerate, so that it works with registered loaders.
 
-    `Accelerator.prepare` then wraps a registered loader instead of returning it unchanged.
-    `skip_first_batches` then discards the first batches that fetchers send. accelerate's own
-    version would run the loader's sampler in the rank.
+    With the patch, `Accelerator.prepare` wraps a registered loader instead of returning it
+    unchanged. With the patch, `skip_first_batches` discards the first batches that fetchers send;
+    accelerate's own version would run the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator
@@ -121,6 +121,7 @@ def teach_accelerate() -> None:
         return kind(placed.base_dataloader, placed.device, placed.non_blocking, num_batches)
 
     Accelerator.prepare_data_loader = prepare_data_loader
-    # This runs while accelerate is being imported, when `accelerate.accelerator` already has its
-    # own reference. The package itself imports the function later, so it gets the patched one.
+    # This code runs during the import of accelerate. `accelerate.accelerator` has already imported
+    # the function, so it is patched there, too. The package `accelerate` imports the function later
+    # and gets the patched one.
     data_loader.skip_first_batches = accelerator.skip_first_batches = skip_first_batches

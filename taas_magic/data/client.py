@@ -123,7 +123,8 @@ class Route:
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._up()
-        # Until a fetcher responds, prefer fetchers that have not failed, so that each is tried.
+        # Prefer fetchers that have not failed since the last response of any fetcher, so that each
+        # fetcher is tried.
         up = [number for number in up if number not in self._reasons] or up
         if wanted in up or not up:
             return wanted
@@ -135,9 +136,10 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The limit is half of `fetch_s` (`FetchLease.silent_s`). The limit is lower if less than that
-        is left of `fetch_s`, counted since the last response of any fetcher. So if no fetcher
-        responds, the run fails after about `fetch_s`, even if the rank tries several fetchers.
+        The value is half of `fetch_s` (`FetchLease.silent_s`), or the rest of `fetch_s` if that is
+        less. The rest is `fetch_s` minus the time for which no fetcher has responded. So if no
+        fetcher responds, the run fails after about `fetch_s`, even if the rank tries several
+        fetchers.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 

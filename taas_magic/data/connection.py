@@ -112,7 +112,7 @@ class FetcherLink:
         try:
             if self._is_tls:
                 self._socket.settimeout(ALIVE_S)
-            else:  # a timeout in the kernel saves a poll for each receive
+            else:  # a timeout in Linux saves a poll for each receive
                 self._socket.settimeout(None)
                 timeval = struct.pack("ll", int(ALIVE_S), 0)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

@@ -219,8 +219,8 @@ class BatchSource:
             return EpochDescription(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
-            # With a local loader the dataset would count its epochs; here each epoch starts with a
-            # fresh copy, so that the counter does not advance.
+            # In a local loader, the dataset would count its epochs. Here each epoch starts with a
+            # fresh copy, so the counter does not advance.
             counters = (cursor.counter for cursor in self._cursors.values())
             counter = next(filter(None, counters), "")
         return EpochDescription(None, self.streams, 0, counter=counter)

@@ -270,7 +270,8 @@ def _pickle(
     """Pickle a value.
 
     Returns:
-        The pickle, its out-of-band buffers, and the plain tensors that it has a number for.
+        The pickle, its out-of-band buffers, and the plain tensors. In the pickle, each plain tensor
+        is replaced by its index in this list.
     """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickler_type(file, protocol=5, buffer_callback=buffers.append)
@@ -406,7 +407,7 @@ def _extent(number: int, tensor: torch.Tensor) -> _Extent:
 
 
 def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the length of a tensor's memory range, in values, with the gaps between values."""
+    """Return the length of a tensor's memory range in elements, including gaps."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
@@ -495,8 +496,8 @@ class _Place(NamedTuple):
     Attributes:
         at: Byte offset of the tensor's first value in the body.
         values: Number of values.
-        storage: Start and size of the tensor's buffer, if only a part of the buffer belongs to the
-            tensor or other tensors share it. None if the tensor fills a buffer of its own.
+        storage: None if the tensor fills a buffer of its own. Otherwise start and size of the
+            buffer, which has gaps or is shared with other tensors.
         is_packed: Whether the values are dense in the body, but the tensor's strides have gaps.
     """
 

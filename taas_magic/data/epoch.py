@@ -297,7 +297,7 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Warn if different ranks read different data as the same batch of a stream.
+        """Warn if this rank's data for a batch differ from other ranks' data for the batch.
 
         Also warn if the epoch's first batch is not the one that the loaded state requires.
 

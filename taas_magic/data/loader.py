@@ -198,7 +198,7 @@ class RemoteLoader(DataLoader[Any]):
     `load_state_dict` has set another one.
     """
 
-    # accelerate shards every loader without this mark; this loader yields only one rank's batches.
+    # accelerate shards every loader that lacks this attribute. This loader is already sharded.
     _is_accelerate_prepared = True
 
     def __init__(self, shape: LoaderShape, feed: Feed) -> None:
@@ -415,7 +415,7 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
-        """Send the states of the streams to the workers, if `load_state_dict` has loaded some.
+        """If `load_state_dict` has loaded states of streams, send these states to the workers.
 
         Args:
             client: Client that has opened the epoch.
@@ -621,8 +621,8 @@ class RemoteDataset(Dataset[Any]):
     """A rank's substitute for a dataset; only fetchers run the real dataset.
 
     `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
-    attribute is itself a dataset, the rank gets a `RemoteDataset` for the attribute, too. Its items
-    come from the rank's copy.
+    attribute is itself a dataset, the rank gets a `RemoteDataset` for the attribute, too. The items
+    of such an attribute come from the rank's copy.
 
     Args:
         loader: The remote loader.

@@ -108,7 +108,7 @@ class Mapping:
 class Arena(Mapping):
     """A worker's mapping of its own arena, in which it allocates memory for batches.
 
-    The kernel frees the file when the last process that has it open or mapped has ended.
+    Linux frees the file when the last process that has the file open or mapped has ended.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -85,7 +85,7 @@ class ResponseKind(enum.IntEnum):
 
 
 class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Request about a loader. After a failure, the client can repeat it at another fetcher.
+    """Request about a loader. After a failure, the client sends it again to another fetcher.
 
     Attributes:
         kind: OPEN requests an epoch's description, GET a batch, PEEK a batch's units, SAMPLE an
@@ -94,9 +94,9 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
         epoch: Number of the epoch.
         slot: Number of the batch in the epoch's order.
         detail: Further data. GET: the indices of the batch's samples; empty to use the worker's own
-            order. SAMPLE: the index. ORDER: empty to request the indices of one batch; any value to
-            request the indices of all batches. STATE: the state to load into the dataset; empty to
-            request the dataset's state.
+            order. SAMPLE: the index. ORDER: empty to request the indices of one batch; any
+            other value to request the indices of all batches. STATE: the state to load into the
+            dataset; empty to request the dataset's state.
     """
 
     kind: RequestKind
@@ -114,10 +114,10 @@ class EpochDescription(Struct, frozen=True, array_like=True):
         order: Hash of the epoch's order; 0 for an iterable-style loader.
         counted: Whether the first batch has `hints["units"]`; always False without `--units`.
         counter: Name of the attribute in which an iterable-style dataset counts its epochs, found
-            at the end of a stream; "" for none. The rank warns of it: each epoch uses a fresh copy
-            of the dataset, so such a counter never advances.
-        generator: Name of the attribute in which `worker_init_fn` has stored a random generator; ""
-            for none.
+            at the end of a stream; "" for none. Rank 0 warns of such a counter: each epoch uses a
+            fresh copy of the dataset, so the counter never advances.
+        generator: Name of the attribute in which `worker_init_fn` has stored a random generator.
+            "" for none.
     """
 
     batches: int | None
@@ -219,7 +219,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
             hash of the batch, but only of item 0 of the stream and items 1, 2, 4, 8, … (BATCH,
             PEEKED, VOID, and VALUE in reply to ORDER).
         head_bytes: Size of the table of contents at the body's start (BATCH).
-        body_sum: Checksum of all bodies; None if TLS or the kernel protects the data.
+        body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.
         more: Number of further requests that this message answers. Their responses differ only in
             the slot and in the body's content; all bodies have the same size (BATCH).

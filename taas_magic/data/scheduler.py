@@ -148,8 +148,8 @@ class PrefetchOrder:
     def restart(self) -> None:
         """Make every worker begin again at the current slot.
 
-        For example, if a worker has ended, another one must prepare its unfinished batches. Batches
-        that are in the buffer are not prepared again (`Buffer.choose_ahead`).
+        For example, if a worker has ended, a new worker must prepare the unfinished batches.
+        Batches that are in the buffer are not prepared again (`Buffer.choose_ahead`).
         """
         self._walks.clear()
 
@@ -233,8 +233,8 @@ class _Entry:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: The queue that has the request: number of the worker (None for any worker), and the
-            connection. None if the request is not queued.
+        queued: Worker and connection whose queue has the request; None if the request is not
+            queued. The worker is a number, or None if any worker can answer the request.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -543,8 +543,8 @@ class Buffer:
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
-        If no other connection waits for the request, either drop the request from its queue, or
-        mark its prepared response as unrequested.
+        If no other connection waits for the request, either drop the queued request, or mark the
+        prepared response as unrequested.
         """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
@@ -617,7 +617,7 @@ class Scheduler:
         self._workers: dict[int, WorkerHandle] = {}
         self._suspects: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Fork before any connection exists, because a child would keep it open.
+        # Fork before any connection exists, because a child would keep every connection open.
         context: Any = multiprocessing.get_context("fork")
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
@@ -688,7 +688,7 @@ class Scheduler:
         """Return the number of the worker that must prepare a request; None for any worker."""
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
-            # A sampler may give a different order in each process, so only worker 0 is asked.
+            # A sampler may give a different order in each process, so only worker 0 answers.
             return 0
         has_indices = kind is RequestKind.GET and request.detail
         if kind is RequestKind.SAMPLE or has_indices:
@@ -704,8 +704,8 @@ class Scheduler:
     def _advance(self, stream: int, epoch: int, item: int) -> None:
         """Record the next item of a stream in an epoch.
 
-        Positions are kept for the latest `OPEN_EPOCHS` epochs: in so many epochs, a worker keeps an
-        iterator over the stream.
+        Positions are kept only for the latest `OPEN_EPOCHS` epochs, because a worker keeps its
+        iterators over the stream only for these epochs.
         """
         epochs = self._positions.setdefault(stream, {})
         epochs.pop(epoch, None)

@@ -754,7 +754,7 @@ class OwnServers:
         self._life, life = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not a multiprocessing.Process: a cell may end, or wait for, all of those.
+        # Not a multiprocessing.Process, because a cell may end all of those or wait for them.
         self._starter_pid = os.fork()
         if not self._starter_pid:
             try:
@@ -824,7 +824,7 @@ class OwnServers:
         servers: list[Any] = []
         while True:
             ready = wait([control, life, *(server.sentinel for server in servers)])
-            servers = [server for server in servers if server.is_alive()]  # reaps the others
+            servers = [server for server in servers if server.is_alive()]  # also reaps the others
             if life in ready:
                 break
             if control not in ready:
