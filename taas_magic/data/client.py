@@ -158,9 +158,9 @@ class Route:
         return link
 
     def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
-        """Return the connections and receive memory of a finished pass for reuse.
+        """Return the connections and the receive memory of a finished pass, for a new pass.
 
-        If no finished pass has left any, return no connections and new memory.
+        If there is no finished pass, return no connections and new memory.
 
         Args:
             keep_bytes: Limit on the memory that new `Blocks` keep for reuse.

@@ -1,10 +1,10 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
-All workers use it: those of fetchers, and those of ranks in a run without fetchers. A batch is
-requested by its epoch and its slot (its number in the epoch). The batch depends only on (seed,
-epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An iterable-style
-dataset is replayed from the start of its stream, or from a saved state if the dataset has a
-`state_dict`.
+All workers use this module: those of fetchers, and those of ranks in a run without fetchers. A
+batch is requested by its epoch and its slot (its number in the epoch). The batch depends only on
+(seed, epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An
+iterable-style dataset is replayed from the start of its stream, or from a saved state if the
+dataset has a `state_dict`.
 """
 
 import io
@@ -146,7 +146,7 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class LoadedLoader(NamedTuple):
-    """A loader in a worker, or its `LoaderParts`, and the definitions that it uses."""
+    """An unpickled loader (or its `LoaderParts`), with the definitions that the loader uses."""
 
     loader: Any
     definitions: Definitions
@@ -394,7 +394,8 @@ class BatchSource:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return a cursor with a fresh dataset for a stream.
 
-        The cursor begins at the latest item with a saved state, not after `item`; else at item 0.
+        The cursor begins at the latest saved state at or before `item`. Without such a state, the
+        cursor begins at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -610,7 +611,8 @@ def _ints_of(dataset: Any) -> dict[str, int]:
 class UserCodeFailed(Exception):
     """Exception for user code that raised an exception of its own.
 
-    `raised` describes the user's exception. It can be sent to a rank and raised again there.
+    The attribute `raised` describes the user's exception. A rank that receives this description can
+    raise the exception again.
     """
 
     def __init__(self, error: BaseException, where: str) -> None:

@@ -358,7 +358,8 @@ def _pinned(received: Delivered) -> Delivered:
 class EpochRequests:
     """Request loop of a rank for one epoch: requests batches early and yields the rank's steps.
 
-    The rank's schedule (`sharding`) decides which batches to request and which one each step gets.
+    The rank's schedule (`sharding`) decides which batches to request, and which batch each step
+    gets.
 
     Args:
         client: Client that has opened the epoch.

@@ -593,7 +593,7 @@ class Server:
         """Accept a peer that knows the run's key and requests a loader of this server.
 
         Raises:
-            ProtocolError: The peer is rejected; a message has told it the reason.
+            ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
         """
         key, place = self._key, self.addresses[2]
         why = ""
@@ -802,7 +802,7 @@ class OwnServers:
         return name.decode(), answer
 
     def close(self) -> None:
-        """End all servers and their workers; do nothing in a fork of the creating process."""
+        """End all servers and their workers; do nothing in a fork of the rank."""
         if os.getpid() != self._pid:
             return
         # A plain close does not signal the end, because forks of this process share the socket.

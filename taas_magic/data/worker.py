@@ -327,7 +327,11 @@ class Worker:
             self._socket.send(_pack(replies))
 
     def _prepare(self, request: LoaderRequest) -> "_Prepared":
-        """Return the response to a request; if preparing it raises, return ERROR or VOID."""
+        """Return the response to a request.
+
+        If the slot has no batch, the response is VOID. If the user's code raises, or the result
+        cannot be sent, the response is ERROR.
+        """
         try:
             if isinstance(self._source, UserCodeFailed):
                 raise self._source
