@@ -1,6 +1,6 @@
 """The project store: only rank 0 may write to it, and hosts that do not share it get a copy.
 
-rule.py      the store's path, checks whether it can be used, and the lock of the run that owns it
+rule.py      chooses the store, checks that it is usable, and locks it for the run that owns it
 guard.py     enforces the rule in a rank, by mounts, Landlock, or Python alone
 redirect.py  redirects the Python file writes of ranks other than 0
 libraries.py redirects file writes of libraries in C, C++ and Rust
@@ -11,9 +11,9 @@ A host that shares no file system with the notebook has a mirror. Before the ran
 changed files are sent to the mirror. While the ranks run, each file that rank 0 closes is sent back
 immediately. Neither side trusts the names or bytes that the other side sends.
 
-tree.py      access to a folder by descriptors only, and atomic arrival of a file in it
-manifest.py  rules for which files are copied, and the requests that copy them (also the run folder)
-ownership.py rules for which files are the user's, and which files a host may send
+tree.py      access to a folder that no link can redirect, and atomic writing of files in it
+manifest.py  rules for which files are copied, and the requests that copy files
+ownership.py rules for which files belong to the user, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy
 outbound.py  the host's side: sends files written in the mirror back to the store

@@ -2,9 +2,9 @@
 
 `apply_rule` is called in a freshly forked rank before any of the user's code. Processes that
 the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
-mount, else Landlock. `strongest` finds it by trying each mechanism, once, in a separate process.
-A trial in this process could fail after it has entered a user namespace, and no process can leave a
-user namespace.
+mount, else Landlock, else Python alone. `strongest` finds this mechanism by one trial of each, in
+a separate process. A trial in this process could fail after this process has entered a user
+namespace, and no process can leave a user namespace.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -15,10 +15,11 @@ Mounts are made in a private mount namespace, which disappears with its last pro
 or a kernel that lets ordinary users make user namespaces.
 
 Landlock (Linux 5.13 and later) needs neither. Its rules are an allow-list: an operation that the
-rule set handles is refused everywhere except below the folders that the rules name. To protect a
-folder, the rules therefore name all siblings of each folder on the path from `/` to it. The folders
-on that path are not named, so no new entry can be made directly in them. The rule set does not
-handle reading, which stays allowed. It handles truncation from ABI 3 (Linux 6.2) on.
+rule set handles is refused everywhere except below the folders that the rules name. To protect the
+store, the rules therefore name all siblings of the store, and all siblings of each folder that
+contains it. The rules do not name the folders that contain the store, so no new entry can be made
+directly in them. The rule set does not handle reading, which stays allowed. It handles truncation
+from ABI 3 (Linux 6.2) on.
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
@@ -49,7 +50,7 @@ HELD_BY_PYTHON = (
 
 
 class StoreProtection(str, Enum):
-    """Mechanisms that protect the store on a host; the values are shown to users."""
+    """Mechanism that protects the store on a host; the values are shown to users."""
 
     MOUNT = "read-only mount"
     USER_MOUNT = "read-only mount in a user namespace"
@@ -101,8 +102,8 @@ def trial(means: str, folder: str) -> None:
 def candidates(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
-    Root mounts without a user namespace, because inside a user namespace, root would lose its
-    rights on other users' files.
+    For root, the mount is made without a user namespace. Inside a user namespace, root would lose
+    its rights on other users' files.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
@@ -119,19 +120,20 @@ def apply_rule(
     writes: bool = False,
     rehearsal: Path | None = None,
 ) -> StoreProtection:
-    """Apply `rule` to this process. Call once, freshly forked, before any of the user's code.
+    """Apply `rule` to this freshly forked process. Call once, before any of the user's code.
 
     Args:
         rule: Settings of the store.
         who: Name of the process in messages.
         means: Strongest mechanism by which this host can protect the store, from `strongest`.
-        scratch: Path of the scratch folder, which is made here for this process alone. It must be
-            on this host and outside the store. The process that ends this one removes it.
+        scratch: Path at which to make the scratch folder of this process, on this host and
+            outside the store. The process that ends this process removes the folder.
         run_folder: Run folder, which stays writable.
         note: Called once with each path in the store that this process wrote or tried to write.
-        writes: Whether this is rank 0, which may write to the store and is only watched.
-        rehearsal: Folder that receives the writes of a rehearsal, in which no rank writes to the
-            store; made here if it is missing. None if the run is no rehearsal.
+        writes: Whether this process is rank 0. Rank 0 may write to the store, and its writes are
+            only noted.
+        rehearsal: In a rehearsal, the folder that receives all writes to the store; made if it is
+            missing. None if the run is not a rehearsal.
 
     Returns:
         The mechanism that is in effect now.
@@ -173,7 +175,7 @@ def apply_rule(
 
 
 def _redirect_calls(view: redirect.Watched) -> None:
-    """Redirect this process's file calls, in Python and in libraries, to the paths of `view`."""
+    """Redirect this process's file calls, in Python and in libraries, as `view` decides."""
     redirect.install(view)
     libraries.install(view)
 
@@ -204,7 +206,7 @@ _REFUSED = re.compile(
 
 
 def why_refused(error: BaseException) -> str:
-    """Return an explanation for the user if `error` is a write that the store's rule refused.
+    """Return an explanation for the user if `error` shows a write that the store's rule refused.
 
     Returns:
         The explanation; "" for any other error.
@@ -240,17 +242,17 @@ _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
 def _caches() -> list[str]:
-    """Return cache and settings folders that a rank may write even if the store contains them."""
+    """Return the cache and settings folders that a rank may write even inside the store."""
     named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
     return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
 def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
-    """Return the `writable` folders below the store. Create those that are missing.
+    """Return the `writable` folders below the store, each of which needs an exception.
 
-    Each returned folder needs an exception from the write rule. Landlock can only allow folders
-    that exist. So under Landlock, a missing `writable` folder is also created if its parent
-    contains the store. This folder is not returned, because it is not below the store.
+    Missing folders are created first. Under Landlock, a process cannot create a folder in a folder
+    that contains the store. So under Landlock, missing `writable` folders in such places are
+    created, too. They are not returned, because they are not below the store.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -260,14 +262,15 @@ def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[s
             try:
                 os.makedirs(path, mode=0o700, exist_ok=True)
             except OSError:
-                continue  # it is a file, or this user may not make it: nobody could write there
+                continue  # a file is there, or this user may not make the folder
     return [path for path in resolved if path != store and is_below(path, store)]
 
 
 def _move_temporary_folder(store: str, means: StoreProtection, scratch: Path) -> None:
-    """Set TMPDIR to a scratch folder if the usual one is the store or can no longer be written.
+    """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder.
 
-    Under Landlock, no entry can be made directly in a folder that contains the store.
+    The usual folder is unusable if it is the store. Under Landlock, it is also unusable if it
+    contains the store, because no entry can be made directly in such a folder.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (means is StoreProtection.LANDLOCK and is_below(store, usual)):
@@ -279,7 +282,7 @@ def _move_temporary_folder(store: str, means: StoreProtection, scratch: Path) ->
 def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    Descriptors that are already open and would bypass the protection are opened again.
+    Open descriptors that would bypass the protection are opened again.
 
     Args:
         store: Path of the store.
@@ -302,7 +305,7 @@ def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StorePr
         try:
             _apply(chosen, store, holes)
         except OSError:
-            continue  # try the next weaker one; the receipt names the one in effect
+            continue  # try the next weaker mechanism; the receipt names the one in effect
         _renew_descriptors(store, holes)
         break
     return chosen
@@ -321,16 +324,16 @@ def _apply(means: StoreProtection, store: str, holes: Sequence[str]) -> None:
 def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
     """Reopen inherited descriptors, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount with which it was opened. Through a descriptor of a
-    file in the store, the process could still write the file. A descriptor of any folder bypasses
-    the new mount.
+    A descriptor keeps the rights and the mount with which it was opened. Through an old descriptor
+    of a file in the store, the process could still write the file. Through an old descriptor of any
+    folder, it could bypass the new mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             path, mode = os.readlink(f"/proc/self/fd/{name}"), os.fstat(descriptor).st_mode
         except OSError:
-            continue  # `listdir`'s own descriptor, closed by now
+            continue  # this descriptor was `listdir`'s own, and is closed by now
         held = is_below(path, store) and not any(is_below(path, hole) for hole in holes)
         if stat.S_ISDIR(mode) or (held and stat.S_ISREG(mode)):
             _renew(descriptor, path)
@@ -341,7 +344,7 @@ def _renew(descriptor: int, path: str) -> None:
     try:
         renewed = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        renewed = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # removed, or not readable
+        renewed = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # removed or not readable
     if stat.S_ISREG(os.fstat(renewed).st_mode):
         os.lseek(renewed, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
     os.dup2(renewed, descriptor, inheritable=os.get_inheritable(descriptor))
@@ -352,7 +355,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> int:
-    """Return the result of a C function; if it shows a failure, raise OSError from errno."""
+    """Return the result of a C function. If the result is negative, raise OSError from errno."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -383,11 +386,11 @@ A user namespace may not drop these flags, so a remount repeats them.
 
 
 def _enter_namespace(*, as_user: bool) -> None:
-    """Enter a private mount namespace; later mounts of the host still appear in it.
+    """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
 
     Args:
-        as_user: Also enter a user namespace, in which an ordinary user may mount. In it, files of
-            all other users appear to belong to `nobody`.
+        as_user: Whether to enter also a user namespace, in which an ordinary user may mount. There,
+            files of all other users appear to belong to `nobody`.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
@@ -404,7 +407,7 @@ def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
 
     Args:
         folder: Absolute path without symbolic links.
-        holes: Folders inside it that stay writable.
+        holes: Folders inside `folder` that stay writable.
     """
     for path in (folder, *holes):
         _mount(path, path, _MS_BIND | _MS_REC)
@@ -418,7 +421,7 @@ def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
 
 
 def _unescape(field: bytes) -> str:
-    r"""Undo mountinfo's octal escapes (a space is `\040`)."""
+    r"""Replace the octal escapes in a field of mountinfo (a space is `\040`)."""
     return os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
 
 
@@ -429,7 +432,7 @@ def _mount(source: str | None, target: str, flags: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop the capabilities of the user namespace, so that this process cannot undo the mounts."""
+    """Drop this process's capabilities in its user namespace, so that it cannot undo the mounts."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     nothing = (ctypes.c_uint32 * 6)()
     _checked(_LIBC.capset(header, nothing), "capset")
@@ -473,7 +476,7 @@ def _neighbours(folder: str) -> list[str]:
         try:
             entries = os.listdir(parent)
         except PermissionError:
-            entries = []  # the folder can be entered but not listed (a /home of mode 711)
+            entries = []  # this user cannot list the folder (for example /home, mode 711)
         found += [os.path.join(parent, entry) for entry in entries if entry != name]
         folder = parent
     return found
@@ -489,7 +492,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return  # removed since it was listed, or not accessible
+        return  # the entry was removed since it was listed, or is not accessible
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISLNK(mode):

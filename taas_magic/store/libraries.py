@@ -1,9 +1,9 @@
 """Redirect file accesses of libraries in C, C++ and Rust, which bypass Python's `open`.
 
-`CALLS` lists functions that open a file in compiled code but are called from Python. In a rank,
-each is replaced when its module is imported. The replacement changes the path argument as
-`redirect.py` does for `open`, and calls the original function. Functions that read are replaced
-only in ranks that can have their own versions of files (`--store-writes discard`).
+`CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
+of these functions is replaced when its module is imported. The replacement changes the path as
+`redirect.py` does for `open`, and calls the original function. Functions that only read are
+replaced only in ranks that can have their own versions of files (`redirect.Discarded`).
 """
 
 import functools
@@ -22,11 +22,11 @@ class _Call(NamedTuple):
     """A library function or method that opens a file.
 
     Attributes:
-        module: Module that contains it.
+        module: Module that contains the function or the class.
         name: Name of the function, or of a method as `Class.method`.
-        position: Position of the path among the arguments, counting `self` of a method.
+        position: Index of the path in the positional arguments; `self` of a method has index 0.
         parameter: Name of the path's parameter.
-        writes: Whether the function writes; None if its argument `mode` decides.
+        writes: Whether the function writes; None if this depends on its argument `mode`.
         makes_folder: Whether the function makes a folder.
     """
 
@@ -60,7 +60,7 @@ CALLS = (
 
 
 def install(view: Watched) -> None:
-    """Permanently replace `CALLS` in this process, now or when their modules are imported."""
+    """Permanently replace the functions in `CALLS`, now or when their modules are imported."""
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
         if call.writes is not False or isinstance(view, Discarded):
@@ -70,14 +70,14 @@ def install(view: Watched) -> None:
 
 
 def _replace_all(view: Watched, calls: list[_Call]) -> None:
-    """Replace library functions by redirecting ones, also where other modules imported them."""
+    """Replace functions of an imported module, and all references to them in other modules."""
     for call in calls:
         holder: Any = sys.modules[call.module]
         *classes, name = call.name.split(".")
         for each in classes:
             holder = getattr(holder, each, None)
         real = getattr(holder, name, None)
-        if real is None:  # this version of the library does not have it
+        if real is None:  # this version of the library lacks the function
             continue
         led: Any = _led_class(view, call, real) if inspect.isclass(real) else None
         led, is_of_class = led or _redirected(view, call, real), inspect.isclass(holder)
@@ -87,14 +87,14 @@ def _replace_all(view: Watched, calls: list[_Call]) -> None:
 
 
 def _replace_where_imported(name: str, real: object, led: object) -> None:
-    """Replace a function also in modules that imported it by `from … import`."""
+    """Replace a function in all modules that imported it by `from … import`."""
     for module in list(sys.modules.values()):
         if vars(module).get(name) is real:
             setattr(module, name, led)
 
 
 def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
-    """Return a subclass with a redirected constructor; None if subclassing is not allowed."""
+    """Return a subclass with a redirected constructor; None if the class allows no subclass."""
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
         return _redirected(view, call, partial(real.__new__, cls))(*args, **kw)
@@ -129,10 +129,11 @@ def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
     """Return the path with which to call a library's function.
 
     Args:
-        view: Decides about paths in the store.
+        view: The rank's view of the store, which decides about paths.
         call: The function.
         path: The caller's path.
-        mode: The caller's `mode` argument, which decides if `call.writes` is None.
+        mode: The caller's `mode` argument. It decides whether the call writes if `call.writes` is
+            None.
     """
     if call.makes_folder:
         return led_path(view, view.target, path)

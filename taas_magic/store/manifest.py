@@ -1,16 +1,18 @@
 """Rules for which files are copied between hosts and the notebook, and the requests that copy them.
 
-Version control, caches, secrets and the files named in `.taasignore` are not copied, neither to a
-host nor back. A file that shells, ssh, git, Python or this package would execute or read as
-settings is never accepted from a host. These rules compare names without regard to case and
-invisible characters, because a file system may not distinguish them. Regular files are identified
-by their hash (`Hashes`), and a `Manifest` lists all files of a store to copy. Files are cut into
-pieces. The size of a message is adapted to the speed of the link and is at most `CHUNK_BYTES`.
+Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
+nor back. The notebook's side never accepts a file from a host that shells, ssh, git, Python or this
+package would execute or read as settings. The rules for secrets and for such files ignore case and
+invisible characters in names, because some file systems ignore them, too.
+
+A `Manifest` lists all files of a store to copy, and a regular file is identified by its hash
+(`Hashes`). Files are cut into pieces. The size of a message is adapted to the speed of the link and
+is at most `CHUNK_BYTES`.
 
 The same requests copy files of the run folder, to which the rules do not apply (`FileRoot`).
 
-Both sides check paths: a host may be hostile to the notebook, and the notebook's folder may contain
-names that are impossible on a host.
+Both sides check paths: a host may be hostile, and the notebook's folder may contain names that are
+impossible on a host.
 """
 
 import hashlib
@@ -129,18 +131,18 @@ _SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
 
 
 def is_believed(path: str) -> bool:
-    """Return whether a tool would run a file at `path` or read it as settings, unasked.
+    """Return whether some tool runs files of this name, or reads them as settings, by itself.
 
-    The tools are shells, ssh, git, Python and this package.
+    The tools are shells, ssh, git, Python and this package. Such files are not accepted from hosts.
     """
     return _BELIEVED.fullmatch(normal_form(path)) is not None
 
 
 class PathFileCheck:
-    """Checks that an arriving file with the suffix `.pth` is a checkpoint of torch.
+    """Check that an arriving file with the suffix `.pth` is a checkpoint of torch.
 
-    Python uses the same suffix for its path files. If a path file is in a folder in which Python
-    looks for packages, Python executes the lines of the file that begin with `import`.
+    Python uses the same suffix for its path files. Python executes the lines that begin with
+    `import` in path files, if the files are in a folder in which Python looks for packages.
     """
 
     def __init__(self) -> None:
@@ -156,15 +158,15 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the file begins like one of `torch.save`, and Python would run none of it."""
+        """Whether the file begins like one from `torch.save`, and has no line that Python runs."""
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
 def normal_form(path: str) -> str:
     """Return a normal form of `path`.
 
-    Two paths have the same form if some file system treats them as the same file, for example
-    because it ignores case.
+    Two paths have the same normal form if some file system treats them as the same file, for
+    example a file system that ignores case.
     """
     seen = path.lower()
     if not path.isascii():
@@ -178,8 +180,8 @@ class Ignore:
 
     Args:
         lines: Lines of a `.taasignore`, in gitignore's syntax. They can override the defaults:
-            the line `!__pycache__/` makes these folders be copied, and `!.env` makes the file
-            `.env` be copied. A line that names no file, such as `!*/`, overrides no default.
+            with the line `!__pycache__/`, these folders are copied; with `!.env`, the file `.env`
+            is copied. A general line such as `!*/` overrides no default.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -195,7 +197,7 @@ class Ignore:
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_back(self, path: str) -> str:
-        """Return why a file that a host wrote is not accepted into the store; "" if it is."""
+        """Return why the store does not accept a file from a host; "" if it accepts the file."""
         if self.is_secret(path):
             return "it may hold a secret"
         if is_believed(path):
@@ -205,9 +207,9 @@ class Ignore:
         return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
-        """Return whether an ignore rule matches `path` itself, so that it is not copied.
+        """Return whether an ignore rule matches `path` or a parent folder of `path`.
 
-        If a rule matches a folder, the folder is not searched.
+        Such a path is not copied. If the path is a folder, the folder is not searched.
 
         Args:
             path: Path relative to the store.
@@ -215,13 +217,13 @@ class Ignore:
         """
         if not folder:
             return self._spec.match_file(path)
-        # The spec lets `*` override `!*/` for a folder, as it does for the files in the folder.
-        # Here the last matching pattern must decide instead.
+        # In the spec, `*` overrides `!*/` for a folder, as for the files in the folder. Here, the
+        # last matching pattern must decide instead.
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether a rule matches `path` (as a file or a folder) or a parent folder of it."""
+        """Return whether a rule matches `path`, as a file or as a folder, or a parent folder."""
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
@@ -230,7 +232,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _includes_any_folder(line: str) -> bool:
-    """Return whether a line overrides the rules for all folders: `!*/`, `!*` or `!.*/`."""
+    """Return whether a line includes folders of any name, as `!*/`, `!*` and `!.*/` do."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 
@@ -254,9 +256,9 @@ FOLDER = "folder"
 
 
 class Hashes:
-    """Cache of the SHA-256 of files, and of known folders, by path.
+    """Cache of the SHA-256 hashes of files by path, and list of known folders.
 
-    A hash is valid while inode, size and both times are unchanged, as in git's index.
+    A hash is valid while the file's inode, size, mtime and ctime are unchanged, as in git's index.
 
     Args:
         file: File that stores the cache between runs.
@@ -273,7 +275,7 @@ class Hashes:
         return path in self._known
 
     def paths(self) -> list[str]:
-        """Return all known paths."""
+        """Return the paths of all known files and folders."""
         return list(self._known)
 
     def of(self, tree: Tree, tree_entry: TreeEntry) -> str:
@@ -311,7 +313,7 @@ class Hashes:
         self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 
     def forget(self, path: str) -> None:
-        """Remove a path, so that its file is hashed again when next needed."""
+        """Remove a path from the cache. The next call of `of` hashes its file again."""
         self._known.pop(path, None)
 
     def keep_only(self, paths: set[str]) -> None:
@@ -324,9 +326,9 @@ class Hashes:
         return known is not None and known[1] == sha256
 
     def is_same(self, path: str, status: os.stat_result) -> bool:
-        """Return whether a file is unchanged since its hash was recorded, by its status.
+        """Return whether inode, size and mtime of a file are as when its hash was recorded.
 
-        Its ctime may differ, because a move changes it.
+        ctime is not compared, because a move changes a file's ctime.
         """
         known = self._known.get(path)
         return known is not None and known[0][:3] == _key(status)[:3]
@@ -359,7 +361,7 @@ class Entry(Struct, frozen=True, array_like=True):
     Attributes:
         path: Path relative to the store or the run folder.
         size: Bytes; 0 for a folder.
-        sha256: Hash of the file; `FOLDER` for a folder; "" for a file that has no hash (yet).
+        sha256: Hash of the file; `FOLDER` for a folder; "" for a file without a hash.
         executable: Whether the file's owner may execute it.
         mtime_ns: Time of the last change of the content.
     """
@@ -372,7 +374,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, tree_entry: TreeEntry, sha256: str) -> "Entry":
-        """Make the entry of a file with the hash `sha256`, or of a folder, which has no hash."""
+        """Make the entry of a file with the hash `sha256`. For a folder, `sha256` is ignored."""
         status = tree_entry.status
         if tree_entry.is_folder:
             return cls(tree_entry.path, 0, FOLDER)
@@ -381,24 +383,24 @@ class Entry(Struct, frozen=True, array_like=True):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """Whether the entry is a folder."""
         return self.sha256 == FOLDER
 
 
 class Manifest(Struct):
-    """List of all files and folders of a store to copy, and of those that cannot be copied.
+    """List of the files and folders of a store that are copied, and of those that cannot be copied.
 
     Attributes:
-        entries: Files and folders; a folder comes before its contents.
-        skipped: Reason for each path that was left out although no ignore rule names it. The paths
-            are printable (`shown`).
+        entries: Files and folders to copy; a folder comes before its contents.
+        skipped: For each path that cannot be copied, the reason. Paths that an ignore rule names
+            are not listed. The paths are printable (`shown`).
     """
 
     entries: list[Entry]
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
-        """Return a copy with unsafe paths moved to `skipped`; the sender may be hostile."""
+        """Return a copy with unsafe paths moved to `skipped`, because the sender may be hostile."""
         unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
             [entry for entry in self.entries if entry.path not in unsafe],
@@ -411,8 +413,8 @@ class ChangeList(Struct):
 
     Attributes:
         number: Number of the last change.
-        entries: Changed files and folders as they are now. A file may have become a folder, or the
-            reverse.
+        entries: Changed files and folders as they are now. A folder may have replaced a file, or a
+            file a folder.
         removed: Paths that were removed; a folder comes after its contents.
     """
 
@@ -439,20 +441,21 @@ def ignore_of(tree: Tree) -> Ignore:
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files to copy to hosts, and remove leftovers of killed writers.
 
-    Files that cannot be copied are listed as skipped. Only files that changed since the last call
-    are hashed. A file that disappears meanwhile is left out.
+    Files that cannot be copied are listed as skipped. Only files that changed since their hash was
+    recorded are hashed. A file that disappears during the search is left out.
 
     Args:
         tree: The store.
-        hashes: Known hashes; updated.
+        hashes: Known hashes. This function updates them.
         limit_bytes: Maximum total size of the files.
 
     Returns:
-        The checker for names that differ by case alone, with all names found; and the manifest.
+        The checker for names that differ only by case, which knows all names found; and the
+        manifest.
 
     Raises:
-        StoreError: The files are too large or too many; names the largest entries and the remedy.
-            Or a line of `.taasignore` is not a valid pattern.
+        StoreError: The files are too large or too many, or a line of `.taasignore` is not a valid
+            pattern.
     """
     ignore = ignore_of(tree)
     cases, skipped, secrets = CaseChecker(), dict[str, str](), list[str]()
@@ -540,12 +543,12 @@ Part = tuple[str, int, int]
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """The next bytes of a file, or a folder that was made.
+    """The next bytes of a file that is being sent, or a new folder.
 
     Attributes:
         entry: The file or folder. The hash of a file is "" in all pieces except the last. A file
             of the run folder has no hash; its last piece ends at `entry.size`.
-        offset: Position of `data` in the file; 0 starts the file again.
+        offset: Position of `data` in the file. A piece with offset 0 discards all earlier pieces.
         data: Content; empty for a folder.
     """
 
@@ -570,14 +573,14 @@ class FileRoot(Enum):
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """Request for files of the project store or the run folder, from a host that does not share it.
+    """Request of a host that does not share the project store or run folder, for files in it.
 
-    A host lists, reads and writes files of both folders by the same requests. `MakeToken` and
-    `ListChanges` are for the store alone.
+    The requests to list, read and write files work for both folders. `MakeToken` and `ListChanges`
+    work for the store only.
 
     Attributes:
         run_id: Id of the run or of its fetchers; set by the agent.
-        root: The folder that the paths of the request are relative to.
+        root: Folder of the request. Paths in the request are relative to this folder.
     """
 
     run_id: str = ""
@@ -587,33 +590,34 @@ class FileRequest(Request[_T], Generic[_T], kw_only=True):
         """Check that the request, or its response, is not too large for one message.
 
         Raises:
-            ProtocolError: It is too large.
+            ProtocolError: The request or its response is too large.
         """
 
 
 class MakeToken(FileRequest[str]):
-    """Request to make a file in the store that stays until the run ends; returns its name.
+    """Request to make a marker file in the store; the response is the file's name.
 
-    A host that sees the file shares the store.
+    A host that sees the file shares the store. The notebook's side removes the file when the run
+    ends.
     """
 
 
 class ListFiles(FileRequest[Manifest | None]):
-    """Request the list of files to copy to the host.
+    """Request for the list of files to copy to the host.
 
-    For the run folder: the files that the host's ranks or fetchers need. For the store: its
-    manifest, as it was when the first host asked. The response is None while the store is being
-    searched; the host must then ask again.
+    For the run folder, the response lists the files that the host's ranks or fetchers need. For the
+    store, the response is the manifest of the search that the first host's request started. The
+    response is None while the store is being searched; the host must then ask again.
 
     Attributes:
-        fresh: Search the store again, because a file differed from the last manifest.
+        fresh: Whether to search the store again, because a file differed from the last manifest.
     """
 
     fresh: bool = False
 
 
 class ReadFiles(FileRequest[list[bytes | None]]):
-    """Request parts of files. `ListFiles` or `ListChanges` must have listed these files before.
+    """Request for parts of files, which `ListFiles` or `ListChanges` must have listed before.
 
     The response has the bytes of each part, or None for a part that cannot be read.
     """
@@ -628,18 +632,18 @@ class ReadFiles(FileRequest[list[bytes | None]]):
 
 
 class ListChanges(FileRequest[ChangeList]):
-    """Request the changes that other hosts have made after change number `since`."""
+    """Request for the changes that other hosts have made after change number `since`."""
 
     since: int
 
 
 class WriteFiles(FileRequest[dict[str, str]]):
-    """Request to apply a host's changes; returns the reason for each refused path.
+    """Request to apply a host's changes. The response has the reason for each refused path.
 
     Attributes:
         pieces: New content; a folder comes before its contents.
-        removed: Files and folders removed from the store; a folder comes after its contents. They
-            are removed after all new files are in place. A folder that is not empty stays.
+        removed: Files and folders to remove from the store, after all new files are in place. A
+            folder comes after its contents. A folder that is not empty stays.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -655,13 +659,13 @@ class Ask(Protocol):
     """Function that sends a request to the notebook's side, and returns the response."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
-        """Send a request and block until its response; any thread may call this."""
+        """Send a request, and block until the response arrives. Any thread may call this."""
 
 
 class MessageSizer:
-    """Adaptive size of messages, so that no message occupies a slow link for long.
+    """Adapts the size of messages to the speed of the link.
 
-    The run's logs and lease messages use the same link.
+    The run's logs and heartbeats use the same link, so no message may occupy a slow link for long.
 
     Attributes:
         size: Bytes of file content that the next message should carry.
@@ -671,14 +675,14 @@ class MessageSizer:
         self.size = _FIRST_BYTES
 
     def send(self, ask: Ask, request: FileRequest[_T]) -> _T:
-        """Send a request, and adapt `size` to the time until its response."""
+        """Send a request, and adapt `size` to the time until the response arrived."""
         began = time.monotonic()
         answer = ask(request)
         self.took(time.monotonic() - began)
         return answer
 
     def took(self, seconds: float) -> None:
-        """Adapt `size` to the seconds that a request took."""
+        """Adapt `size`: double it if the last request was quick, halve it if it was slow."""
         if seconds < _QUICK_S:
             self.size = min(2 * self.size, CHUNK_BYTES)
         elif seconds > _SLOW_S:
@@ -686,7 +690,7 @@ class MessageSizer:
 
 
 def batches(entries: Iterable[Entry], sizer: MessageSizer) -> Iterator[list[Part]]:
-    """Yield the parts to request in each message; the parts of a file come in order."""
+    """Yield, for each message, the parts of files to request. The parts of a file are in order."""
     batch: list[Part] = []
     room = sizer.size
     for entry in entries:

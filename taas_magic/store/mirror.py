@@ -1,9 +1,9 @@
-"""A host's copy of a project store, updated before and while the ranks of a run work in it.
+"""A host's copy of a project store, which is updated before and while the ranks of a run use it.
 
-Before the ranks start, `update_mirror` fetches files that changed in the store. While they run,
-`StoreUpdater` fetches changes that other hosts made. `outbound.py` sends files written in the
-mirror back to the store. None of these modules depends on a transport: a host sends its requests to
-the notebook's side, `server.py`, through a function of type `Ask`.
+Before the ranks start, `update_mirror` fetches files that changed in the store. While the ranks
+run, `StoreUpdater` fetches changes that other hosts made, and `outbound.py` sends files written in
+the mirror back to the store. These modules depend on no transport: a host sends its requests to the
+notebook's side, `server.py`, through a function of type `Ask`.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Mirror:
 
     Attributes:
         path: Path of the copy; the ranks' working directory.
-        tree: The copy, for safe access to its files.
+        tree: Safe access to the files of the copy.
         staging: Descriptor of the folder in which arriving files are written.
         hashes: Files and folders known to be the same in the copy and in the store.
 
@@ -67,7 +67,7 @@ class Mirror:
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
         self._until_end = until_end
-        shutil.rmtree(folder / "arriving", ignore_errors=True)  # leftovers of a killed run
+        shutil.rmtree(folder / "arriving", ignore_errors=True)  # remove leftovers of a killed run
         for name in ("tree", "arriving"):
             (folder / name).mkdir(exist_ok=True)
         self.path = os.path.realpath(folder / "tree")
@@ -85,7 +85,7 @@ class Mirror:
 
 
 def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
-    """Reserve the first free mirror of a store on this host; make one if none is free.
+    """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
     Args:
         store: Path of the store on the notebook's machine.
@@ -114,8 +114,8 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the possible mirror folders of a store on this host.
 
-    Hosts may share a home folder on a file system without locks. So each folder's name contains a
-    digest of the host's name, and no two hosts use the same folder.
+    Hosts may share a home folder on a file system without locks. So no two hosts may use the same
+    mirror folder: each folder's name contains a digest that depends on the host's name.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
@@ -124,7 +124,7 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
 
 
 def _forget_old(cache: Path, before: float) -> None:
-    """Remove unused mirrors whose last use is before the time `before`."""
+    """Remove unused mirrors that were last used before the time `before`, in seconds since 1970."""
     for lock in cache.glob("*/lock"):
         with suppress(FileNotFoundError):
             if lock.stat().st_mtime < before:
@@ -140,19 +140,20 @@ _ASK_AGAIN_S = 0.05
 
 
 def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
-    """Update the mirror to the content of the store; only missing content is fetched.
+    """Update the mirror to the content of the store; fetch only content that the mirror lacks.
 
     Args:
         mirror: Mirror to update.
         ask: Sends requests to the notebook's side.
-        fresh: Fetch the store as it is now, not as it was when the first host of the run asked.
+        fresh: Whether to search the store again. If False, the mirror gets the content that the
+            store had when the first host of the run asked for the list of files.
 
     Returns:
         Manifest of the mirror's new content.
 
     Raises:
-        StoreError: The mirror cannot be written, for example because the disk is full, or a file
-            was damaged in all `ATTEMPTS`.
+        StoreError: The mirror cannot be written, for example because the disk is full. Or a file
+            arrived damaged in all `ATTEMPTS`.
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
@@ -187,7 +188,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     folders = [path for path, is_folder in kinds.items() if is_folder]
     missing = [path for path in folders if path not in there or not there[path].is_folder]
     for path in missing:
-        with suppress(OSError):  # a file may be in the way; made below, after its removal
+        with suppress(OSError):  # if a file is in the way, the folder is made below
             tree.make_folder(path)
     to_fetch = _copy_what_is_here(mirror, want, there)
     for path, entry in reversed(there.items()):
@@ -201,7 +202,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
 
 
 def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
-    """Copy files whose content the mirror already has, for example after a rename.
+    """Copy files whose content is already elsewhere in the mirror, for example after a rename.
 
     Returns:
         Entries of the files that must be fetched.
@@ -220,9 +221,10 @@ def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry
 
 
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
-    """List and hash the files of a mirror that may be useful, and remove all others.
+    """List and hash the useful files of a mirror, and remove all other files.
 
-    Useful are files that the new content needs, and files with a known hash, which may be copied.
+    A file is useful if its path is in `wanted`, or if its hash is known, because it may then be
+    copied to another path.
 
     Args:
         mirror: The mirror.
@@ -233,7 +235,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     """
     found: dict[str, Entry] = {}
     for tree_entry in mirror.tree.walk():
-        with suppress(OSError):  # it is not a regular file, or cannot be read
+        with suppress(OSError):  # the entry is not a regular file, or cannot be read
             if (
                 tree_entry.is_folder
                 or tree_entry.path in wanted
@@ -248,7 +250,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Make the file that `entry` describes by copying a file of the mirror.
+    """Make the file that `entry` describes as a copy of another file of the mirror.
 
     Args:
         mirror: The mirror.
@@ -271,7 +273,7 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
 
 
 def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSError]:
-    """Fetch files from the notebook's side; return the errors of those that failed, by path."""
+    """Fetch files from the notebook's side; return an error for each file that failed, by path."""
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
     arrivals: dict[str, Arrival] = {}
@@ -297,13 +299,13 @@ def _install_file(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
     """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
     Raises:
-        DamagedError: The file differs from the one sent; it is discarded.
+        DamagedError: The file differs from the file that was sent. The arrived file is discarded.
     """
     try:
         arrival.verify(entry.path, entry.size, entry.sha256)
         os.utime(arrival.file, ns=(entry.mtime_ns, entry.mtime_ns))
-        # record the hash before the file appears, so that `Outbound` does not take it for a file
-        # that a rank wrote
+        # Record the hash before the file appears. Otherwise, `Outbound` would treat the file as
+        # written by a rank, and send it back.
         mirror.hashes.remember(entry.path, entry.sha256, os.fstat(arrival.file))
         arrival.place(mirror.tree, entry.path, executable=entry.executable)
     finally:
@@ -323,7 +325,8 @@ class StoreUpdater:
     Args:
         mirror: Mirror to update.
         ask: Sends requests to the notebook's side.
-        note: Shows the user why a file, or all further changes, did not arrive.
+        note: Function that shows a message to the user: why a file was not copied here, or why no
+            further changes will arrive.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -337,7 +340,7 @@ class StoreUpdater:
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread and wait for it; changes that it is applying now are completed."""
+        """Stop the thread and wait until it has ended. It first completes the current update."""
         self._over.set()
         self._thread.join()
 
@@ -354,20 +357,20 @@ class StoreUpdater:
         for folder in (entry.path for entry in entries if entry.is_folder):
             self._mirror.hashes.remember(folder, FOLDER)
             self._mirror.tree.make_folder(folder)
-        known = self._mirror.hashes.is_content  # true for the folders made above
+        known = self._mirror.hashes.is_content  # also includes the folders made above
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         for path, error in _fetch(self._mirror, new, self._ask).items():
-            if not isinstance(error, DamagedError):  # damaged: it changed, and will be listed again
+            if not isinstance(error, DamagedError):  # a changed file will be listed again
                 self._note(f"{shown(path)} of another host is not copied here: {error.strerror}")
         self._number = changes.number
 
     def _remove(self, path: str) -> bool:
-        """Remove a file or an empty folder; return whether nothing is at the path now."""
+        """Remove a file or an empty folder. Return True if nothing is at the path now."""
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 
     def _makes_way(self, entry: Entry) -> bool:
-        """Remove a file at the path of a new folder, or a folder at the path of a new file.
+        """Remove a file where a new folder must be, or an empty folder where a new file must be.
 
         Args:
             entry: The new file or folder.

@@ -1,13 +1,13 @@
 """Send files that are written in a mirror back to the project store, as soon as they are closed.
 
 An event of inotify(7) only marks a path to be checked. Later, `_Sender` checks the path, and sends
-the file that is there at that time. This has four consequences:
+the file that is then at the path. This has four consequences:
 
 - A file that is rewritten a thousand times is not sent a thousand times, because `_Sender` sends
   only the version that it finds.
-- A temporary file that was renamed is not sent.
+- A temporary file that was renamed before the check is not sent under its temporary name.
 - A file that is still being written is sent after it is closed.
-- If events were lost, or inotify is missing, all paths are checked, and no change is missed.
+- If events were lost, or inotify is not available, all paths are checked, so no change is missed.
 
 Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
@@ -63,7 +63,8 @@ class _Watch:
 
     Args:
         root: Path of the folder.
-        skips: Returns whether a folder, by its path relative to `root`, need not be watched.
+        skips: Function that returns whether a folder need not be watched. Its argument is the
+            folder's path relative to `root`.
     """
 
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
@@ -84,7 +85,7 @@ class _Watch:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """Make the current `wait` in another thread return, and all later ones without waiting."""
+        """Make `wait` return at once: a call in another thread now, and all later calls."""
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
@@ -94,7 +95,8 @@ class _Watch:
             timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths to check, and whether all paths must be checked because events may be missing.
+            Paths to check, and whether all other paths must be checked, too. This is so if events
+            may have been lost.
         """
         if self._is_blind:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
@@ -114,7 +116,7 @@ class _Watch:
         return paths, overflowed or self._is_blind
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield each pending event of inotify as its watch descriptor, its mask and a file name."""
+        """Yield watch descriptor, mask and file name of each pending event of inotify."""
         while self._inotify >= 0:
             try:
                 data = os.read(self._inotify, 1 << 16)
@@ -131,8 +133,8 @@ class _Watch:
     def _add(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        If a folder is moved, its watch stays active and gets the new path here. If it is moved out
-        of the tree, its events name the old path, at which a check finds nothing.
+        The watch of a moved folder stays active. If the folder is still in the tree, the watch gets
+        the new path here. Otherwise, its events name the old path, and a check finds nothing there.
         """
         if path and self._skips(path):
             return []
@@ -159,9 +161,9 @@ def _below(folder: str, name: str) -> str:
 def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open for writing; False if it cannot be determined.
 
-    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has it open
-    for writing. This function releases the lease immediately. If another process opens the file
-    before that, the system sends a signal to this process: SIGURG, which is ignored by default.
+    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has the file
+    open for writing. This function releases the lease immediately. If another process opens the
+    file before the release, this process gets the signal SIGURG, which is ignored by default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -188,13 +190,13 @@ _FRESH_NS = 100_000_000
 
 
 class _Sender:
-    """Sender of the changes in one host's mirror.
+    """Sends the changes in one host's mirror to the notebook's side.
 
     Args:
         mirror: Mirror to send from.
         ask: Sends requests to the notebook's side.
-        note: Shows the user immediately which file could not be sent.
-        ledger: Record of the files that were sent, and of those that were refused.
+        note: Function that shows the user immediately which file could not be sent, and why.
+        ledger: Record of files that were sent, and of files that were refused; updated.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
@@ -214,7 +216,7 @@ class _Sender:
     def send(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, except the content of large files.
 
-        Large files are added to `large`; `send_large` sends them.
+        Large files are added to `large`, and `send_large` sends them later.
 
         Args:
             paths: Paths relative to the mirror; a folder comes before its contents.
@@ -234,7 +236,7 @@ class _Sender:
     def send_large(self) -> None:
         """Send the next piece of the first large file.
 
-        Sending of that file stops if the file changes meanwhile or the store refuses it.
+        If the file changes meanwhile, or the store refuses it, the remaining pieces are dropped.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -253,7 +255,7 @@ class _Sender:
             self.send_large()
 
     def _pieces(self, path: str) -> Iterator[Piece]:
-        """Yield the pieces of a file; a small file is one piece.
+        """Yield the pieces of a file. A small file is a single piece.
 
         If the file is being written or changes meanwhile, the iterator ends early. The file is sent
         again when the file system reports that its writer has closed it.
@@ -264,7 +266,7 @@ class _Sender:
         try:
             file = self._mirror.tree.open_file(path)
         except (FileNotFoundError, NotADirectoryError, UnsafeError):
-            return  # it was removed or replaced by a folder or link, which is an event of its own
+            return  # removed or replaced by a folder or link; this causes its own event
         except OSError as error:
             raise UnsafeError(path, str(error.strerror)) from error
         with file:
@@ -285,7 +287,7 @@ class _Sender:
         """Queue the change at `path` for the next message.
 
         Raises:
-            UnsafeError: The path, or the kind of entry at it, may not be sent.
+            UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.
         """
         mirror = self._mirror
         if why := why_unsafe(path) or self._ignore.why_not_back(path):
@@ -307,7 +309,7 @@ class _Sender:
             self._unsent.pieces.append(Piece(Entry.of(tree_entry, FOLDER), 0, b""))
 
     def _add_gone(self, path: str) -> None:
-        """Queue the removal from the store of the file or folder at `path`, with its contents."""
+        """Queue the removal of a file, or of a folder with its contents, from the store."""
         hashes = self._mirror.hashes
         self._ledger.record_removed(path)
         gone = [path] if path in hashes else []
@@ -321,16 +323,16 @@ class _Sender:
         self._unsent.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a file for sending if it differs from the store's; a large one goes to `large`."""
+        """Queue a small file if it differs from the store's file; add a large file to `large`."""
         if status.st_size > SMALL_BYTES:
-            # If the last write was a moment ago, the next one may leave the time stamp the same.
+            # Shortly after a write, another write may leave the file's time stamp unchanged.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
             if not (settled and self._mirror.hashes.is_same(path, status)):
                 self.large[path] = self._pieces(path)
             return
         piece = next(self._pieces(path), None)
         if piece is None or not piece.entry.sha256:
-            return  # it is being written; an event follows when it is closed
+            return  # the file is being written; its close causes another event
         if self._mirror.hashes.is_content(path, piece.entry.sha256):
             self._mirror.hashes.remember(path, piece.entry.sha256, self._statuses.pop(path))
         else:
@@ -344,7 +346,7 @@ class _Sender:
         refused = self._sizer.send(self._ask, unsent)
         for entry in (piece.entry for piece in unsent.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
-            is_kept_beside = refused.get(path) == WHY_BESIDE  # it arrived, under another name
+            is_kept_beside = refused.get(path) == WHY_BESIDE  # the file arrived, under another name
             if is_kept_beside:
                 self._mirror.hashes.remember(path, entry.sha256, status)
             elif path not in refused:
@@ -355,11 +357,11 @@ class _Sender:
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
-        """Record why a path did not arrive; show the user the first path for each reason."""
+        """Record why a path was refused; show the user only the first path for each reason."""
         self._ledger.record_refused(path, why)
         if why not in self._stays:
             self._note(f"{shown(path)} was not copied to the project store: {why}")
-        self._stays.add(why)  # one note for each reason: there may be thousands of files
+        self._stays.add(why)  # one note a reason, because there may be thousands of files
 
 
 SETTLE_S = 0.05
@@ -375,9 +377,10 @@ class Outbound:
     Args:
         mirror: Mirror to watch.
         ask: Sends requests to the notebook's side.
-        note: Shows the user which files could not be sent.
+        note: Function that shows the user which files could not be sent, and why.
         ledger: Record of the files that were sent, and of those that were refused.
-        shared: Relative paths of the only folders to send; None sends all, as on rank 0's host.
+        shared: Relative paths of the folders to send. None sends all folders, as on the host of
+            rank 0.
     """
 
     def __init__(
@@ -402,7 +405,7 @@ class Outbound:
         self._thread.start()
 
     def finish(self) -> None:
-        """Send all remaining changes, stop the thread, and wait for it."""
+        """Send all remaining changes, stop the thread, and wait until it has ended."""
         self._finishing.set()
         self._watch.wake()
         self._thread.join()
@@ -426,8 +429,8 @@ class Outbound:
 
         Args:
             paths: Paths at which something has changed.
-            everything: Whether to check also all other paths at which the mirror differs from the
-                store, because events may be missing.
+            everything: Whether to check all other paths, too, at which the mirror differs from the
+                store. True if events may have been lost.
         """
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
@@ -436,9 +439,10 @@ class Outbound:
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
 
     def _is_sent(self, path: str) -> bool:
-        """Return whether this host sends changes at `path`, by its ignore rules and shared folders.
+        """Return whether this host sends changes at `path`.
 
-        A host without rank 0 sends only what is in shared folders.
+        No host sends paths that an ignore rule matches. A host without rank 0 sends only paths in
+        shared folders.
         """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_within(path)
@@ -446,9 +450,9 @@ class Outbound:
     def _in_order(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
-        The result includes the parent folders of each path, which may not have been sent yet. If a
-        path is a known folder, the result includes all known paths below it, because another folder
-        may have replaced the known one.
+        The result includes the parent folders of each path, because new parent folders must be sent
+        first. For a known folder, the result includes all known paths below the folder, because
+        another folder may have replaced it.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
@@ -458,7 +462,7 @@ class Outbound:
         return sorted(paths.union(above, below))
 
     def _send_due(self) -> None:
-        """Send the small files that are due, and the next piece of a large one.
+        """Send all changes that are due, and the next piece of a large file.
 
         A large file is not checked again while its pieces are being sent.
         """

@@ -1,11 +1,13 @@
 """Rules for which files of a project store belong to the user, and which to runs.
 
-A host that does not share the store sends the files that rank 0 wrote. If a run made a file and
-nobody has changed it since, a host may replace or remove this file. All other files belong to the
-user, and stay. If rank 0 writes a file of the user, the store keeps rank 0's version beside the
-user's file. In the user's own folders, a host may not make hidden files, programs or modules,
-because shells, tools and Python would use them without being asked. `[store] overwrite` in
-taas.toml names exceptions.
+A host that does not share the store sends the files that rank 0 wrote. If a run made a file, and
+nobody has changed the file since, a host may replace or remove it. All other files belong to the
+user, and stay. If rank 0 writes a file of the user, the store keeps both: rank 0's version gets the
+name of the user's file with the suffix `KEPT_BESIDE`.
+
+In the user's own folders, a host may not make hidden files, programs or modules. Shells, tools and
+Python would use such files without being asked. Files such as `conftest.py`, for which tools look
+in every folder, are refused in all folders. `[store] overwrite` in taas.toml names exceptions.
 
 The list of files and folders that runs made is in the state folder, never in the store.
 """
@@ -68,12 +70,12 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_start_up(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether some tool may run a new file of this name unasked, so that it is refused.
+    """Return whether some tool may run a new file of this name by itself. Such files are refused.
 
     Args:
         name: Last part of the path, as normalized by `manifest.normal_form`.
-        in_users_folder: Whether the user made the folder that contains it. A run may put code into
-            its own folders.
+        in_users_folder: Whether the folder that contains the file belongs to the user, and not to
+            runs. Hosts may put code into folders of runs.
     """
     if _COLLECTED.fullmatch(name):
         return True
@@ -84,7 +86,7 @@ def is_start_up(name: str, *, in_users_folder: bool) -> bool:
 
 
 def is_program(begins: bytes) -> bool:
-    """Return whether a file with these first bytes is a program that a system can execute."""
+    """Return whether a file with these first bytes is a script or an executable program."""
     return begins.startswith(_PROGRAM)
 
 
@@ -93,10 +95,10 @@ class _Record(Struct, array_like=True):
 
     Attributes:
         path: Path relative to the store.
-        key: Inode, size in bytes and modification time of a file (`file_key`); None for a folder
-            and after a removal.
+        key: Inode, size in bytes and modification time of a file, from `file_key`. None for a
+            folder and for a removal.
         sha256: Hash of the file; "" if it is not known.
-        is_gone: Whether the file or folder was removed.
+        is_gone: Whether this is the record of a removal.
     """
 
     path: str
@@ -108,7 +110,7 @@ class _Record(Struct, array_like=True):
 class RunsFiles:
     """List of the files and folders that runs made in a store.
 
-    Each change is appended to the list's file immediately.
+    Each change is appended immediately to a file in the store's state folder.
 
     Args:
         folder: The store's state folder, from `rule.state_folder`.
@@ -134,9 +136,10 @@ class RunsFiles:
         return known is not None and known.key is None
 
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
-        """Return whether a run made the file and its content is unchanged since.
+        """Return whether a run made the file, and the content of the file is unchanged since.
 
-        The content is read only if inode or modification time differ, as after a copy or `touch`.
+        The content is read only if the inode or the modification time has changed, as after a copy
+        or `touch`.
 
         Args:
             tree: Tree of the store.
@@ -159,7 +162,7 @@ class RunsFiles:
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
         """Record a file that a run made.
 
-        Call before the file is moved to its path, so that it is recorded even after a kill.
+        Call this before the file is moved to its path. Then a kill cannot leave an unrecorded file.
         """
         self._append(_Record(path, file_key(status), sha256))
 
@@ -197,7 +200,7 @@ class RunsFiles:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and modification time, which differ if a file was changed or replaced."""
+    """Return inode, size and modification time: a change to the file changes at least one."""
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -206,7 +209,7 @@ def _line(record: _Record) -> bytes:
 
 
 def _read(path: Path) -> Iterator[_Record]:
-    """Yield the records of a file; skip a line that a kill has cut short."""
+    """Yield the records in a file; skip a line that is incomplete because of a kill."""
     with suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
@@ -214,7 +217,7 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class Exceptions:
-    """The user's paths that hosts may write, because `[store] overwrite` in taas.toml names them.
+    """Paths that hosts may write even if they are the user's: `[store] overwrite` in taas.toml.
 
     Args:
         patterns: Patterns in gitignore's syntax.
@@ -224,5 +227,5 @@ class Exceptions:
         self._spec = GitIgnoreSpec.from_lines(patterns)
 
     def has(self, path: str) -> bool:
-        """Return whether hosts may write `path` even if it is the user's."""
+        """Return whether a pattern matches `path`, so that hosts may write it in any case."""
         return self._spec.match_file(path)

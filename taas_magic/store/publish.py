@@ -1,8 +1,8 @@
 """Atomic file writes: `taas.save` and its parts.
 
-A file is written beside its destination, forced to the disk, and moved there in one step. So a kill
-at any point, or a full disk, leaves either the old file or the new one. rename(2) is atomic. The
-folder of a new file must be forced to the disk as well, see fsync(2).
+A file is written beside its destination, forced to the disk, and moved to the destination by
+rename(2), which is atomic. So a kill at any point, or a full disk, leaves either the old file or
+the new file. The folder of the new file is forced to the disk as well, as fsync(2) advises.
 """
 
 import contextlib
@@ -29,14 +29,15 @@ _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
     """Save an object atomically, with the arguments of `torch.save`.
 
-    In a run, every rank may call it, but only rank 0's call writes; no rank waits for another.
-    Outside of a run, every call writes. A job of a farm writes to the job's own folder, at the same
-    path as in the project store. The file has the same bytes as one from `torch.save`.
+    In a run, every rank may call this function, but only rank 0's call writes. No rank waits for
+    another. Outside of a run, every call writes. In a job of a farm, the file goes to the job's own
+    folder, at the same relative path as in the project store. The file has the same bytes as a file
+    from `torch.save`.
 
     Args:
         obj: Object to save.
-        f: Path of the file. An open file is written as by `torch.save`, by any rank and not
-            atomically.
+        f: Path of the file, or an open file. To an open file, every rank writes, as by
+            `torch.save`; such a write is not atomic.
         *args: Further arguments of `torch.save`.
         **kwargs: Further arguments of `torch.save`.
 
@@ -54,14 +55,15 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
 
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the path in the job's folder for a path in the project store.
+    """Return the path in the job's folder that corresponds to a path in the project store.
 
     Returns:
-        `path` itself outside of a job, and for a path outside the store.
+        The path in the job's folder. If this process runs no job, or the path is outside the
+        store, `path` itself.
     """
     folder = os.environ.get(SAVES)
-    # Try the path as it is given first. If it is outside the working directory, try the target of
-    # its symbolic links.
+    # First try the path as given. If the path is outside the working directory, follow its symbolic
+    # links, and try the result.
     below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]
     inside = [it for it in below if not it.startswith(os.pardir + os.sep)]
     if not folder or not inside:
@@ -73,9 +75,10 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary path; if the block ends without error, its file replaces `path`.
+    """Yield a temporary path. If the block ends without error, the file there replaces `path`.
 
-    A symbolic link is followed, and an old file's permissions are kept.
+    If `path` is a symbolic link, the link's target is replaced. The new file gets the permissions
+    of the old file.
 
     Raises:
         StoreError: The file could not be written.
@@ -103,9 +106,9 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
-    The temporary file is in a folder, and not beside the destination under another name, because
-    torch writes the file's name into the file. The folder's lock distinguishes the folder of a
-    living writer from a leftover.
+    torch writes the file's name into the file. So the temporary file must have the same name as the
+    destination, and needs a folder of its own. A living writer holds a lock on its folder; a
+    leftover has no lock.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."
@@ -129,16 +132,16 @@ def remove_leftover(folder: Path) -> bool:
     """Remove the folder of an unfinished save if its writer is dead.
 
     Returns:
-        Whether `folder` is the folder of an unfinished save, by its name.
+        Whether `folder` has the name of an unfinished save's folder.
     """
     if not folder.name.endswith(_SUFFIX):
         return False
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return True  # it was removed meanwhile, or belongs to another user
+        return True  # the folder was removed meanwhile, or belongs to another user
     try:
-        if lock(descriptor):  # else its writer is alive
+        if lock(descriptor):  # the lock is free only if the writer is dead
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)
@@ -156,7 +159,7 @@ def _force_to_disk(path: str) -> None:
 def _release_frames(error: BaseException | None) -> None:
     """Clear the local variables of failed calls, so that the system frees the file's disk space.
 
-    One of these variables is torch's writer, which holds the unfinished file open.
+    One of the variables refers to torch's writer, which keeps the unfinished file open.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

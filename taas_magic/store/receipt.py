@@ -1,14 +1,14 @@
-"""Receipt of a run: files that rank 0 wrote to the store, and other ranks' files kept out of it.
+"""Receipt of a run: rank 0's files in the store, and other ranks' files kept out of the store.
 
 Each host has one record of what its ranks wrote, the `Ledger`. The sources of the `Ledger` depend
 on the host:
 
 - On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
-  Files from its subprocesses and C++ writers are found at the end, by a search of the store for
-  files that changed since the run began. The search skips hidden folders, in which tools keep their
-  own files.
+  Rank 0's subprocesses and C++ writers report nothing. Their files are found at the end, by a
+  search of the store for files that changed since the run began. The search skips hidden folders,
+  in which tools keep their own files.
 - On a host with a mirror, `outbound.py` records each file that the store has accepted, whichever
-  process of rank 0 wrote it. So rank 0's reports are not needed there.
+  process wrote the file. So rank 0's reports are not needed there.
 
 The host makes the receipt when its ranks have ended, so that it includes the files of a killed
 rank.
@@ -52,15 +52,16 @@ class Receipt:
     """List of a run's writes to its store (`run.receipt`). Paths are relative to the store.
 
     Attributes:
-        written: Sizes in bytes of the files that rank 0 wrote and that still exist, by path.
-        kept_out: For each path, the ranks whose write to it was kept out of the store.
-        missing: Paths in `kept_out` at which the store has no file, because rank 0 wrote none.
+        written: Size in bytes of each file that rank 0 wrote and that still exists, by path.
+        kept_out: Numbers of the ranks whose writes were kept out of the store, by path.
+        missing: Paths in `kept_out` at which the store has no file, because rank 0 wrote no file
+            there.
         shared: Folders that every rank could write.
         means: Mechanism that protected the store from ranks other than 0 (value of
             `guard.StoreProtection`); "" if rank 0 was the only rank.
         complete: Whether the search for changed files covered all of the store.
-        not_sent: Files of rank 0 that were not copied from its host to the store: the reason, by
-            path.
+        not_sent: For each file of rank 0 that was not copied from its host to the store, the
+            reason, by path.
     """
 
     written: Mapping[str, int] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Receipt:
         return Receipt(
             written=written,
             kept_out={path: tuple(sorted(ranks)) for path, ranks in sorted(kept_out.items())},
-            # rank 0's file may not have reached a host that does not share the store
+            # A host that does not share the store may lack a file that rank 0 wrote elsewhere.
             missing=(self.missing | missing) - set(written),
             shared=tuple(event.shared),
             means=self.means or event.means,
@@ -93,7 +94,7 @@ class Receipt:
 class Ledger:
     """Record of what one host's ranks wrote to the project store, for the receipt.
 
-    Any thread may call it.
+    Any thread may call its methods.
 
     Args:
         store: Path of the store on this host, absolute and without symbolic links.
@@ -110,7 +111,7 @@ class Ledger:
         self._means = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a message from a rank."""
+        """Record a rank's message: a path that it wrote or tried to write, or its protection."""
         with self._lock:
             if isinstance(message, RankTouched):
                 self._reported[rank, message.path] = None
@@ -125,12 +126,12 @@ class Ledger:
                 self._sent[entry.path] = entry.size
 
     def record_refused(self, path: str, why: str) -> None:
-        """Record why a path of this host's mirror, relative to the mirror, did not arrive."""
+        """Record why the store refused a path, which is relative to this host's mirror."""
         with self._lock:
             self._refused[path] = why
 
     def record_removed(self, path: str) -> None:
-        """Record that a path, relative to the mirror, was removed from this host's mirror."""
+        """Record the removal of a path, which is relative to this host's mirror."""
         with self._lock:
             self._sent.pop(path, None)
             self._refused.pop(path, None)
@@ -139,10 +140,10 @@ class Ledger:
         """Return this host's receipt. Call when the host's ranks have ended.
 
         Args:
-            searches: Whether the host ran rank 0 and shares the store. If True, rank 0's files are
+            searches: Whether the host ran rank 0 and shares the store. If True, the receipt lists
                 the files that rank 0 reported and the files that a search of the store finds. The
-                search also removes unfinished saves of killed ranks. If False, rank 0's files are
-                the files that were sent from the mirror; a host without rank 0 has none.
+                search also removes unfinished saves of killed ranks. If False, the receipt lists
+                the files that were sent from the mirror; a host without rank 0 has no such files.
         """
         with self._lock:
             reported = list(self._reported)
@@ -170,7 +171,7 @@ class Ledger:
         return any(is_below(place, folder) for folder in self._shared)
 
     def _find_written(self, reported: Iterable[str]) -> tuple[list[WrittenFile], bool]:
-        """Return the existing files that rank 0 reported, or that a search of the store finds.
+        """Return the files that rank 0 reported or that a search of the store finds, if they exist.
 
         Returns:
             The files, and whether the search covered all of the store.
@@ -193,12 +194,12 @@ def changed(
 ) -> tuple[set[str], bool]:
     """Search a store for files that were made or changed since `since_ns`.
 
-    Unfinished saves of killed ranks are removed. A file's ctime decides, because no call can set it
-    back.
+    Unfinished saves of killed ranks are removed. The search compares each file's ctime with
+    `since_ns`, because no call can set a ctime back.
 
     Args:
         store: Absolute path of the store.
-        shared: Absolute paths of folders to skip, as files there may be from any rank.
+        shared: Absolute paths of folders to skip, because any rank may have written files there.
         since_ns: Time on the file system's clock, in nanoseconds.
         limit_s: Maximum seconds for the search.
 
@@ -239,6 +240,6 @@ _CLOCK_REALTIME_COARSE = 5
 def _now_ns() -> int:
     """Return the time of the clock that file systems use for time stamps.
 
-    It lags the usual clock by up to one kernel tick.
+    This clock is behind the usual clock by up to one kernel tick.
     """
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)

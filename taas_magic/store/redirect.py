@@ -1,14 +1,14 @@
 """Redirect Python's own file calls in a rank, according to the rule of the project store.
 
-Python code in any library opens files through `open` and `os`: pathlib, shutil, tempfile, numpy,
-and torch except for its C++ writers. `install` replaces these functions in the rank before user
-code runs. `libraries.py` redirects the C, C++ and Rust writers of other libraries. Writes that
-bypass both (subprocesses, ctypes) are stopped by `guard.py`.
+All Python code opens files through `open` and the functions of `os`, also in pathlib, shutil,
+tempfile, numpy, and torch except for its C++ code. `install` replaces these functions in the rank
+before user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
+`guard.py` stops writes that bypass both modules, such as those of subprocesses and ctypes.
 
-A view is an object that decides which path a call really uses. Rank 0 has a `Watched` view: it
-writes to the store, and each written path is noted. The other ranks have `Discarded` or `Refused`
-views (`--store-writes`). In a rehearsal, all ranks have a `Rehearsed` view, and none writes to the
-store.
+In this module, a view is an object that decides which path a call really uses. Rank 0 has a
+`Watched` view: rank 0 writes to the store, and the view notes each written path. The other ranks
+have `Discarded` or `Refused` views (`--store-writes`). In a rehearsal, all ranks have a `Rehearsed`
+view, and no rank writes to the store.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ class Watched:
     A "place" is the absolute path of a file or folder in the store, without symbolic links.
 
     Args:
-        who: Name of the process in messages.
+        who: Name of the rank in messages.
         store: Path of the store, absolute and without symbolic links.
         open_folders: Folders in the store that every rank may write: shared folders and caches.
-        note: Called once for each path that the rank wrote or would have written.
+        note: Function called once with each path that the rank wrote or would have written.
     """
 
     used = False
@@ -65,19 +65,19 @@ class Watched:
     ) -> None:
         self.store = store
         self._who, self._open_folders, self._note = who, open_folders, note
-        self._noted = {store}  # the store existed before the run: never note it
+        self._noted = {store}  # never note the store itself: it existed before the run
         self._pid = os.getpid()
         self._busy = threading.local()
 
     def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """Return the path that a call which writes or makes a file must use instead of `place`.
+        """Choose the path for a call that writes or makes a file at `place`.
 
         Args:
             place: Absolute path in the store.
-            needs_content: Whether the call needs the existing content, to append or to change it.
+            needs_content: Whether the call appends to the existing content or changes it.
 
         Returns:
-            The path; None for `place` itself.
+            The path that the call must use; None for `place` itself.
 
         Raises:
             OSError: The rank may not write there.
@@ -86,24 +86,22 @@ class Watched:
         return None
 
     def subject(self, place: str, *, folder: bool = False) -> str | None:
-        """Return the path that a call which removes or changes `place` must use instead.
-
-        Such calls are, for example, `os.remove` and `os.chmod`.
+        """Choose the path for a call that removes or changes `place`, such as `os.chmod`.
 
         Args:
             place: Absolute path in the store.
             folder: Whether the call accepts only folders.
 
         Returns:
-            The path; None for `place` itself.
+            The path that the call must use; None for `place` itself.
         """
         return None
 
     def source(self, place: str) -> str | None:
-        """Return the path to use instead of `place` as the source of a move or link.
+        """Choose the path for a call that moves or links `place` to another path.
 
         Returns:
-            None for `place` itself.
+            The path that the call must use; None for `place` itself.
         """
         return None
 
@@ -127,25 +125,24 @@ class Watched:
         return None
 
     def theirs(self, place: str) -> str:
-        """Return the path of the file that all ranks see as the store's `place`."""
+        """Return the path of the file at `place` as ranks without an own version see it."""
         return self.replaced(place) or place
 
     def shown(self, place: str) -> str | None:
-        """Return the path that a call which only reads must use instead of `place`.
+        """Choose the path for a call that only reads `place`.
 
         Returns:
-            The path; None for `place` itself.
+            The path that the call must use; None for `place` itself.
         """
         return self.replaced(place) or (None if os.path.exists(place) else self.own(place))
 
     def note_outside(self, path: Path, folder: int | None = None) -> None:
-        """Record a path outside the store that a call writes or changes. Only a rehearsal does."""
+        """Record a path outside the store that a call writes or changes; only for rehearsals."""
 
     def store_path(self, path: Path) -> Path:
-        """Return the path in the store that the rank means by `path`.
+        """Return the path in the store that corresponds to a path in the rank's scratch folder.
 
-        A path in the rank's scratch folder means the corresponding path in the store. Any other
-        path is returned as it is.
+        Any other path is returned unchanged.
         """
         return path
 
@@ -166,9 +163,9 @@ class Watched:
             follow: Whether the call follows a symbolic link at the end of the path.
 
         Returns:
-            The result of `decide` for the place that `path` resolves to. None if that place is
-            outside the store or in a folder open to all ranks, or if this thread is already inside
-            a redirected call.
+            The result of `decide` for the place that `path` resolves to. None if the place is
+            outside the store, or in a folder that every rank may write. Also None if this thread is
+            already inside a redirected call.
         """
         if self.busy:
             return None
@@ -179,9 +176,10 @@ class Watched:
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
         """Return the absolute path of a file call's argument, with symbolic links resolved.
 
-        Returns None if the path is outside the store, or in a folder that all ranks may write.
+        Returns None for a descriptor, for a path outside the store, and for a path in a folder that
+        every rank may write.
         """
-        if isinstance(path, int):  # a descriptor
+        if isinstance(path, int):  # a descriptor needs no redirection
             return None
         name = os.fsdecode(path)
         if folder is not None:
@@ -197,11 +195,11 @@ class Watched:
         return None if any(is_below(place, shared) for shared in self._open_folders) else place
 
     def note(self, place: str) -> None:
-        """Report, once, a place that the rank wrote or would have written without redirection.
+        """Report a place that the rank wrote, or would have written without redirection.
 
-        Bytecode files are left out, because Python writes them and not the user's code. Forked
-        children of the rank report nothing, because the channel for reports may have been in use at
-        the fork.
+        Each place is reported only once. Bytecode files are not reported, because it is Python that
+        writes them. Forked children of the rank report nothing, because the channel for reports may
+        have been in use during the fork.
         """
         known = place in self._noted or "/__pycache__/" in place
         if not known and os.getpid() == self._pid:
@@ -209,17 +207,17 @@ class Watched:
             self._note(place)
 
     def begin_run(self) -> None:
-        """Forget which paths were noted, because another run begins in this process."""
+        """Forget which paths were noted. Call when another run begins in this process."""
         self._noted = {self.store}
 
     @property
     def busy(self) -> bool:
-        """Whether this thread is inside a redirected call; calls made there are not redirected."""
+        """Whether this thread is inside a redirected call. Its further calls are not redirected."""
         return getattr(self._busy, "flag", False)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Disable redirection in this thread for the block."""
+        """Disable redirection in this thread while the block runs."""
         before, self._busy.flag = self.busy, True
         try:
             yield
@@ -231,7 +229,7 @@ class Refused(Watched):
     """View for `--store-writes refuse`: a write raises PermissionError at the user's line."""
 
     def target(self, place: str, **how: bool) -> NoReturn:
-        """Raise PermissionError: the rank may not write, change or move anything in the store."""
+        """Raise PermissionError, because this rank may not write or change the store."""
         self.note(place)
         raise _refusal(self._who, place)
 
@@ -246,13 +244,13 @@ def _refusal(who: str, place: str) -> PermissionError:
 class Discarded(Watched):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Whether a call succeeds depends only on the scratch folder. So all ranks may `mkdir` the same
-    folder or remove the same file, and no call fails because rank 0 has already made the same
-    change. A call that is wrong in itself still fails on rank 0.
+    The changes of one rank do not conflict with those of another: all ranks may `mkdir` the same
+    folder, or remove the same file. A call with an error of its own, such as the removal of a file
+    that never existed, may succeed here, but still fails on rank 0.
 
     Args:
         *args: See `Watched`.
-        scratch: Empty folder outside the store. Whoever made it removes it.
+        scratch: Empty folder outside the store. The caller removes it later.
     """
 
     def __init__(self, *args: Any, scratch: str) -> None:
@@ -267,8 +265,8 @@ class Discarded(Watched):
     def store_path(self, path: Path) -> Path:
         """See `Watched.store_path`.
 
-        A relative path can be in the scratch folder, because the rank's working directory can be
-        there: the rank may have changed into a folder that rank 0 had not made yet.
+        A relative path can be in the scratch folder. This is so if the rank has changed its working
+        directory to a folder that rank 0 had not made yet.
         """
         if isinstance(path, int) or not self.used:
             return path
@@ -289,11 +287,11 @@ class Discarded(Watched):
         return is_below(path, self._tree)
 
     def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """Return the path in the scratch folder to write instead of `place`.
+        """Return the path in the scratch folder at which a call must write, instead of `place`.
 
         Args:
             place: Absolute path in the store.
-            needs_content: See `Watched.target`. If true, the existing file is copied to the
+            needs_content: See `Watched.target`. If True, the existing file is first copied to the
                 scratch folder.
 
         Raises:
@@ -313,23 +311,24 @@ class Discarded(Watched):
         return path
 
     def subject(self, place: str, *, folder: bool = False) -> str:
-        """Return the rank's own version of `place`, or a new empty file or folder if it has none.
+        """Return the path of the rank's own version of `place`, or of a new placeholder.
 
-        The call then changes or removes the empty one, and the file in the store stays as it is.
+        The placeholder is an empty file or folder. The call changes or removes the placeholder, and
+        the file in the store stays as it is.
         """
         self.note(place)
         is_folder = folder or os.path.isdir(self.theirs(place))
         return self.own(place) or self._make_placeholder(is_folder)
 
     def source(self, place: str) -> str:
-        """Return the rank's own version of `place`, or a copy of the file in the store."""
+        """Return the path of the rank's own version of `place`, or of a new copy of the file."""
         path = self.subject(place)
         if os.path.isfile(self.theirs(place)) and path != self.own(place):
             self._copy(self.theirs(place), path)
         return path
 
     def refuse_shard(self, place: str) -> None:
-        """Raise PermissionError, because `place` is a shard that this rank may not write."""
+        """Raise PermissionError, because this rank may not write the checkpoint shard `place`."""
         folder = os.path.relpath(os.path.dirname(place), self.store)
         text = (
             f"{self._who} writes a shard of a checkpoint into the project store: "
@@ -342,7 +341,7 @@ class Discarded(Watched):
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
-        """Make an empty file or folder for a call that would change or remove one in the store."""
+        """Make an empty file or folder, which a call changes or removes instead of the store's."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
@@ -361,9 +360,9 @@ class Discarded(Watched):
 class Rehearsed(Discarded):
     """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
 
-    Rank 0 writes to a rehearsal folder that all ranks read. A file in this folder replaces the file
-    of the same path in the store. What any rank writes below `shared` also goes to the rehearsal
-    folder. All other writes of ranks other than 0 go to their private scratch folders.
+    All ranks see a file in the rehearsal folder in place of the store's file with the same relative
+    path. Rank 0 writes to the rehearsal folder. Other ranks write there, too, if the path is below
+    `shared`. All their other writes go to their private scratch folders.
 
     Args:
         *args: See `Watched`. `open_folders` has no shared folders.
@@ -371,9 +370,9 @@ class Rehearsed(Discarded):
         folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         is_writer: Whether this is rank 0.
-        refuses: Whether a write that only this rank would see raises PermissionError
-            (`--store-writes refuse`).
-        ignored: Folders outside the store; writes to them are not recorded.
+        refuses: Whether this rank gets PermissionError for a write that would go to its scratch
+            folder (`--store-writes refuse`).
+        ignored: Folders outside the store in which writes are not recorded.
     """
 
     used = True
@@ -417,18 +416,18 @@ class Rehearsed(Discarded):
         return super().subject(place, folder=folder)
 
     def replaced(self, place: str) -> str | None:
-        """Return the path in the rehearsal folder that corresponds to `place`, if it exists."""
+        """Return the path in the rehearsal folder for `place`; None if nothing is there."""
         path = self._replacement(place)
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
-        """Return whether `path` is in the private folder of a rank other than 0."""
+        """Return whether `path` is in this rank's private folder, which rank 0 does not use."""
         return is_below(path, self._tree)
 
     def note_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
-        Forked children of the rank record nothing that `outside` returns.
+        A forked child of the rank has its own record, which `outside` does not return.
         """
         if self.busy or isinstance(path, int):
             return
@@ -440,7 +439,7 @@ class Rehearsed(Discarded):
                 self._outside.add(place)
 
     def written(self) -> dict[str, int]:
-        """Return the files in the rehearsal folder: bytes by path, relative to the store."""
+        """Return the sizes in bytes of all files in the rehearsal folder, by relative path."""
         with self.plain():
             found = pathlib.Path(self._folder).rglob("*")
             return {
@@ -450,7 +449,10 @@ class Rehearsed(Discarded):
             }
 
     def outside(self) -> dict[str, int]:
-        """Return the files outside the store that this rank wrote and left: bytes by path."""
+        """Return the size in bytes of each file that this rank wrote outside the store, by path.
+
+        Files that no longer exist are left out.
+        """
         with self.plain():
             return {
                 path: os.path.getsize(path)
@@ -470,7 +472,7 @@ class Rehearsed(Discarded):
         return self._is_writer or any(is_below(place, folder) for folder in self._shared)
 
     def refuse_shard(self, place: str) -> None:
-        """Raise PermissionError if this rank may not write `place` in a run."""
+        """Raise PermissionError if this rank could not write the shard `place` in a real run."""
         if not self._publishes(place):
             super().refuse_shard(place)
 
@@ -484,12 +486,12 @@ _installed: list[Watched] = []
 
 
 def rehearsed() -> Rehearsed | None:
-    """Return this process's view if it is that of a rehearsal."""
+    """Return this process's view if the process is a rank of a rehearsal, else None."""
     return next((view for view in _installed if isinstance(view, Rehearsed)), None)
 
 
 def begin_run() -> None:
-    """Forget which paths were noted in an earlier run of this process, because a new one begins."""
+    """Forget the paths noted in the last run of this process. Call when a new run begins."""
     for view in _installed:
         view.begin_run()
 
@@ -497,8 +499,9 @@ def begin_run() -> None:
 def install(view: Watched) -> None:
     """Permanently replace Python's file calls in this process. Call once in a rank.
 
-    Calls that only read are replaced only for a `Discarded` view, because only then the rank may
-    have its own versions of files. Imports torch and numpy, which a rank has already imported.
+    Calls that only read are replaced only for a `Discarded` view, because only such ranks can have
+    their own versions of files. This function imports torch and numpy, which a rank has already
+    imported.
     """
     _installed.append(view)
     for name, leads in _writing_calls(view).items():
@@ -518,15 +521,15 @@ def install(view: Watched) -> None:
         _redirect_torch_reader(view)
         _map_privately(view)
         _warn_about_locks(view)
-        # If each entry were redirected, it would fail on entries that rank 0 removes meanwhile.
-        # So rmtree is redirected as a whole, and its own calls are not.
+        # Redirect rmtree as a whole, not the calls that it makes. Otherwise, rmtree would fail on
+        # an entry that rank 0 removes meanwhile.
         removes = view.plain()(shutil.rmtree)
         rmtree = _redirected(removes, partial(_write, view, partial(view.subject, folder=True)))
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
 def _writing_calls(view: Watched) -> dict[str, _Call]:
-    """Return the redirecting function for each function of `os` that changes a file system."""
+    """Return, for each function of `os` that changes a file system, the redirecting function."""
     makes = partial(_write, view, view.target)
     removes = partial(_write, view, view.subject)
     changes = partial(_write, view, view.subject, follow=True)
@@ -542,7 +545,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
         "rmdir": partial(_write, view, partial(view.subject, folder=True)),
         "chmod": changes,
         "chown": changes,
-        "lchown": removes,  # does not follow links, like `remove`
+        "lchown": removes,  # `lchown`, like `remove`, does not follow links
         "utime": changes,
         "setxattr": changes,
         "removexattr": changes,
@@ -554,7 +557,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
 
 
 def _reading_calls(view: Watched) -> dict[str, _Call]:
-    """Return the redirecting function for each function of `os` that reads a file system."""
+    """Return, for each function of `os` that reads a file system, the redirecting function."""
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
     return {
@@ -581,10 +584,9 @@ def _redirected(real: _Call, leads: _Call) -> _Call:
 
 
 def _replace(name: str, leads: _Call) -> None:
-    """Replace a function of `os`, if this system has it.
+    """Replace a function in `os`, if this system has the function, and in `posix`.
 
-    It is also replaced in `posix`: a function that a notebook imported by `from os import listdir`
-    arrives in the rank as posix.listdir.
+    If a notebook runs `from os import listdir`, the function arrives in the rank as posix.listdir.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -620,13 +622,13 @@ def _replace_open(call: _Call) -> None:
     for module, name in _OPENS:
         if module in sys.modules:
             setattr(sys.modules[module], name, call)
-    # numpy.loadtxt and savetxt open files by a table that is an attribute of a class
+    # numpy.loadtxt and savetxt find `open` in a table, which is an attribute of a class.
     numpys = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
     getattr(numpys, "_file_openers", {})[None] = call
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a function that pathlib copied when it was imported.
+    """Replace a function that pathlib copied when pathlib was imported.
 
     pathlib copies functions in Python 3.10 (where `open` is `io.open`) and in Python 3.13.
     """
@@ -644,7 +646,7 @@ def _redirect_path(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the path to write or change, and its `dir_fd`, for a call of a function of `os`.
+    """Return the path and the `dir_fd` that a writing function of `os` must use.
 
     See `Watched.resolve` for the parameters.
     """
@@ -663,7 +665,7 @@ def _own_file(
 def _call_redirected(
     real: _Call, requested: Path, led: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
-    """Call a function with a redirected path. If it raises OSError, name the caller's path.
+    """Call a function with a redirected path. An OSError from the call names the caller's path.
 
     Args:
         real: The function, such as `os.open`.
@@ -692,9 +694,10 @@ def _call_on_existing(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call `real` with the file in the store if it exists, else with the rank's own version.
+    """Call `real` with the path of the first file that exists of several versions.
 
-    In a rehearsal, the file that replaces the one in the store comes first.
+    The versions are, in this order: in a rehearsal, the file that replaces the store's file; the
+    store's file; the rank's own version.
     """
     if isinstance(view, Rehearsed):
         replaced = view.resolve(view.replaced, path, dir_fd, follow=follow)
@@ -714,7 +717,8 @@ def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> 
     """Return the path to pass to a library's writing function: `path`, or the redirected path.
 
     Args:
-        decide: Maps a place in the store to the path to use; see `Watched.resolve`.
+        decide: Function that maps a place in the store to the path to use; see
+            `Watched.resolve`.
     """
     led, _ = _redirect_path(view, decide, path, follow=True)
     return led
@@ -728,14 +732,14 @@ def shown_path(view: Watched, path: Path) -> Path:
 def writable(view: Watched, place: str, *, needs_content: bool = False) -> str | None:
     """Return the path to open for writing instead of `place`; None for `place` itself.
 
-    A folder is not redirected: opening it for writing raises the system's own error.
+    A folder is not redirected, so that opening a folder for writing raises the system's error.
     """
     return None if os.path.isdir(place) else view.target(place, needs_content=needs_content)
 
 
 def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
-        return real(file, mode, *args, **kw)  # an opener calls os.open, which is redirected
+        return real(file, mode, *args, **kw)  # os.open, which an opener calls, is redirected
     if set(mode) & set("wxa+"):
         target = partial(writable, view, needs_content=not set(mode) & set("wx"))
         return _call_redirected(
@@ -783,7 +787,7 @@ def _write(
 def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
-    If they are on different file systems, `across` moves or copies instead.
+    If the redirected paths are on different file systems, call `across`, which moves or copies.
     """
     source, kw["src_dir_fd"] = _redirect_path(view, view.source, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dst_dir_fd"))
@@ -798,18 +802,18 @@ def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw:
 
 def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
     target, kw["dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dir_fd"))
-    if target is not dst:  # the link moves to another folder, so a relative target must be resolved
+    if target is not dst:  # the link is in another folder, so resolve a relative target
         src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
-        src = shown_path(view, src)  # the rank's own version may be the only one
+        src = shown_path(view, src)  # the target may exist only as the rank's own version
     real(src, target, *args, **kw)
 
 
 def _access(
     view: Watched, real: _Call, path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any
 ) -> bool:
-    """Return whether a path is accessible.
+    """Return whether a path is accessible, as `os.access` does.
 
-    A path in the store counts as writable, since writes to it go to the scratch folder.
+    A path in the store counts as writable, because writes to such paths go to the scratch folder.
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
@@ -818,13 +822,13 @@ def _access(
 
 
 def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder, with the entries in the store and those that only the rank itself has.
+    """List a folder: the entries in the store, and those that exist only for this rank.
 
     Args:
         view: The rank's view.
-        join: Merges the entries of all versions of the folder.
+        join: Function that merges the entries of all versions of the folder.
         real: The function that lists a folder.
-        path: The folder.
+        path: The folder; None for the working directory.
     """
     path = "." if path is None else path
     own, replaced = _own_file(view, path), view.resolve(view.replaced, path) if view.used else None
@@ -850,7 +854,7 @@ def _entries(path: Path, found: list[Any]) -> "_Entries":
 
 
 class _Entry:
-    """`os.DirEntry` with its path replaced by the path that the rank asked for."""
+    """An `os.DirEntry` whose path begins with the folder that the caller listed."""
 
     def __init__(self, entry: os.DirEntry[str], path: str) -> None:
         self._entry, self.path = entry, path
@@ -863,7 +867,7 @@ class _Entry:
 
 
 class _Entries(contextlib.ExitStack):
-    """Stand-in for the iterator that `os.scandir` returns; `close` has no effect."""
+    """Replacement for the iterator that `os.scandir` returns. Its `close` has no effect."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
@@ -877,7 +881,7 @@ class _Entries(contextlib.ExitStack):
 
 
 def _redirect_torch_writer(view: Watched) -> None:
-    """Redirect torch.save's C++ writer, and add the path to its errors, which lack it."""
+    """Redirect torch.save's C++ writer, and add the path to its errors, which do not name it."""
     import torch
 
     real: Any = torch._C.PyTorchFileWriter
@@ -896,9 +900,9 @@ def _redirect_torch_writer(view: Watched) -> None:
 
 
 def _redirect_torch_reader(view: Discarded) -> None:
-    """Redirect torch's C++ reader of files, so that it finds files that only the rank itself has.
+    """Redirect torch's C++ reader, so that it finds files that exist only for this rank.
 
-    `torch.export.load` and `torch.package` use it.
+    `torch.export.load` and `torch.package` use the reader.
     """
     import torch
 
@@ -913,7 +917,7 @@ def _redirect_torch_reader(view: Discarded) -> None:
 
 
 def _redirect_profiler(view: Watched) -> None:
-    """Redirect torch.profiler's C++ trace writer, which would fail without an error."""
+    """Redirect torch.profiler's C++ trace writer, which reports no error if a write fails."""
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
@@ -927,7 +931,7 @@ def _redirect_profiler(view: Watched) -> None:
 def _redirect_temporary_files() -> None:
     """Make tempfile use the replaced `unlink`.
 
-    tempfile copied `unlink` at its import, as the default value of a parameter.
+    When tempfile was imported, it copied `unlink` as the default value of a parameter.
     """
     closer: Any = getattr(tempfile, "_TemporaryFileCloser", None)
     for method in (getattr(closer, name, None) for name in ("close", "cleanup")):
@@ -937,7 +941,7 @@ def _redirect_temporary_files() -> None:
 
 
 def _save_atomically(view: Watched) -> None:
-    """Make rank 0's `torch.save` to the store atomic, so that a kill leaves no partial file."""
+    """Make `torch.save` on rank 0 atomic for files in the store: a kill leaves no partial file."""
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
@@ -949,7 +953,10 @@ def _save_atomically(view: Watched) -> None:
 
 
 def _warn_about_locks(view: Discarded) -> None:
-    """Make `fcntl`'s locks warn if the file is the rank's own, which no other rank locks."""
+    """Make `fcntl` warn about locks on the rank's own version of a file.
+
+    Other ranks lock other files, so such a lock excludes no rank.
+    """
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
         path = _path_of(file if isinstance(file, int) else file.fileno())
@@ -967,9 +974,9 @@ def _warn_about_locks(view: Discarded) -> None:
 
 
 def _is_the_stores(view: Watched, file: Any) -> bool:
-    """Return whether mapping a file into memory would map the store's own copy of the file.
+    """Return whether a memory map of `file` would map a file that other ranks see, too.
 
-    Return False if the file is outside the store, or if the rank has its own version of the file.
+    This is so for a file in the store, unless this rank has its own version of the file.
     """
 
     def theirs(place: str) -> str | None:
@@ -979,9 +986,10 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
 
 
 def _redirect_torch_maps(view: Watched) -> None:
-    """Redirect `torch.from_file`, with which tensordict maps all files that it reads as writable.
+    """Redirect `torch.from_file`.
 
-    For a `Discarded` view a file of the store is mapped privately, as in `_map_privately`.
+    tensordict calls this function for all files that it reads, and maps them as writable. For a
+    `Discarded` view, a file of the store is mapped privately, as in `_map_privately`.
     """
     import torch
 
@@ -1000,9 +1008,9 @@ def _redirect_torch_maps(view: Watched) -> None:
 
 
 def _map_privately(view: Watched) -> None:
-    """Make numpy map a file of the store privately if a rank maps it writable (numpy's default).
+    """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    Only this rank sees changes in a private map, and the file need not be copied.
+    Only this rank sees changes in a private map, and the file is not copied.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

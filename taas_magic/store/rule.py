@@ -1,9 +1,9 @@
 """The project store of a run: choose it, check that it can be written, lock it, identify it.
 
-On one machine, until its next boot, the numbers of the file system and the inode identify a folder.
-On different machines, these numbers identify nothing, because two clones of one disk have the same
-numbers. Another machine therefore looks for a file with a random name, which the notebook's machine
-makes in the store for the time of the run.
+A host must find out whether it shares the store. On the notebook's own machine, a folder is
+identified by the numbers of its file system and its inode. Between machines, these numbers prove
+nothing, because two clones of one disk have the same numbers. So a host on another machine looks
+for a file with a random name, which the notebook's machine makes in the store during the run.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class StoreRule(Struct, frozen=True):
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Return whether an absolute path is `folder` or below it; compares only the path strings."""
+    """Return whether an absolute path is `folder` or below `folder`, by comparing the strings."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
@@ -68,14 +68,15 @@ def choose(
 
     Args:
         notebook_folder: Default store; also the base of a relative `path`.
-        path: Value of `--store`, else of `[store] path`.
+        path: Value of `--store`, else of `[store] path`; "" for the default.
         writes: See `StoreRule`.
         shared: Folders of `--shared-writes`, relative to the store.
         limit_bytes: See `StoreRule`.
         overwrite: See `StoreRule`.
 
     Raises:
-        StoreError: The path is not a folder, or the folder cannot be the store.
+        StoreError: The path is not a folder, or the folder is not allowed as a store. Or a path in
+            `shared` is a file, or is not inside the store.
     """
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
@@ -102,9 +103,9 @@ def _shared_folder(store: str, name: str) -> str:
 
 
 def prepare(rule: StoreRule) -> None:
-    """Check, before anything starts, that the ranks can write to the store and shared folders.
+    """Check that the user can write to the store, and make missing shared folders.
 
-    Missing shared folders are made.
+    Call before any process of the run starts.
 
     Raises:
         StoreError: The store cannot be written, or a shared folder cannot be made.
@@ -118,7 +119,7 @@ def prepare(rule: StoreRule) -> None:
 
 
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
-    """Return warnings about the store for the user, one line each, before a run starts."""
+    """Return warnings for the user about the store of a run, one line each."""
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
         found.append(
@@ -138,7 +139,7 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
-    Hidden folders are skipped, and the search ends after `_LOOK_S`.
+    The search skips hidden folders, and ends after `_LOOK_S`.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:
@@ -159,10 +160,10 @@ def _leads_out(link: str, store: str) -> bool:
 
 
 def _try_to_write(store: str) -> None:
-    """Write a temporary file to the store and remove it, to find errors that rank 0 would get.
+    """Write a temporary file to the store, to find errors that rank 0 would get.
 
-    Only a real write detects an exceeded quota. If the file system supports unnamed files, the
-    file has no name and leaves no trace.
+    Only a real write detects an exceeded quota. The file is removed again. If the file system
+    supports unnamed files, the file never has a name.
     """
     try:
         with tempfile.TemporaryFile(dir=store) as file:
@@ -177,23 +178,23 @@ def _try_to_write(store: str) -> None:
 
 
 def user_name() -> str:
-    """Return the user's name; the numeric user id if there is none, as in many containers."""
+    """Return the user's name, or the user id if the user has no name, as in many containers."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # OSError from Python 3.13 on
+    except (KeyError, OSError):  # KeyError before Python 3.13, OSError since
         return str(os.getuid())
 
 
 def state_folder(store: str) -> Path:
-    """Return the folder, outside the store, for data about a store that outlives a run.
+    """Return the folder in the state folder for data about a store that outlives a run.
 
-    The folder is not made.
+    This function does not make the folder.
     """
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
 class StoreOwner(Struct):
-    """Record of the run that owns a store; the content of the lock file, for other runs' messages.
+    """Record of the run that owns a store. Other runs read it from the lock file, for messages.
 
     Attributes:
         store: Path of the store.
@@ -219,8 +220,8 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file
-    is in the state folder, so that the store stays clean. The lock is one of flock: the system
-    releases it when the owning process ends, however the process ends. Enter the context in the
+    is in the state folder, so that the store stays clean. The lock is an flock(2) lock: the system
+    releases the lock when the owning process ends, even by a kill. Enter this context in the
     process that lives as long as the run.
 
     Args:
@@ -229,7 +230,8 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
         name: Name of that run, also for messages; may be empty.
 
     Raises:
-        StoreError: Another run owns the store; names that run, its process and its host.
+        StoreError: Another run owns the store. The message names that run, its process and its
+            host. Or the lock file cannot be written.
     """
     kept = state_folder(store)
     folder, path = kept.parent, kept.with_suffix(".lock")
@@ -259,8 +261,8 @@ def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
 def _refuse_overlap(store: str, path: Path) -> None:
     """Raise StoreError if the lock at `path` belongs to a living run and overlaps `store`.
 
-    Folders overlap if they are the same or one contains the other. A lock file that nobody holds is
-    removed.
+    Folders overlap if they are the same or one contains the other. If no process holds the lock,
+    its file is removed.
     """
     with locked(path, wait=False) as free:
         if free:
@@ -278,7 +280,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 class Identity(Struct, frozen=True):
-    """Identity of a folder on one machine.
+    """Identity of a folder on one machine, valid until the machine's next boot.
 
     Attributes:
         path: Path of the folder.
@@ -307,7 +309,7 @@ class Identity(Struct, frozen=True):
 
         Args:
             token: Function that makes the notebook's machine create a file in the folder, and that
-                returns the file's name. On the notebook's own machine it is not called.
+                returns the file's name. It is called only on other machines.
         """
         try:
             here = Identity.of(self.path)

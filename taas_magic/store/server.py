@@ -1,8 +1,7 @@
 """The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
-The pool's process has one `StoreServer` for each run. The controller has already checked which host
-of the run sent a request. Everything else in a request is checked here, because a host may be
-hostile.
+The pool's process has one `StoreServer` for each run. The controller checks which host of the run
+sent a request. This module checks everything else in the request, because a host may be hostile.
 """
 
 import os
@@ -66,12 +65,12 @@ FLUSHERS = 16
 
 
 class _Change(NamedTuple):
-    """The last change that a host made at a path of the store, for the other hosts.
+    """The last change that a host made at one path of the store.
 
     Attributes:
         number: Number of the change, ascending over all changes of the run.
-        host_rank: Number of the host that made it.
-        entry: The file or folder that was written; None if it was removed.
+        host_rank: Number of the host that made the change.
+        entry: The file or folder that was written; None for a removal.
     """
 
     number: int
@@ -80,13 +79,13 @@ class _Change(NamedTuple):
 
 
 class StoreServer:
-    """Server for the requests of a run's hosts; handles one request at a time.
+    """Handles the requests of a run's hosts, one request at a time.
 
     Args:
         rule: Settings of the store.
-        folder: The store's state folder; it keeps the hashes of files for the next run.
-        writer: Number of the host that runs rank 0. It may write anywhere in the store; the other
-            hosts may write only below `rule.shared`.
+        folder: The store's state folder, in which the hashes of files are saved for the next run.
+        writer: Number of the host that runs rank 0. This host may write anywhere in the store. The
+            other hosts may write only below `rule.shared`.
     """
 
     def __init__(self, rule: StoreRule, folder: Path, writer: int = 0) -> None:
@@ -119,7 +118,7 @@ class StoreServer:
         }
 
     def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
-        """Handle a host's request and return the response; blocks while the disk is busy.
+        """Handle a host's request and return the response. Block until the disk has done the work.
 
         Args:
             host_rank: Number of the host that sent the request.
@@ -151,9 +150,9 @@ class StoreServer:
         self._tree.close()
 
     def _make_token(self, host_rank: int, request: MakeToken) -> str:
-        """Return the name of a file in the store; a host that sees the file shares the store.
+        """Return the name of a marker file in the store. A host that sees it shares the store.
 
-        The first request makes the file.
+        The first request makes the file; `close` removes it.
         """
         if self._token is None:
             for seen in self._tree.entries(""):
@@ -163,9 +162,9 @@ class StoreServer:
         return self._token.name
 
     def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
-        """Return the manifest of the store, or None while the store is being searched."""
+        """Return the manifest of the store; None while the store is being searched."""
         if self._search is None or (request.fresh and self._search.done()):
-            # in a thread, which alone may use the hashes until it ends
+            # The search runs in a thread. Until it ends, no other thread may use the hashes.
             arguments = self._tree, self._hashes, self._rule.limit_bytes
             self._search = self._looker.submit(scan_store, *arguments)
         if not self._search.done():
@@ -267,7 +266,7 @@ class StoreServer:
             raise UnsafeError(path, f"its name differs from {shown(other)} only by case")
 
     def _check_new(self, path: str) -> None:
-        """Raise UnsafeError if a host may not make `path` or a missing parent folder of it."""
+        """Raise UnsafeError if a host may not make `path` or one of its missing parent folders."""
         if self._exceptions.has(path):
             return
         parts = path.split("/")
@@ -275,8 +274,8 @@ class StoreServer:
             here = "/".join(parts[: depth + 1])
             if self._tree.status(here) is not None:
                 continue
-            # Python imports a new folder with __init__.py by its name, as it does a module's file;
-            # so the owner of the folder's parent counts
+            # Python can import a folder with __init__.py, as it can import a module's file. So for
+            # __init__.py, the folder above the package decides.
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
             if is_start_up(normal_form(name), in_users_folder=not self._is_runs_folder(folder)):
@@ -285,8 +284,9 @@ class StoreServer:
     def _is_runs_folder(self, path: str) -> bool:
         """Return whether a folder belongs to runs.
 
-        It does if a run has made the folder or one that contains it, if it is in a shared folder,
-        or if it does not exist yet, because a run then makes it.
+        A folder belongs to runs in three cases: a run has made the folder or a folder that contains
+        it; the folder is in a shared folder; or the folder does not exist yet, so that a run will
+        make it.
         """
         if path and self._tree.status(path) is None:
             return True
@@ -295,35 +295,37 @@ class StoreServer:
         return is_shared or any(map(self._made.has_folder, (path, *folders_of(path))))
 
     def _may_replace(self, path: str) -> bool:
-        """Return whether a host may replace or remove the file at `path`, if there is one.
+        """Return whether a host may replace or remove what is at `path`.
 
-        The host may do so if a run made the file and nobody changed the file since, unless the file
-        is a notebook.
+        A host may do so if a run made the file and nobody changed the file since, unless the file
+        is a notebook. A host may always do so if `[store] overwrite` names the path, or if no
+        regular file is there.
         """
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
             return True
-        is_notebook = normal_form(path).endswith(".ipynb")  # the user may have it open
+        is_notebook = normal_form(path).endswith(".ipynb")  # the user may have the notebook open
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
-        """Return the path of this run's version of a file, which may be beside the user's file."""
+        """Return the path of this run's version of a file. It may be beside the user's file."""
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:
-        """Make a folder and its missing parents, and record them as made by a run."""
+        """Make a folder and its missing parents, and record that a run made them."""
         for folder in reversed([path, *folders_of(path)]):
             if folder and self._tree.status(folder) is None:
                 self._tree.make_folder(folder)
                 self._made.record_folder(folder)
 
     def _write_pieces(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
-        """Write pieces of files, and move the files that are complete after that to their paths.
+        """Write pieces of files, and move all files that are now complete to their paths.
 
-        All files are forced to the disk together, which takes hardly longer than for one file.
+        All complete files are forced to the disk at the same time, because this takes hardly longer
+        than for one file.
 
         Returns:
-            For each path, the reason why it was refused; "" if it was accepted.
+            For each path, the reason why the path was refused; "" if it was accepted.
         """
         whole: list[tuple[Entry, Arrival]] = []
         answers: dict[str, str] = {}
@@ -356,7 +358,7 @@ class StoreServer:
             self._check_new(path)
         if entry.is_folder:
             self._make_folders(path)
-            self._tree.make_folder(path)  # raises if the path is not a folder
+            self._tree.make_folder(path)  # raises if the path exists and is not a folder
             self._note(host_rank, path, entry)
             return
         if piece.offset == 0:
@@ -386,10 +388,10 @@ class StoreServer:
     def _place(
         self, host_rank: int, path: str, entry: Entry, arrival: Arrival, flushed: Future[None]
     ) -> None:
-        """Move a complete file from its temporary name to its path, or discard it.
+        """Move a complete file from its temporary name to its path; discard it on failure.
 
-        If the user has a file at `path`, the new file is moved beside it instead, and UnsafeError
-        reports this to the host.
+        If the user has a file at `path`, the new file is moved beside the user's file instead, and
+        UnsafeError reports this to the host.
 
         Args:
             host_rank: Number of the host that sent the file.
@@ -399,7 +401,8 @@ class StoreServer:
             flushed: Future of the call that forces the file to the disk.
 
         Raises:
-            UnsafeError: The host may not write the file, or it was kept beside the user's file.
+            UnsafeError: The host may not write the file, or the file is kept beside the user's
+                file.
             OSError: The file could not be written.
         """
         try:
@@ -424,10 +427,10 @@ class StoreServer:
             raise UnsafeError(path, WHY_BESIDE)
 
     def _drop(self, key: tuple[int, str]) -> None:
-        """Discard an incomplete file, if there is one.
+        """Discard an incomplete file that is being received, if there is such a file.
 
         Args:
-            key: Number of the host that sends it, and its path.
+            key: Number of the host that sends the file, and path of the file.
         """
         self._checks.pop(key, None)
         arrival = self._arriving.pop(key, None)
@@ -435,15 +438,15 @@ class StoreServer:
             arrival.discard()
 
     def _remove(self, host_rank: int, path: str) -> None:
-        """Remove a file or an empty folder, as a host asked; a file of the user stays.
+        """Remove a file or an empty folder for a host. A file of the user is not removed.
 
         If rank 0's version is beside the user's file, that version is removed.
         """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
-            self._tree.open_file(path).close()  # raises if it is not a regular file
+            self._tree.open_file(path).close()  # raises if the entry is not a regular file
         for key in [it for it in self._arriving if it[0] == host_rank and is_below(it[1], path)]:
-            self._drop(key)  # its temporary file would keep the folder from being empty
+            self._drop(key)  # its temporary file is in the folder that may be removed
         if not self._may_replace(path):
             self._note(host_rank, path, None)
             if path not in self._beside:
@@ -456,7 +459,7 @@ class StoreServer:
             self._note(host_rank, path, None)
 
     def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:
-        """Record a change for the other hosts; it replaces an earlier change of the same path."""
+        """Record a change for the other hosts, in place of an earlier change of the same path."""
         self._number += 1
         self._changes.pop(path, None)
         self._changes[path] = _Change(self._number, host_rank, entry)

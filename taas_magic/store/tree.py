@@ -1,12 +1,12 @@
 """Access to a folder that no symbolic link can redirect (`Tree`), and atomic writing (`Arrival`).
 
-Paths are relative, with parts joined by `/`. A path is checked, then opened part by part (openat(2)
-with O_NOFOLLOW). So a symbolic link stops the access instead of redirecting it, even if the link
-replaces a folder during the access.
+Paths are relative, with parts joined by `/`. A path is checked, and then opened part by part
+(openat(2) with O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a
+folder during the access.
 
 An arriving file is written under a temporary name, verified, and moved to its path in one step.
-Until then, the writer holds a lock on the file, so that a later search of the store recognizes
-leftovers of dead writers.
+Until the move, the writer holds a lock on the file. A temporary file without a lock is a leftover
+of a dead writer, and a later search of the store removes it.
 """
 
 import errno
@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def why_astray(path: str) -> str:
-    """Return why a relative path may lead out of a folder; "" if it cannot."""
+    """Return why a relative path is invalid or may lead out of a folder; "" if it is safe."""
     if not path:
         return "it has no name"
     if "\0" in path:
@@ -57,7 +57,7 @@ def why_astray(path: str) -> str:
 
 
 def why_unsafe(path: str) -> str:
-    """Return why a path may not be copied to another machine; "" if it may."""
+    """Return why a path must not be copied to another machine; "" if it may be copied."""
     if why := why_astray(path):
         return why
     try:
@@ -79,7 +79,7 @@ def parted(path: str) -> tuple[str, str]:
     """Return the parent folder and the last part of a path.
 
     Raises:
-        UnsafeError: The path does not stay inside a tree.
+        UnsafeError: The path is invalid, or may lead out of a tree.
     """
     if why := why_astray(path):
         raise UnsafeError(path, why)
@@ -88,26 +88,26 @@ def parted(path: str) -> tuple[str, str]:
 
 
 def folders_of(path: str) -> Iterator[str]:
-    """Yield the folders that contain `path`, innermost first."""
+    """Yield the folders that contain `path`, innermost first, without the root."""
     while path := path.rpartition("/")[0]:
         yield path
 
 
 class CaseChecker:
-    """Finder of paths that differ only by case: a file system that ignores case confuses them.
+    """Finds paths that differ only by case. Some file systems treat such paths as the same path.
 
-    It knows the paths that it has accepted. A path is accepted if no known path differs from it
-    only by case.
+    The checker accepts a path if no known path differs from it only by case. An accepted path is
+    then known.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Return the known path, or parent folder, from which `path` differs by case alone.
+        """Find a known path that differs from `path`, or from a parent folder of it, only by case.
 
         Returns:
-            The known path. If there is none, "", and `path` is known from now on.
+            The known path. "" if there is no such path; `path` is then accepted.
         """
         ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
         prefixes = {_folded(path[:end]): path[:end] for end in ends}
@@ -119,7 +119,7 @@ class CaseChecker:
         return ""
 
     def forget(self, path: str) -> None:
-        """Remove a path from the known ones; paths below it must be removed separately."""
+        """Remove a path from the known paths. Paths below it must be removed separately."""
         self._known.pop(_folded(path), None)
 
 
@@ -128,7 +128,7 @@ def _folded(path: str) -> str:
 
 
 class UnsafeError(OSError):
-    """Error for an unsafe path, or one that is not a regular file; names path and reason."""
+    """Error for a path that is unsafe or names no regular file. It has the path and the reason."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -137,19 +137,19 @@ class UnsafeError(OSError):
 
 @dataclass(frozen=True)
 class TreeEntry:
-    """Path and status of a file, folder or other entry of a tree."""
+    """Path and status (`os.lstat`) of a file, a folder or another entry of a tree."""
 
     path: str
     status: os.stat_result
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, not a link to one."""
+        """Whether the entry is a folder. A link to a folder is not a folder."""
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
     def oddity(self) -> str:
-        """Kind of the entry if it is neither a regular file nor a folder; else ""."""
+        """Kind of an entry that is neither a regular file nor a folder; "" for these two."""
         return "" if self.is_folder else oddity(self.status)
 
 
@@ -188,7 +188,7 @@ class Tree:
 
         Args:
             path: Relative path; "" for the root.
-            make: Make the folder and its parents if they are missing.
+            make: Whether to make the folder and its parents if they are missing.
 
         Raises:
             UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
@@ -229,10 +229,10 @@ class Tree:
         return FileIO(descriptor)
 
     def status(self, path: str) -> os.stat_result | None:
-        """Return the status of the entry at `path`, without following links; None if none exists.
+        """Return the status of the entry at `path`; None if there is no entry. Follow no links.
 
         Raises:
-            UnsafeError: The path is unsafe, or contains a link.
+            UnsafeError: The path is unsafe, or one of its parent folders is a link.
         """
         folder, name = parted(path)
         try:
@@ -255,7 +255,7 @@ class Tree:
         """Remove a file or an empty folder.
 
         Returns:
-            True if nothing is at the path now; False if a folder there is not empty.
+            True if nothing is at the path now; False if a folder there is not empty and stays.
         """
         status, (folder, name) = self.status(path), parted(path)
         if status is None:
@@ -269,21 +269,21 @@ class Tree:
         except OSError:
             if remove is os.unlink:
                 raise
-            return False  # something lies in it
+            return False  # the folder is not empty
         return True
 
     def remove_leftover(self, path: str) -> None:
         """Remove a file if it is the temporary file of an `Arrival` whose process has ended.
 
-        The lock of such a file is free. Any other file stays.
+        Such a file is recognized by its name and by its free lock. Any other file stays.
         """
         if path.rpartition("/")[2].startswith(ARRIVING):
-            with suppress(OSError), self.open_file(path) as file:  # it may be gone by now
+            with suppress(OSError), self.open_file(path) as file:  # the file may be gone by now
                 if lock(file.fileno(), shared=True):
                     self.remove(path)
 
     def entries(self, path: str) -> list[TreeEntry]:
-        """Return the sorted entries of a folder; empty if it is missing or cannot be read."""
+        """Return the entries of a folder by path; empty if the folder is missing or unreadable."""
         prefix = f"{path}/" if path else ""
         found = []
         with suppress(OSError), self.folder(path) as here, os.scandir(here) as entries:
@@ -323,7 +323,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
 
 
 class DamagedError(UnsafeError):
-    """Error for an arrived file that differs from the one sent; names the file."""
+    """Error for an arrived file that differs from the file that was sent. It names the file."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
@@ -334,10 +334,11 @@ _BEGINS_BYTES = 16
 
 
 class Arrival:
-    """A file under a temporary name that is being received; `place` or `discard` must end it.
+    """A file that is being received under a temporary name. It must end by `place` or `discard`.
 
     Args:
-        staging: Descriptor of the folder to write the file in; on the destination's file system.
+        staging: Descriptor of the folder in which the file is written. The folder must be on the
+            file system of the destination.
 
     Attributes:
         name: Temporary name in the staging folder.
@@ -354,7 +355,7 @@ class Arrival:
         except OSError:
             os.close(self._staging)
             raise
-        with suppress(OSError):  # this file system has no locks; leftovers are then not removed
+        with suppress(OSError):  # without locks on this file system, leftovers are not removed
             lock(self.file, wait=True)
         self._hash = hashlib.sha256()
         self.received, self.begins = 0, b""
@@ -378,18 +379,21 @@ class Arrival:
         """Check that the file arrived complete and unchanged.
 
         Raises:
-            DamagedError: Its size or hash differs.
+            DamagedError: The size or the hash of the file differs.
         """
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
 
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
-        """Move the file to `path`; an old file there is replaced, and its mode is kept.
+        """Move the file to `path`, and replace an old file there.
+
+        The new file gets the old file's permissions, except that `executable` decides about
+        execution.
 
         Args:
             tree: Tree of the destination.
             path: Relative path; missing parent folders are made.
-            executable: Whether those who may read the file may also execute it.
+            executable: Whether users who may read the file may also execute it.
 
         Raises:
             UnsafeError: The path is unsafe, or the entry at the path is not a regular file.
@@ -398,7 +402,7 @@ class Arrival:
         old = tree.status(path)
         if old is not None and (what := oddity(old)):
             raise UnsafeError(path, f"{what} of this name exists")
-        # without an old file, the mode that this process's umask gives new files
+        # If there is no old file, use the permissions that the umask has given to the new file.
         mode = (old or os.fstat(self.file)).st_mode & 0o777
         may_run = (mode & 0o444) >> 2
         os.fchmod(self.file, mode | may_run if executable else mode & ~0o111)
