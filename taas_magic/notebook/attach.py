@@ -1,7 +1,7 @@
 """Show the view of a run again, for `%taas attach`.
 
-The view shows all earlier output, then new output, until the run ends or the user presses
-Ctrl-C. The view reads only the run's folder, and needs no connection to the pool.
+The view shows all earlier output, then new output, until the run ends or the user interrupts.
+The view reads only the run's folder, and needs no connection to the pool.
 """
 
 import time

@@ -112,7 +112,7 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for the options of `run`, with `--out` extended by the function's value.
+    """Return the flags for the options of `run`. Their `--out` also requests the function's value.
 
     Raises:
         UsageError: An option has an impossible value.

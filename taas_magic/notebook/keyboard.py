@@ -105,11 +105,12 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
     Args:
         request: The rank's request.
         plan: Plan of the run.
-        is_void: Function that returns whether the rank no longer needs the line. It is called
-            from another thread.
+        is_void: Function that returns whether the rank no longer needs the line. The function is
+            called from another thread.
 
     Returns:
-        The answer for the rank. It has no line if the user ended the input (Ctrl-D in a terminal).
+        The answer for the rank. If the user ended the input (Ctrl-D in a terminal), the answer has
+        no line.
 
     Raises:
         KeyboardInterrupt: The user interrupted the cell, or `is_void` returned True.

@@ -397,7 +397,7 @@ def call_on_ranks(
 
 
 def debug(session: Session, rank: int | None, shell: "InteractiveShell", config: Config) -> None:
-    """Open IPython's debugger on a rank of a session, at the exception that it raised last.
+    """Open IPython's debugger on a rank of a session, at the last exception of that rank.
 
     Blocks until the user leaves the debugger.
 
@@ -470,7 +470,7 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
-    """End a session's ranks and start new ones on its hosts.
+    """End a session's ranks, and start new ranks on the same hosts.
 
     Raises:
         UsageError: There is no such session.

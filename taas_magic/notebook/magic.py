@@ -311,7 +311,7 @@ class _WarmUp:
     def cancel(self) -> None:
         """Cancel the warm-up if it has not begun.
 
-        A warm-up that has begun continues. `%taas down` then ends the pool that it opened.
+        A warm-up that has begun continues. In this case, `%taas down` ends the opened pool.
         """
         with self._lock:
             self._is_cancelled = True
@@ -390,7 +390,7 @@ _LOGS_FLAGS = FlagParser(
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
-    """Return the log of a rank for `%taas logs`; by default, that of the rank that failed first."""
+    """Return a rank's log for `%taas logs`; by default, the log of the rank that failed first."""
     from taas_magic.notebook import runs
     from taas_magic.notebook.logs import end_of_log, shortened
 
@@ -410,7 +410,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a session.
 
-    Only a notebook can take over a session. In a terminal, show the cell that the session runs.
+    Only a notebook can take over a session. A terminal shows the session's running cell instead.
     """
     from IPython.core.getipython import get_ipython
 

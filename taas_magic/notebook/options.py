@@ -11,8 +11,8 @@ from taas_magic.errors import UsageError
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
     """Check that the given options and the function's parameters share no name.
 
-    The call uses a keyword argument with a shared name as an option. The user may have meant it for
-    the function.
+    The call uses a keyword argument with a shared name as an option. But the user may have meant
+    the argument for the function.
 
     Args:
         what: The call that has the options, such as "taas.run".

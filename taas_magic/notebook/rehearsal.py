@@ -150,7 +150,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: Findings
 ) -> list[HostCheck]:
-    """Check the hosts of pools; return a row for each. Record an error in `found.problems`."""
+    """Check the hosts of pools, and return a row for each host. Add errors to `found.problems`."""
     if not asked:
         return []
     up = {row.name: row.status.hosts for row in pools.rows(config)}

@@ -118,8 +118,8 @@ class Interrupts:
         """Run `work` in a thread, wait for it, and return its result.
 
         Args:
-            work: Function that may wait for another process. It continues in its thread if the user
-                interrupts the wait.
+            work: Function that may wait for another process. If the user interrupts the wait, the
+                function continues in its thread.
             patience: Number of interrupts that end the wait. After the last interrupt, the work has
                 LEAVE_S more to finish.
             meanwhile: Function called in this thread every MEANWHILE_S during the wait.
@@ -138,7 +138,7 @@ class Interrupts:
 
 
 class Background(Generic[T]):
-    """Work in a separate thread. If the user stops waiting for the work, it continues.
+    """Work in a separate thread. The work continues if the user stops waiting for it.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the
@@ -494,7 +494,7 @@ class RunDriver:
 
     @contextmanager
     def ending_on_error(self, view: View | NoView) -> Iterator[None]:
-        """If the block raises an error, record and show the end of the run, and raise it again.
+        """If the block raises an error, record and show the end of the run, then raise the error.
 
         The block is the part of the run before the ranks start.
         """

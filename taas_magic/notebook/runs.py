@@ -172,7 +172,7 @@ class Run:
 
     @property
     def receipt(self) -> Receipt:
-        """Receipt: files that rank 0 wrote to the project store, and other ranks' writes."""
+        """Files that rank 0 wrote to the project store, and other ranks' writes kept out of it."""
         return self.head.receipt or Receipt()
 
     @property

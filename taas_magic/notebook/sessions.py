@@ -539,7 +539,7 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
 
 
 def left_sessions() -> Iterator[tuple[Run, Flags]]:
-    """Yield the running detached sessions of other kernels: own run, and first cell's flags."""
+    """Yield other kernels' running detached sessions: own run, and flags of the first cell."""
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
@@ -548,7 +548,7 @@ def left_sessions() -> Iterator[tuple[Run, Flags]]:
 
 
 def left_session(name: str, project: Path | None = None) -> Run | None:
-    """Return the own run of the newest detached session with this name of another kernel.
+    """Return the own run of another kernel's newest detached session with the name `name`.
 
     Args:
         name: Name of the session.
@@ -561,7 +561,7 @@ def left_session(name: str, project: Path | None = None) -> Run | None:
 
 
 def running(name: str) -> Run | None:
-    """Return the own run of a running session with this name of another kernel; None if none runs.
+    """Return the own run of another kernel's running session with the name `name`, else None.
 
     If there are several, prefer a detached session, because this kernel can take it over.
     """

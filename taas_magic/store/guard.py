@@ -2,8 +2,8 @@
 
 `apply_rule` is called in a freshly forked rank before any of the user's code. Processes that
 the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
-mount, else Landlock, else Python alone. `strongest` finds this mechanism by one trial of each, in
-a separate process. A trial in this process could fail after this process has entered a user
+mount, else Landlock, else Python alone. `strongest` finds this mechanism: it tries each mechanism
+in a separate process. A trial in this process could fail after this process has entered a user
 namespace, and no process can leave a user namespace.
 
     mechanism              user        a refused change gives   not protected against
@@ -248,7 +248,7 @@ def _caches() -> list[str]:
 
 
 def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
-    """Return the `writable` folders below the store, each of which needs an exception.
+    """Return the `writable` folders below the store, which need exceptions from the protection.
 
     Missing folders are created first. Under Landlock, a process cannot create a folder in a folder
     that contains the store. So under Landlock, missing `writable` folders in such places are
@@ -287,7 +287,7 @@ def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StorePr
     Args:
         store: Path of the store.
         holes: Folders inside the store that stay writable, from `holes`.
-        means: Strongest mechanism to protect the store by, from `strongest`.
+        means: Mechanism to try first, from `strongest`.
 
     Returns:
         The mechanism in effect: `means`, or a weaker one if `means` fails for this store.

@@ -1,9 +1,9 @@
 """Rules for which files are copied between hosts and the notebook, and the requests that copy them.
 
 Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
-nor back. The notebook's side never accepts a file from a host that shells, ssh, git, Python or this
-package would execute or read as settings. The rules for secrets and for such files ignore case and
-invisible characters in names, because some file systems ignore them, too.
+nor back. Some files are executed, or read as settings, by shells, ssh, git, Python or this package.
+The notebook's side never accepts such a file from a host. The rules for secrets and for such files
+ignore case and invisible characters in names, because some file systems ignore them, too.
 
 A `Manifest` lists all files of a store to copy, and a regular file is identified by its hash
 (`Hashes`). Files are cut into pieces. The size of a message is adapted to the speed of the link and
@@ -606,8 +606,8 @@ class ListFiles(FileRequest[Manifest | None]):
     """Request for the list of files to copy to the host.
 
     For the run folder, the response lists the files that the host's ranks or fetchers need. For the
-    store, the response is the manifest of the search that the first host's request started. The
-    response is None while the store is being searched; the host must then ask again.
+    store, the response is the manifest from the last search of the store. The first request starts
+    a search. While the store is being searched, the response is None, and the host must ask again.
 
     Attributes:
         fresh: Whether to search the store again, because a file differed from the last manifest.

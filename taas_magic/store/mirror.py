@@ -146,7 +146,7 @@ def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
         mirror: Mirror to update.
         ask: Sends requests to the notebook's side.
         fresh: Whether to search the store again. If False, the mirror gets the content that the
-            store had when the first host of the run asked for the list of files.
+            last search for this run has found.
 
     Returns:
         Manifest of the mirror's new content.

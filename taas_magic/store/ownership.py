@@ -227,5 +227,5 @@ class Exceptions:
         self._spec = GitIgnoreSpec.from_lines(patterns)
 
     def has(self, path: str) -> bool:
-        """Return whether a pattern matches `path`, so that hosts may write it in any case."""
+        """Return whether a pattern of `[store] overwrite` matches `path`."""
         return self._spec.match_file(path)

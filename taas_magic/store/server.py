@@ -298,7 +298,7 @@ class StoreServer:
         """Return whether a host may replace or remove what is at `path`.
 
         A host may do so if a run made the file and nobody changed the file since, unless the file
-        is a notebook. A host may always do so if `[store] overwrite` names the path, or if no
+        is a notebook. A host may also do so if `[store] overwrite` names the path, or if no
         regular file is there.
         """
         status = self._tree.status(path)

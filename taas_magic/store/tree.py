@@ -96,8 +96,8 @@ def folders_of(path: str) -> Iterator[str]:
 class CaseChecker:
     """Finds paths that differ only by case. Some file systems treat such paths as the same path.
 
-    The checker accepts a path if no known path differs from it only by case. An accepted path is
-    then known.
+    The checker accepts a path if no known path differs from it only by case. Accepted paths are
+    added to the known paths.
     """
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ class Tree:
                     self.remove(path)
 
     def entries(self, path: str) -> list[TreeEntry]:
-        """Return the entries of a folder by path; empty if the folder is missing or unreadable."""
+        """Return the entries of a folder, sorted by path; empty if it is missing or unreadable."""
         prefix = f"{path}/" if path else ""
         found = []
         with suppress(OSError), self.folder(path) as here, os.scandir(here) as entries:
