@@ -3,14 +3,14 @@
 supervisor.py  starts the agent; ends the processes that the agent leaves
 agent.py       starts the forkserver, then joins the pool
 agent_worker.py  the agent as a worker of the pool's Dask cluster, and its lease
-spec.py        settings of a share of a run; messages between pool and agents
+spec.py        descriptions of a run and its shares; messages between pool and agents
 host_run.py    a share of a run on this host: its ranks in all attempts, or its fetchers
 host_session.py  the ranks of a session on this host, and the cells that they run
 fetcher.py     the process of a fetcher
 feeding.py     connects a rank's registered loaders to fetchers, or to servers of the rank itself
-watch.py       decides whether ranks have ended, failed or hang
+watch.py       the state of each rank; decides when the run is over on this host
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
-output.py      output of the ranks
+output.py      reads the ranks' output and messages
 rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
 prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
@@ -21,7 +21,7 @@ rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server
 forkserver.py  starts ranks and fetchers as forks of a process that has torch imported
 activity.py    distinguishes a slow start of a process from one that is stuck
 system.py      network addresses and processes of this host
-files.py       transfer of the run folder and the project store to and from the host
+files.py       copies files of the run folder and the project store to and from the host
 vehicle.py     starts a supervisor on a host of a Dask cluster class
 metrics.py     metrics that ranks log by `taas.log`
 profile.py     records the first steps of a rank by torch.profiler, for `--profile`

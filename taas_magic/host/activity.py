@@ -1,8 +1,8 @@
 """Functions that distinguish a process that starts slowly from a process that is stuck.
 
 An import from a cold network disk or on a busy machine may take minutes. So the start of a process
-has no fixed time limit. A process counts as stuck if, for the pool's `start_timeout_s`, it has used
-no CPU time and has read and written nothing.
+has no fixed time limit. A process counts as stuck if it has been idle for `start_timeout_s`
+seconds, a setting of the pool. An idle process uses no CPU time, and reads and writes nothing.
 """
 
 import subprocess
@@ -25,7 +25,8 @@ class Usage(NamedTuple):
     Attributes:
         at_s: Time of the sample, on the monotonic clock.
         cpu_s: Total CPU seconds.
-        calls: Number of reads and writes, plus the bytes that the system read from disk.
+        calls: Number of reads and writes, plus the bytes read from disk. Only a change of this sum
+            has a meaning: the processes have read or written.
         pids: Ids of the processes.
     """
 
@@ -38,14 +39,14 @@ class Usage(NamedTuple):
 def last_active(before: Usage | None, now: Usage) -> Usage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    Pass the result as `before` with the next sample. The time of the result is then always the time
-    of the last sample that showed work. A new or ended process counts as work.
+    A new or ended process counts as work. If the caller passes each result as `before` with the
+    next sample, `at_s` of the result is the time of the last sample that showed work.
     """
     return now if before is None or before[1:] != now[1:] else before
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> Usage:
-    """Take a sample of processes; ignore those that have ended or belong to another user."""
+    """Take a sample of `processes`. Ignore processes that have ended or belong to another user."""
     cpu_s, calls, pids = 0.0, 0, set()
     for process in processes:
         try:
@@ -60,7 +61,7 @@ def usage_of(processes: Iterable[psutil.Process]) -> Usage:
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants; an empty list if it has ended."""
+    """Return a process and all its descendants. If the process has ended, return an empty list."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -69,7 +70,9 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 class IdleTimer:
-    """Meter of the time for which a process has used no CPU time and read and written nothing.
+    """Timer that measures for how long a process has been idle.
+
+    An idle process uses no CPU time, and reads and writes nothing.
 
     Args:
         with_children: Whether work of the process's descendants counts too.
@@ -91,12 +94,12 @@ def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout
     """Wait until a process has started, has ended or counts as stuck.
 
     Args:
-        ready: A descriptor that becomes readable, or closes, when the process has started or ended.
-        start_timeout_s: Seconds without any work after which the process counts as stuck.
+        ready: Descriptor that becomes readable, or closes, when the process has started or ended.
+        start_timeout_s: Seconds for which the process may be idle.
 
     Returns:
-        True if the process has started or ended; False if it is stuck, or was stopped (SIGSTOP) for
-        `STOPPED_S`.
+        True if the process has started or ended. False if the process was idle for
+        `start_timeout_s`, or suspended by SIGSTOP for `STOPPED_S` seconds.
     """
     timer, running_at = IdleTimer(process.pid), time.monotonic()
     while not connection.wait([ready], _LOOK_S):

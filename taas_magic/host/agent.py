@@ -3,11 +3,15 @@
 Each host has one agent. The agent does not import torch. It starts the forkserver (`forkserver`),
 which imports torch. Ranks and fetchers are forks of the forkserver.
 
-The supervisor starts the agent. On the agent's standard input, it passes one JSON line from the
-engine (`AgentSettings`), which holds the scheduler's address and the agent's keys. The keys are not
-on the command line, because `ps` would show them there. The command-line arguments are the
-supervisor's pid, the modules that the pool's settings add to the forkserver's imports (separated by
-commas), and the host's folder for temporary files.
+The supervisor starts the agent, and writes one JSON line to the agent's standard input. The line
+comes from the engine. It holds the scheduler's address and the agent's keys (`AgentSettings`). The
+keys are not on the command line, because `ps` shows command lines to all users.
+
+The agent has three command-line arguments:
+
+- the supervisor's pid
+- modules that the forkserver imports because of the pool's settings, separated by commas
+- the host's folder for temporary files
 """
 
 import gc
@@ -25,7 +29,11 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def main() -> int:
-    """Run the agent until the pool ends the host or is lost; return the process's exit code."""
+    """Run the agent until the pool closes or the connection to the pool is lost.
+
+    Returns:
+        The process's exit code.
+    """
     supervisor, preload, folder = sys.argv[1:]
     die_with_parent(int(supervisor))
     _change_to_root_folder()
@@ -50,10 +58,10 @@ def main() -> int:
 
 
 def use_temporary_folder(folder: str) -> None:
-    """Use a folder for temporary files. If its path is too long, use /tmp for sockets.
+    """Use `folder` for temporary files, but /tmp for sockets if the path of `folder` is too long.
 
-    A Unix socket's path may have at most 107 characters. Python 3.14 and later use /tmp in this
-    case by themselves.
+    The path of a Unix socket may have at most 107 bytes. If a path would be longer, Python 3.14
+    and later already use /tmp.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -64,9 +72,9 @@ def use_temporary_folder(folder: str) -> None:
 def _change_to_root_folder() -> None:
     """Change to the folder / and remove the notebook's folder from PYTHONPATH.
 
-    Otherwise a random.py or torch.py in the notebook's folder would replace the real module, here
-    and in the forkserver: Python starts the forkserver with the current folder on its import path,
-    and folders in PYTHONPATH come before Python's own modules.
+    Otherwise a random.py or torch.py in the notebook's folder would replace the real module in this
+    process and in the forkserver. Python starts the forkserver with the current folder on its
+    import path, and folders in PYTHONPATH come before Python's own modules.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -1,8 +1,8 @@
 """The agent as a worker of a Dask cluster: it joins the pool, handles its calls, and leaves.
 
-From Dask, the agent uses the membership in a cluster, TLS and the stream to the scheduler. A run is
-no Dask task: the controller starts a run by a call to each agent, because only the controller knows
-whether all hosts of the run are there (docs/decisions.md).
+The agent uses three parts of Dask: membership in a cluster, TLS, and the stream to the scheduler. A
+run is not a Dask task. The controller starts a run by a call to each agent, because only the
+controller knows whether all hosts of the run have joined (docs/decisions.md).
 
 A host that receives nothing from its pool ends itself (`Lease`). The agent sends heartbeats, and
 the controller acknowledges each. A separate thread watches the lease, so that a hung event loop
@@ -94,7 +94,10 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Return the seconds since 1970. Later changes of the system clock have no effect on it."""
+    """Return the seconds since 1970, unaffected by later changes of the system clock.
+
+    The system clock is read only once, when this module is imported.
+    """
     return _started + time.monotonic()
 
 
@@ -115,13 +118,14 @@ EXPIRED = 75
 class Lease:
     """Time limit after which a host ends itself, renewed by each acknowledged heartbeat.
 
-    The host's lease begins when the host sends a heartbeat that is acknowledged later. The
-    controller counts from the arrival of that heartbeat, and allows one second more. So when the
-    controller considers a host lost, the host has already ended itself.
+    An acknowledged heartbeat renews the lease from the time at which the host sent the heartbeat.
+    The controller counts from the time at which the heartbeat arrived, and waits one second longer.
+    So when the controller counts a host as lost, the host has already ended itself.
 
     Args:
-        lease_s: Seconds until the lease expires.
-        expire: Called in the watching thread when the lease expires. Must not return.
+        lease_s: Seconds from a heartbeat to the end of the lease.
+        expire: Function that is called in the watching thread when the lease ends. It must not
+            return.
     """
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
@@ -139,11 +143,11 @@ class Lease:
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
     def renew(self, beat: float) -> None:
-        """Renew the lease after the acknowledgement of a heartbeat.
+        """Renew the lease because the pool has acknowledged a heartbeat.
 
         Args:
-            beat: Time at which the heartbeat was sent (`time.monotonic`). A time in the future is
-                invalid and ignored; an old time has no effect.
+            beat: Time at which this host sent the heartbeat (`time.monotonic`). A time in the
+                future is invalid and ignored. A time before that of the last renewal has no effect.
         """
         if beat <= time.monotonic():
             self._good_until = max(self._good_until, beat + self.lease_s)
@@ -168,13 +172,16 @@ def end_agent(lease_s: float) -> None:
 
 
 class ClosedWorker(Worker):
-    """A Dask worker that accepts no connections and opens only the one to the scheduler."""
+    """A Dask worker that accepts no connections. It only connects to the scheduler."""
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing instead of serving Dask's web pages, which everybody could open."""
+        """Do nothing. Dask's method would serve web pages that everybody could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; then close the port that Dask opens for this. Called by Dask."""
+        """Join the scheduler; then close the port on which Dask's worker listens.
+
+        Called by Dask.
+        """
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
@@ -187,8 +194,9 @@ class AgentWorker(ClosedWorker):
     Args:
         place: Name and address of the host.
         lease: The host's lease. Each heartbeat that the pool's process acknowledges renews it.
-        warming: Task that is done when the host can start ranks. Its result lists the modules that
-            the forkserver could not import; every run shows them as notes.
+        warming: Task that is done when the host can start ranks. The result of the task has one
+            message for each module that the forkserver could not import. Every run shows these
+            messages as notes.
     """
 
     def __init__(
@@ -227,10 +235,11 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Wait until this host can start ranks; then return its properties. There is no time limit.
+        """Wait, without a time limit, until this host can start ranks; return its properties.
 
         Raises:
-            PoolError: No run can start here any more. The pool then uses another host.
+            PoolError: The forkserver has ended, so no run can start here. The pool then uses
+                another host.
         """
         await asyncio.wait({self._warming})
         if self._warming.exception() is not None:
@@ -252,13 +261,17 @@ class AgentWorker(ClosedWorker):
         return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), Facts)]
 
     async def start_run(self, asked: StartShare) -> int:
-        """Start this host's share of a run in a new thread, or the next attempt of that share.
+        """Start this host's share of a run, or the next attempt of a share that runs already.
+
+        Each share has its own thread.
 
         Returns:
-            The port of the ranks' rendezvous if this is the run's first host, else 0.
+            The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
+            a session, the value has no meaning, because the ranks have already met.
 
         Raises:
-            PoolError: The next attempt cannot start, because the run has ended here.
+            PoolError: The run whose next attempt was requested has ended here, or the session of
+                the cell has ended here.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.again:
@@ -283,9 +296,10 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _maker(self, spec: ShareSpec) -> Callable[..., HostShare]:
-        """Return the constructor for a share of this kind.
+        """Return the function that creates the share that `spec` describes.
 
-        The kinds are: ranks of a run, fetchers, ranks of a session, and a cell in a session.
+        A share has one of four classes: for ranks of a run, for fetchers, for ranks of a session,
+        or for a cell in a session.
 
         Raises:
             PoolError: The session of the cell has ended here.
@@ -302,7 +316,7 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, told: PoolCommand) -> None:
-        """Pass the controller's command to the share that it is for, unless the share has ended."""
+        """Pass a command of the controller to its share. Ignore it if the share has ended."""
         if share := self._shares.get(told.run_id):
             share.handle_command(told)
 
@@ -320,9 +334,10 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Send heartbeats until cancelled.
+        """Send heartbeats until this task is cancelled.
 
-        Until the host can start ranks, a heartbeat names the module that the forkserver imports.
+        While the host cannot start ranks yet, each heartbeat names the module that the forkserver
+        is importing.
         """
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
@@ -335,12 +350,12 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when the forkserver has ended or could not import a module.
+        """Leave the pool when the forkserver has ended or has failed to import a needed module.
 
-        If this host takes part in runs, this method waits for the end of these runs first.
+        If the forkserver ends while runs use this host, wait for the end of these runs first.
 
         Raises:
-            PoolError: The forkserver could not import a module.
+            PoolError: The forkserver could not import a module that ranks need.
         """
         try:
             await asyncio.shield(self._warming)
@@ -354,7 +369,10 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Let the forkserver import optional modules once the host is idle, until cancelled."""
+        """Whenever the host becomes idle, let the forkserver import the optional modules.
+
+        Runs until this task is cancelled. The import itself happens only once.
+        """
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()
@@ -369,10 +387,10 @@ class AgentWorker(ClosedWorker):
     def _send_request(self, request: Request[_T]) -> _T:
         """Send a request to the controller and wait for the response.
 
-        Any thread may call this, except that of the event loop.
+        Any thread except the thread of the event loop may call this.
 
         Raises:
-            PoolError: The controller is not reachable or did not respond in time.
+            PoolError: The controller is not reachable or did not respond within `ASK_TIMEOUT_S`.
         """
         asking = send_request(self.scheduler, request)
         answer = asyncio.run_coroutine_threadsafe(asking, self.loop.asyncio_loop)
@@ -407,10 +425,10 @@ class AgentWorker(ClosedWorker):
 async def serve(words: bytes) -> None:
     """Join the pool and handle its calls until the pool closes or the connection is lost.
 
-    Does not wait for the forkserver's imports before it joins.
+    Joins before the forkserver has finished its imports.
 
     Args:
-        words: Packed `AgentSettings`.
+        words: `AgentSettings` in packed form, from standard input.
 
     Raises:
         PoolError: The forkserver could not import a module that ranks need.

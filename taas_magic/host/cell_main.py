@@ -1,18 +1,19 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. For a script, the main module is the script's file. For a cell, it is this module, because
-the `__spec__` of a rank's `__main__` names this module, as `python -m` would.
+by name. The main module of a script is the script's file. The main module of a cell is this module:
+the `__spec__` of a rank's `__main__` names it, as `python -m` would.
 
 When the child first looks up a name, this module loads all names:
 
 - Names of earlier cells come from the run's payload.
-- To get the names of the `%%taas` cell, the child runs top-level statements of the cell. If the
-  cell has an `if __name__ == "__main__":`, the child runs all of them, as for a script. Otherwise
-  it runs only imports, functions, classes and constants, so that it does not train again.
+- Names of the `%%taas` cell come from its top-level statements, which the child runs again. If the
+  cell has an `if __name__ == "__main__":`, the child runs all statements, as for a script.
+  Otherwise the child runs only imports, functions, classes and constants, so that it does not train
+  again.
 - If the run's work is a function, there is no cell, and all names come from the payload.
 
-The module itself imports little, because each such child imports it.
+This module imports little at its top, because each such child imports this module.
 """
 
 import ast
@@ -35,7 +36,7 @@ _is_loaded = False
 def definitions(tree: ast.Module) -> ast.Module:
     """Return the statements of a cell that a child process runs.
 
-    If the cell has an `if` that tests `__name__`, these are all statements. Otherwise they are only
+    If the cell has an `if` that tests `__name__`, return all statements. Otherwise, return only
     imports, functions, classes and constants.
     """
     for statement in tree.body:
@@ -86,9 +87,9 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 
 
 def _find(name: str) -> Any:
-    """Return the object of that name in the main module. The first lookup loads all names.
+    """Return the object `name` of the main module. The first call loads all names.
 
-    This becomes the main module's `__getattr__` (PEP 562).
+    `become_main` makes this function the main module's `__getattr__` (PEP 562).
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__
@@ -109,8 +110,8 @@ def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
     Removes this module's own names, such as `load` and `Path`, because they would hide the
-    notebook's. Makes the project's modules importable before any name is looked up, because the
-    child's arguments may be objects of their classes.
+    notebook's names. Also makes the project's modules importable, because the child may unpickle
+    objects of their classes before it looks up a name.
 
     Args:
         namespace: The namespace of the child's main module.

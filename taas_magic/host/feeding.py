@@ -1,8 +1,8 @@
 """Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
 
-The loaders of a session stay from cell to cell. Each cell that brings loaders has a data service of
-its own, with its own fetchers or servers. If a cell brings a loader, the loader's server may start
-in a later cell. So the ranks keep the pickled loaders of each cell, and the notebook's settings.
+In a session, a loader stays usable in later cells. Each cell whose payload has loaders gets its own
+data service, with its own fetchers or servers. A loader's server may start only in a later cell. So
+the ranks keep the pickled loaders of each cell, and the notebook's settings.
 """
 
 import gc
@@ -40,8 +40,9 @@ _SETTINGS = "settings"
 def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
     """Connect registered loaders that are unpickled inside the block to the run's fetchers.
 
-    Without fetchers, the rank runs its own data servers, whose first process is forked here. So
-    enter the block before the rank starts a thread or runs code of the user.
+    If the run has no fetchers, the rank gets data servers of its own instead, and this function
+    forks their first process. So enter the block before the rank starts a thread or runs code of
+    the user.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -61,7 +62,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
 
 
 def _feed_of(served: Service, share: LocalShare, rank: int) -> Feed:
-    """Collect what the loaders of a rank need to receive batches.
+    """Return the keys, addresses and settings that the loaders of a rank need to receive batches.
 
     If the run has no fetchers, the rank gets servers of its own.
     """
@@ -103,12 +104,12 @@ def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
 
 
 def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
-    """Return a function that returns the pickled loader of a name."""
+    """Return a function that maps the name of a loader to the pickled loader in `run_dir`."""
     return lambda name: service.payload_file(run_dir, name).read_bytes()
 
 
 def _load(served: ServedLoader) -> bytes:
-    """Turn this process, a fork of a rank, into a fetcher; return the pickled loader."""
+    """Turn this process, a fork of a rank, into a loader's server; return the pickled loader."""
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
 
@@ -121,8 +122,8 @@ def _load_in_session(served: ServedLoader) -> bytes:
 def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
     """Apply settings to this process, and return the pickled loader.
 
-    A fetcher has no torchrun variables. If a dataset in a fetcher saw these variables, the dataset
-    might divide the data by rank a second time.
+    Also removes torchrun's variables, which a fetcher does not have either. A dataset that sees
+    these variables may divide the data by rank a second time.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -132,10 +133,12 @@ def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
 
 
 class SessionFeeds:
-    """The registered loaders of a session's rank. Each cell that brings loaders has its own feed.
+    """The registered loaders of a session's rank, and their connections to the data service.
 
-    Create it before the rank starts a thread or runs code of the user, because it forks the first
-    process of the rank's data servers.
+    Each cell whose payload has loaders has its own connection, a `Feed`.
+
+    The constructor forks the first process of the rank's data servers. So call it before the rank
+    starts a thread or runs code of the user.
 
     Args:
         spec: Settings of the session's ranks on this host.
@@ -144,7 +147,7 @@ class SessionFeeds:
 
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
         self._share, self._rank, self._base = spec.share, rank, spec.folder
-        # A copy, because it has the address of the session's rendezvous, which a cell may change.
+        # A copy: a cell may change the address of the session's rendezvous in `os.environ`.
         self._environ = dict(os.environ)
         self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
@@ -157,14 +160,15 @@ class SessionFeeds:
         when_imported("accelerate.accelerator", teach_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
-        """Connect the loaders that a cell brings, and set the batch counts of all loaders to 0.
+        """Prepare the feed for a cell's loaders, and set the batch counts of all loaders to 0.
 
-        Call it before the cell's payload is unpickled.
+        Call this method before the cell's payload is unpickled.
 
         Args:
             number: Number of the cell in the session.
             run_dir: The cell's run folder.
-            settings: The settings in the cell's payload, which are only those that have changed.
+            settings: The notebook's settings that have changed since the last cell, from the
+                cell's payload.
         """
         for loader in self._loaders():
             loader.reset_counts()
@@ -200,13 +204,13 @@ class SessionFeeds:
     def end_cell(self) -> list[int]:
         """Return the numbers of the cells whose fetchers this rank still needs.
 
-        A rank needs a cell's fetchers as long as a loader that the cell brought exists, for example
-        in an iterator.
+        A rank needs a cell's fetchers as long as a loader from that cell's payload exists. An
+        iterator may keep the loader alive.
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):
-            # Two loaders of one name: the notebook sent the loader again. Drop the old one now, so
-            # that its server or its fetchers end.
+            # Two loaders have the same name: the notebook sent the loader again. Collect the old
+            # loader now, so that its server or its fetchers end.
             gc.collect()
         used = {id(loader.feed) for loader in self._loaders()}
         self._fetched = {at: feed for at, feed in self._fetched.items() if id(feed) in used}
@@ -225,11 +229,11 @@ class SessionFeeds:
         return self._feed.loaders if self._feed is not None else []
 
     def _keep(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
-        """Copy a cell's pickled loaders from its run folder to a folder of the session.
+        """Copy a cell's pickled loaders from the cell's run folder to a folder of the session.
 
-        The folder also gets the settings of all cells so far. The loaders' data processes read both
-        from there, in this cell and in later cells. The ranks of a host share the folder. The first
-        rank fills it, and the others wait.
+        Also writes the settings of all cells so far to the folder. The loaders' servers read the
+        loaders and the settings from the folder, in this cell and in later cells. All ranks of a
+        host share the folder: the first rank fills it, and the others wait.
 
         Args:
             number: Number of the cell in the session.
@@ -237,7 +241,7 @@ class SessionFeeds:
             names: Names of the loaders.
 
         Returns:
-            The folder.
+            The session's folder for this cell.
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,7 +259,7 @@ class SessionFeeds:
 
 
 def _link(file: Path, copy: Path) -> None:
-    """Make a second name for a file; on another file system, copy it."""
+    """Hard-link `file` as `copy`. If the file system does not allow this, copy the file."""
     try:
         copy.hardlink_to(file)
     except OSError:
@@ -264,7 +268,7 @@ def _link(file: Path, copy: Path) -> None:
 
 @contextmanager
 def session_feeds(spec: ProcessSpec, rank: int) -> Iterator[SessionFeeds]:
-    """Yield the loaders of a session's rank; end the rank's servers after the block."""
+    """Create the `SessionFeeds` of a rank for the block; end the rank's servers after the block."""
     feeds = SessionFeeds(spec, rank)
     try:
         yield feeds

@@ -1,7 +1,8 @@
 """A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
 The host's agent starts the fetcher before the ranks start. The fetcher reports its address and
-its statistics to the agent. It ends when the agent requests it, or when the agent has ended.
+its statistics to the agent. The fetcher ends when the agent sends a request to end, or when the
+agent has ended.
 """
 
 import os
@@ -40,7 +41,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """Main object of a fetcher's process: serves all its loaders and reports to the agent.
+    """The main object of a fetcher's process. It serves the loaders and reports to the agent.
 
     Attributes:
         server: Server to which ranks connect for batches.
@@ -55,9 +56,10 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> AddressesByLoader:
-        """Return where ranks find this fetcher, for each of its loaders, by the loader's name.
+        """Return the addresses of this fetcher, for each of its loaders, by the loader's name.
 
-        Each host writes this entry into its run folder, where ranks read it (`FolderDirectory`).
+        The agent of each host writes this entry into the run folder of its host, where the ranks
+        read the entry (`FolderDirectory`).
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
@@ -69,10 +71,11 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and report to the agent, until the agent ends or requests the end.
+        """Serve ranks and report to the agent, until the agent ends or sends a request to end.
 
         Args:
-            control: Connection to the agent. Any message on it, or its closing, ends this call.
+            control: Connection to the agent. This call ends when the agent sends any message or
+                closes the connection.
         """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
@@ -112,9 +115,9 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
-    The fetcher sends messages to the agent: when it begins to listen for ranks, every `REPORT_S`,
-    when it had to restart a worker, and when it fails. `messages.of_fetcher` decodes them. The
-    fetcher ends when `control` is closed or receives anything.
+    The fetcher sends a message to the agent when it begins to listen for ranks, every `REPORT_S`
+    seconds, when it had to restart a worker, and when it fails. `messages.of_fetcher` decodes these
+    messages. The fetcher ends when the agent sends anything to `control` or closes it.
 
     Args:
         spec: The fetcher's specification.
@@ -145,9 +148,10 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
 
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
-    """Apply output, environment, import path and write protection to this new process.
+    """Apply a run's settings to this new process: log file, environment, import path and so on.
 
-    Call this before any thread starts.
+    Also protects the project store from writes of this process. Call this function before any
+    thread starts.
 
     Args:
         number: Number of the fetcher in the run.
@@ -169,7 +173,8 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             means=setting.means,
             scratch=setting.folder / str(number),
             run_folder=share.run_dir,
-            # Only the workers write, and children do not report: the agent checks the files.
+            # Only the workers could write, and `note` is not called in children. So the agent
+            # checks the scratch folder instead.
             note=lambda path: None,
             rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
@@ -177,9 +182,9 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 
 
 def _has_room(control: Connection) -> bool:
-    """Return whether a message to the agent can be sent without blocking.
+    """Return whether the fetcher can send a message to the agent without blocking.
 
-    If not, the fetcher leaves the message out, so that ranks never wait for the agent.
+    If not, the fetcher drops the message. So ranks never wait because the agent is slow.
     """
     return bool(select.select([], [control], [], 0)[1])
 

@@ -1,11 +1,13 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
 Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
-host sends back the files that they wrote: results, logs and ledgers. If a host does not share the
-notebook's folders, its agent (`HostFiles`) has copies of them (`RunFolderCopy`, `StoreCopy`) and
-sends requests for files to the pool's process (`pool/files.py`). The requests are the same for both
-folders (`store/manifest.py`). Files are transferred in small parts, so that no transfer blocks a
-slow link for long: the run's heartbeats use the same link.
+host sends back the files that they wrote: results, logs and ledgers.
+
+A host that shares the notebook's folders needs no transfer. On any other host, `HostFiles` in the
+agent makes copies of the two folders (`RunFolderCopy`, `StoreCopy`). The agent gets and sends the
+files by requests to the pool's process (`pool/files.py`). The requests are the same for both
+folders (`store/manifest.py`). Files are transferred in small parts, because the run's heartbeats
+use the same link and must not wait for long.
 """
 
 import os
@@ -91,7 +93,8 @@ class RunFolderCopy:
             Whether all files were copied completely.
 
         Raises:
-            PoolError: The pool's process does not respond, or a file was truncated meanwhile.
+            PoolError: The pool's process does not respond, or another process truncated a file
+                during the copy.
         """
         listed = self._ask(ListFiles(root=FileRoot.RUN))
         assert listed is not None
@@ -132,7 +135,7 @@ class RunFolderCopy:
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _write_part(self, name: str, offset: int, data: bytes) -> None:
-        """Write the part of a file that begins at `offset`. The parts of a file come in order."""
+        """Append a part to a file. Parts of a file arrive in order; the first has `offset` 0."""
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = 0 if offset else os.O_CREAT | os.O_EXCL
@@ -140,7 +143,7 @@ class RunFolderCopy:
             file.write(data)
 
     def _send(self, path: Path, name: str) -> None:
-        """Send a file to the run folder in pieces; if it is a log, only its last `LOG_BYTES`."""
+        """Send a file to the run folder in pieces. Of a log, send only the last `LOG_BYTES`."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             left_out = max(0, size - LOG_BYTES) if name.startswith("logs/") else 0
@@ -159,9 +162,9 @@ class RunFolderCopy:
 
 
 def _is_same(run: RunSpec) -> bool:
-    """Return whether this host sees the notebook's run folder, at the same path.
+    """Return whether this host sees the notebook's run folder at the same path.
 
-    If the folder at this path contains a plan with the run's random id, it is the same folder.
+    The folder is the same if it contains a plan with the run's random id.
     """
     try:
         return run.folder.plan().run_id == run.plan.run_id
@@ -172,13 +175,13 @@ def _is_same(run: RunSpec) -> bool:
 class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
-    Copies changes between the mirror and the store while the share runs (`start`).
+    After `start`, copies changes between the mirror and the store while the share runs.
 
     Args:
         ask: Sends a request to the pool's process and returns the response.
         note: Called with messages for the user.
-        shares: For a cell in a session: the session's object, whose mirror the cell uses. If None,
-            this object has a mirror of its own.
+        shares: For a cell in a session, the `StoreCopy` of the session: the cell uses its mirror.
+            None to reserve a mirror for this object.
 
     Raises:
         StoreError: The store cannot be copied to this host.
@@ -210,28 +213,31 @@ class StoreCopy:
             raise
 
     def start(self, spec: ShareSpec, ledger: Ledger | None) -> None:
-        """Begin to copy changes of the mirror to the store, and those of other hosts to the mirror.
+        """Start to copy this host's changes to the store, and changes of other hosts to the mirror.
 
-        Not called for a session itself: between its cells, nothing is transferred.
+        Not called for a session itself, because nothing is transferred between its cells.
 
         Args:
             spec: The share.
-            ledger: Record of the files that are sent; None for a share that sends none.
+            ledger: Record of the files that are sent; None for a share that sends no files.
         """
         self._ledger = ledger
         self._follow(_sends(spec))
 
     def rule(self) -> StoreRule:
-        """Return the rule of the project store with paths in the mirror."""
+        """Return the settings of the project store, with paths in the mirror."""
         shared = tuple(map(self.locate, self._rule.shared))
         return structs.replace(self._rule, path=self._mirror.path, shared=shared)
 
     def environ(self) -> dict[str, str]:
-        """Return the environment variables with which ranks find the mirror."""
+        """Return environment variables that tell ranks the paths of the store and its mirror."""
         return copy_environ(self._rule.path, self._mirror.path)
 
     def locate(self, path: str) -> str:
-        """Translate a path of the notebook's machine to the mirror, if the path is in the store."""
+        """Return the path in the mirror for a path of the notebook's machine.
+
+        A path outside the project store is returned unchanged.
+        """
         if not is_below(path, self._rule.path):
             return path
         below = os.path.relpath(path, self._rule.path)
@@ -240,9 +246,9 @@ class StoreCopy:
     def again(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        The mirror is updated from the store, so that every rank finds the same last checkpoint. If
-        rank 0 runs on this host in the last and the next attempt, there is no update: the mirror is
-        current, and may also hold files that the store could not accept.
+        Updates the mirror from the store, so that every rank finds the same last checkpoint. If
+        rank 0 ran on this host and stays here, there is no update. The mirror is then current
+        already, and may also hold files that the store could not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -257,7 +263,7 @@ class StoreCopy:
     def finish(self) -> None:
         """Send the remaining files to the store, and stop the transfer.
 
-        Called when no process of the run writes any more, and before each further attempt.
+        Called before each further attempt, and when no process of the run writes any more.
         """
         if self._updater is not None:
             self._updater.finish()
@@ -290,10 +296,10 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
 
 
 def _sends(spec: ShareSpec) -> Sequence[str] | None:
-    """Return the folders of the project store that this host may write.
+    """Return the folders of the project store to which this host sends changed files.
 
     Returns:
-        Paths relative to the store; None if the host may write the whole store.
+        Paths relative to the store; empty if the host sends no files. None for the whole store.
     """
     rule = spec.plan.store
     if spec.run.reads_only or spec.fetches:
@@ -306,8 +312,8 @@ def _sends(spec: ShareSpec) -> Sequence[str] | None:
 class HostFiles:
     """The files of one share on this host.
 
-    If the host does not share the notebook's folders, transfers the files from and to them. A share
-    of fetchers writes no files to the project store.
+    If the host does not share the notebook's folders, this class copies files from them to the host
+    and back. A share of fetchers writes no files to the project store.
     """
 
     def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: EventSink) -> None:
@@ -319,9 +325,9 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use a session's mirror. Called for a cell in the session, before `copy_in`.
+        """Use the mirror of a session for a cell in it. Called before `copy_in`.
 
-        The session's ranks, which run the cell, have that mirror as their working directory.
+        The session's ranks run the cell, and their working directory is the session's mirror.
         """
         self._session = session
 
@@ -329,7 +335,7 @@ class HostFiles:
         """Copy all files that the share needs to this host.
 
         Args:
-            is_wanted: Returns False as soon as the share is to end. The transfer then stops.
+            is_wanted: Function that returns False when the share must end. The transfer then stops.
 
         Returns:
             The share with this host's paths; None if the transfer was stopped.
@@ -358,9 +364,12 @@ class HostFiles:
         return here
 
     def again(self, spec: ShareSpec) -> LocalShare:
-        """Prepare the files for the next attempt; return the share `spec` with this host's paths.
+        """Prepare the files for the next attempt; return its share with this host's paths.
 
         Called when the ranks of the last attempt have ended.
+
+        Args:
+            spec: This host's share of the next attempt.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -373,12 +382,12 @@ class HostFiles:
         return self._local(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message about a file of the project store, for the receipt."""
+        """Record, for the receipt, a message of a rank about a file of the project store."""
         if self._ledger is not None:
             self._ledger.record(rank, message)
 
     def send_back(self) -> None:
-        """Send back the files that the run wrote on this host, and its receipt.
+        """Send back the receipt, and the files that the run wrote on this host.
 
         Called when all processes of the run on this host have ended.
 
@@ -417,17 +426,18 @@ class HostFiles:
                     self._record(receipt)
                 self._emit(receipt)
         finally:
-            if mirror is not None:  # the receipt looks at files of the mirror, so it comes first
+            if mirror is not None:  # last, because the ledger reads files of the mirror
                 mirror.close()
 
     def _record(self, receipt: StoreReceipt) -> None:
-        """Record in the store's state folder that a run wrote these files of rank 0.
+        """Record in the store's state folder that a run made the files of the receipt.
 
         Called only on the notebook's machine.
         """
         rule = self._spec.plan.store
         assert rule is not None
-        with suppress(OSError):  # without the record, hosts store their versions as separate files
+        # Without the record, other hosts cannot replace these files and store theirs beside them.
+        with suppress(OSError):
             folder = state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             RunsFiles(folder).record_written(rule.path, [it.path for it in receipt.written])

@@ -3,11 +3,11 @@
 Two processes import this module:
 
 - The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
-  processes. A fork takes tens of milliseconds, and is as clean as a new process that imported the
-  same modules. The agent passes the dotted name of the function that the fork calls.
+  processes. A fork takes tens of milliseconds. Its state is that of a new process which has
+  imported the same modules. The agent passes the dotted name of the function that the fork calls.
 - The forkserver runs `_preload` when it imports this module. Later, when it has no child, it
-  imports the remaining modules (`LATER`, `start_importing_rest`). This may take a minute. Until
-  then, a fork of the forkserver (`_StandIn`) starts processes instead of it.
+  imports the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute.
+  During the import, a fork of the forkserver (`_StandIn`) starts processes in its place.
 """
 
 import gc
@@ -67,8 +67,8 @@ _STOPPED_LOOK_S = 0.05
 _IMPORTS_LOOK_S = 0.1
 
 _context = multiprocessing.get_context("forkserver")
-# Process.start() reads the exit codes of all children, also of those that other threads started.
-# If two threads read the same exit code, only one of them gets it.
+# Process.start() reads the exit codes of all children, including children that other threads
+# started. If two threads read the exit code of the same child, only one thread gets the code.
 _lock = threading.RLock()
 _server: psutil.Process | None = None
 _stand_in: "_StandIn | None" = None
@@ -93,9 +93,10 @@ imported."""
 
 
 def begin(modules: Sequence[str]) -> None:
-    """Start the forkserver. Do not wait for its imports.
+    """Start the forkserver, without waiting for its imports.
 
-    Must run in the main thread: the forkserver ends with the thread that started it (prctl(2)).
+    Call this function in the main thread, because the system ends the forkserver when the thread
+    that started the forkserver ends (prctl(2)).
 
     Args:
         modules: Modules to import in addition to `MODULES`.
@@ -118,7 +119,7 @@ def begin(modules: Sequence[str]) -> None:
 def importing() -> tuple[str, float]:
     """Return the name of the module that the forkserver is importing, and for how many seconds.
 
-    The name is "" if the forkserver is importing nothing.
+    If the forkserver is importing nothing, the name is "" and the time is 0.
     """
     global _imports_seen
     try:
@@ -131,7 +132,7 @@ def importing() -> tuple[str, float]:
 
 
 def _write_import_name(file: Path, name: str) -> None:
-    """Write the name of the module being imported to `file`, atomically."""
+    """Write, atomically, the name of the module that the forkserver is importing to `file`."""
     new = file.with_suffix(".new")
     new.write_text(name)
     new.replace(file)
@@ -140,8 +141,8 @@ def _write_import_name(file: Path, name: str) -> None:
 def _watch() -> None:
     """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
-    A process suspended by SIGSTOP still exists but answers nothing, so callers would wait forever.
-    After the kill, they get an error, and the pool replaces the host.
+    A forkserver suspended by SIGSTOP exists but does not respond, so callers would wait forever.
+    After the kill, the callers get an error, and the pool replaces the host.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -172,11 +173,11 @@ def _servers() -> list[psutil.Process]:
 
 
 def _end(server: psutil.Process, what: str) -> None:
-    """Kill the forkserver and its stand-ins because one of them failed.
+    """Kill the forkserver and its stand-ins because one of these processes failed.
 
     Args:
-        server: The one that failed.
-        what: Description of the failure, such as "was stopped".
+        server: The process that failed.
+        what: Description of the failure for the user, such as "was stopped".
     """
     global _why, _is_over
     _is_over = True
@@ -190,8 +191,8 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Block until the forkserver has imported `MODULES` and the modules of the pool's settings.
 
     Args:
-        start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
-            and at each start of a process.
+        start_timeout_s: Seconds without any work after which the forkserver counts as stuck. The
+            limit also applies to each later start of a process.
 
     Returns:
         One message for each module of the settings that could not be imported.
@@ -218,11 +219,12 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 class _StandIn:
     """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
-    It runs multiprocessing's own server on a separate socket. After the import, it starts no more
-    processes, and ends when all its children have ended. It also ends if the forkserver ends.
+    A stand-in runs multiprocessing's own server on a separate socket. After the import, the
+    stand-in starts no more processes, and ends when all its children have ended. It also ends if
+    the forkserver ends.
 
     Attributes:
-        children: Processes that it has started and that may still run.
+        children: Processes that the stand-in has started and that may still run.
     """
 
     def __init__(self) -> None:
@@ -232,7 +234,8 @@ class _StandIn:
             listener.bind(self._address)
             os.chmod(self._address, 0o600)
             listener.listen()
-            # The stand-in's server ends when all write ends are closed. Its children hold some.
+            # The stand-in's server ends when all write ends of this pipe are closed. Each child of
+            # the stand-in holds a write end.
             held, self._held = multiprocessing.Pipe(duplex=False)
             with held:
                 started = start(f"{__name__}.stand_in", listener, held)
@@ -240,7 +243,10 @@ class _StandIn:
         self._started = started
 
     def has_failed(self) -> bool:
-        """Return whether the stand-in has ended too early. Its children have then ended too."""
+        """Return whether the stand-in has ended too early.
+
+        All its children have then ended, too, because each child ends with its parent process.
+        """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
         return _known_exitcode(self._started) not in (None, 0)
@@ -248,10 +254,14 @@ class _StandIn:
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
         """Ask this stand-in, instead of the forkserver, to fork a process.
 
-        Takes the place of multiprocessing's `forkserver.connect_to_new_process`.
+        Replaces multiprocessing's `forkserver.connect_to_new_process` during the import.
+
+        Args:
+            fds: Descriptors to pass to the new process.
 
         Returns:
-            The ends of the pipes from and to the new process.
+            Two descriptors: the read end of a pipe from the new process, and the write end of a
+            pipe to the new process.
         """
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self._address)
@@ -272,10 +282,10 @@ class _StandIn:
         return from_child, to_child
 
     def end_if_over(self) -> None:
-        """Let the stand-in end if it is no longer used and all its children have ended.
+        """Let the stand-in end if it is no longer in use and all its children have ended.
 
-        A child counts as ended only once the stand-in has reported its exit code. Otherwise the
-        stand-in could end before it reports the last exit code.
+        A child counts as ended only after the stand-in has reported the child's exit code.
+        Otherwise the stand-in could end before it has reported the last exit code.
         """
         if self is _stand_in or self._held.closed:
             return
@@ -285,7 +295,9 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, held: Connection) -> None:
-    """Run the server of a stand-in until all write ends of `held` are closed. Runs in a fork.
+    """Run the server of a stand-in until all write ends of `held` are closed.
+
+    The forkserver's fork that becomes the stand-in calls this function.
 
     Args:
         listener: Socket on which requests for new processes arrive.
@@ -299,8 +311,8 @@ def stand_in(listener: socket.socket, held: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    Does nothing while the forkserver has children, because the forkserver could not report their
-    exits during the import. So call this function again when the children have ended.
+    Does nothing if the forkserver has children, because the forkserver cannot report their exits
+    while it imports. In this case, call the function again when the children have ended.
     """
     threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
@@ -314,7 +326,7 @@ def _import_rest_once() -> None:
     with _importing:
         if _has_rest or _server is None:
             return
-        # If the forkserver has ended, its callers notice that too.
+        # If the forkserver has ended, the other users of this module report the error.
         with suppress(psutil.NoSuchProcess, PoolError):
             stand_in = _StandIn()
             with _replaced_by(stand_in):
@@ -329,7 +341,7 @@ def _import_rest_once() -> None:
 
 @contextmanager
 def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
-    """Let the stand-in start processes instead of the forkserver until the block ends."""
+    """Let `stand_in`, instead of the forkserver, start processes until the block ends."""
     global _stand_in
     own = forkserver.connect_to_new_process
     with _lock:
@@ -352,9 +364,9 @@ def is_alive() -> bool:
 
 
 def wait_while_stopped() -> None:
-    """Block while the forkserver is stopped (SIGSTOP).
+    """Block while the forkserver or a stand-in is suspended by SIGSTOP.
 
-    This ends, because `_watch` kills a forkserver that stays stopped for `STOPPED_S`.
+    The wait takes at most about `STOPPED_S` seconds, because `_watch` then kills the forkserver.
     """
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
@@ -363,11 +375,12 @@ def wait_while_stopped() -> None:
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
-    The exit code `_LOST` means that the forkserver ended before the process. The system may show
-    the forkserver's end a moment later. So if a code is `_LOST`, wait up to `_SEEN_S` for its end.
+    Exit code `_LOST` means that multiprocessing has lost the forkserver. The system may show the
+    forkserver as running for another moment. So if a process has this exit code, wait up to
+    `_SEEN_S` seconds until the system shows the forkserver as ended.
 
     Args:
-        codes: Exit codes of processes that have ended.
+        codes: Exit codes of the processes. None for a process that runs.
     """
     deadline = time.monotonic() + (_SEEN_S if _LOST in codes else 0.0)
     while is_alive():
@@ -412,25 +425,31 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return an idle timer for the process that will fork the next process.
+    """Return an idle timer for the process that forks the next process.
 
-    This is the stand-in if there is one, else the forkserver. Returns None if the forkserver is not
-    running yet.
+    That is the stand-in if there is one, else the forkserver. Return None if the forkserver has not
+    been started yet.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
-    # An import may start programs. After the first import, the forkserver's children are ranks.
+    # During the first imports, work of children counts, because an import may start programs. After
+    # that, the children are ranks and fetchers, whose work says nothing about the forkserver.
     is_first_import = importing()[0] != ""
     return IdleTimer(_server.pid, is_first_import) if _server is not None else None
 
 
 def why_ended() -> str:
-    """Return a message for the user about the end of the forkserver: why, and what happens next."""
+    """Return a message for the user: why the forkserver ended, and what happens next."""
     return f"{_why}; another host takes its place"
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function by its dotted name in a new fork, which ends if the forkserver ends."""
+    """Call a function in this new fork of the forkserver. The fork ends if the forkserver ends.
+
+    Args:
+        function: Dotted name of the function.
+        arguments: The function's arguments.
+    """
     if _own_pid is not None:
         die_with_parent(_own_pid)
         _disconnect_resource_tracker()
@@ -442,8 +461,9 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    Multiprocessing starts a new tracker for the fork when needed. The agent's tracker continues
-    after the run has ended, so it would not remove semaphores and shared memory that the run left.
+    multiprocessing starts a new tracker for the fork when the fork needs one. That tracker ends
+    with the run, and then removes semaphores and shared memory that the run has left. The agent's
+    tracker would not remove them, because it continues after the run.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -452,9 +472,9 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether a process counts as running, because its exit code is not known yet.
+    """Return whether a process may still run: its exit code is not known yet.
 
-    A process that was passed to `forget` does not count as running.
+    Return False for a process that was passed to `forget`.
     """
     try:
         return _known_exitcode(process) is None
@@ -463,11 +483,11 @@ def _runs(process: Any) -> bool:
 
 
 def _known_exitcode(process: Any) -> int | None:
-    """Return the exit code of a process; None while it runs, or while another thread starts one.
+    """Return the exit code of a process without waiting; None if the code is not known now.
 
-    The watching thread calls this function, so the function must not wait for a thread that starts
-    a process: if the forkserver is stopped, such a thread itself waits until the watching thread
-    kills the forkserver.
+    The code is not known while the process runs, and while another thread starts a process. That
+    other thread may itself wait for a suspended forkserver, which only the watching thread kills.
+    The watching thread calls this function, so a wait for the other thread could last forever.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -479,7 +499,7 @@ def _known_exitcode(process: Any) -> int | None:
 
 
 def exitcode(process: Any) -> int | None:
-    """Return the exit code of a process, negative for a signal; None while it runs."""
+    """Return the exit code of a process: negative if a signal ended it, None while it runs."""
     with _lock:
         code: int | None = process.exitcode
     return code
@@ -494,20 +514,23 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send the forkserver's `_problems` to the agent. Runs in a fork that exists only for this."""
+    """Send the forkserver's `_problems` to the agent.
+
+    `warm_up` starts a fork of the forkserver that only calls this function.
+    """
     control.send(_problems)
 
 
 def _preload() -> None:
     """Import modules and prepare the forkserver, so that each fork inherits the result.
 
-    This must create no CUDA context and no thread: an inherited CUDA context does not work, and a
-    fork does not inherit threads.
+    No import may create a CUDA context or a thread. A fork cannot use an inherited CUDA context,
+    and does not inherit threads.
     """
     global _own_pid
     _own_pid = os.getpid()
-    # Python's forkserver ends when its pipe closes. Ranks hold that pipe too, so the forkserver
-    # would outlive a killed agent.
+    # Python's forkserver ends when the write ends of a pipe are closed. Ranks hold write ends, too,
+    # so without this line the forkserver would outlive a killed agent.
     die_with_parent(int(os.environ[_AGENT_PID]))
     _close_input()
     gc.disable()  # imported objects stay alive; collecting during the imports takes 0.2 s
@@ -528,10 +551,10 @@ def _preload() -> None:
 
 
 def _close_input() -> None:
-    """Make standard input empty, here and in forks.
+    """Make standard input empty in this process and its forks.
 
     Programs that a cell starts, such as ssh and ffmpeg, may read standard input. The forkserver
-    inherits the agent's standard input, which never ends, so these programs would wait forever.
+    inherits the agent's standard input, at which a read would wait forever.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -539,7 +562,7 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `LATER` when the agent sends SIGUSR1. Runs in the forkserver's only thread."""
+    """Import `LATER`. This is the forkserver's handler of SIGUSR1, which the agent sends."""
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module raises the same error to the user
@@ -555,15 +578,15 @@ def _prepare_for_forks() -> None:
 
     Disables exit finalizers, and exempts all objects from garbage collection.
     """
-    # A rank must not run this process's finalizers when it exits: torch alone has hundreds, and the
-    # first rank would remove a temporary folder of all.
+    # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
+    # first rank that exits would remove a temporary folder that all ranks share.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    # A collection in a fork would write to every page that holds an object, and so copy the page.
-    # A collection here would take 0.4 s and find little.
+    # A collection in a fork writes to every memory page that holds an object, and each such write
+    # copies the page. A collection before the freeze would take 0.4 s and find little.
     gc.freeze()
     gc.enable()
 
 
-if os.environ.get(_AGENT_PID) == str(os.getppid()):  # otherwise the variable was inherited
+if os.environ.get(_AGENT_PID) == str(os.getppid()):  # true only in the forkserver
     _preload()

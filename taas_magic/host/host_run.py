@@ -1,13 +1,16 @@
 """Run a share of a run on this host, its ranks or its fetchers, from start to cleanup.
 
-Each share has a thread in the agent. `HostShare` is the common part: it fetches the project's
-files, starts processes and follows them until they end or must end. Then it ends all remaining
-processes, sends files back, and reports the end to the pool.
+Each share has a thread in the agent. `HostShare` is the common part: it copies files to the host,
+starts processes, and checks them until they end or must end. Then it ends all remaining processes,
+sends files back, and reports the end to the pool.
 
-`HostRun` is for ranks. It starts the attempts, decides when they are over, and follows the
-controller's commands. Three threads work together. The share's own thread starts, checks and ends
-the ranks. The thread of the `PipeReader` records the ranks' messages. The agent's event loop passes
-commands on. `wakeup`, or the end of a rank, wakes the share's thread.
+`HostRun` is for ranks. It starts the attempts, decides when they are over, and carries out the
+controller's commands. Three threads work together:
+
+- The share's own thread starts, checks and ends the ranks. It sleeps until a rank ends, another
+  thread sets `wakeup`, or `POLL_S` seconds have passed.
+- The thread of the `PipeReader` records the ranks' messages.
+- The thread of the agent's event loop calls `handle_command` for each command.
 
 `HostFetchers` is for fetchers, which start before the ranks and may be on a host without ranks.
 """
@@ -143,7 +146,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with the paths on this host. Only use it when the files are in place."""
+        """The share with the paths on this host. Available when its files are on the host."""
         assert self._local is not None
         return self._local
 
@@ -159,7 +162,7 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        An error of one step does not prevent the later steps.
+        If one step of the cleanup fails, the later steps still happen.
         """
         try:
             self._local = self._files.copy_in(self._is_wanted)
@@ -180,7 +183,7 @@ class HostShare(ABC):
             self._record_files_error(error)
 
     def handle_command(self, told: PoolCommand) -> None:
-        """Handle a command of the pool. Called by another thread."""
+        """Handle a command of the pool. Called by another thread than the share's."""
         if isinstance(told, Halt):
             if told.how == "kill":
                 self.stopped_at = float("-inf")  # no grace period is left
@@ -190,11 +193,14 @@ class HostShare(ABC):
 
     @abstractmethod
     def stacks(self) -> RunStacks:
-        """Return the processes' stacks. Blocks for some seconds. Called by another thread."""
+        """Return the stacks of the share's processes. Blocks for some seconds.
+
+        Called by another thread than the share's.
+        """
 
     @abstractmethod
     def _run_processes(self) -> None:
-        """Start processes and follow them until they have ended or must end."""
+        """Start the share's processes, and check them until they have ended or must end."""
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
@@ -202,9 +208,9 @@ class HostShare(ABC):
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """Return functions that together end all processes of the share.
+        """Return functions which together end all processes of the share.
 
-        The caller must call every function, even if one of them raises an exception.
+        The caller must call every function, even if one raises an exception.
         """
 
     @abstractmethod
@@ -218,9 +224,9 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _held(self) -> Path:
-        """Return the path prefix that marks a process as belonging to this share.
+        """Return the path prefix by which `leftovers` recognizes processes of this share.
 
-        A process belongs to the share if it has a file open whose path begins with the prefix.
+        A process belongs to the share if it has a file or pipe open whose path has this prefix.
         """
         return self.folder
 
@@ -241,8 +247,8 @@ class Attempt:
     """The ranks of one attempt on this host.
 
     Attributes:
-        folder: Private folder of the attempt, with the files that ranks share with the agent.
-        reader: Reader of the ranks' pipes: their output and messages.
+        folder: Private folder of the attempt, with the pipes and files between ranks and agent.
+        reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
         ranks: States of the ranks.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
@@ -274,7 +280,7 @@ class Attempt:
         emit: EventSink,
         on_message: OnMessage,
     ) -> _A:
-        """Create an attempt with its own folder and pipes in `folder`, without starting ranks."""
+        """Create an attempt, and its own folder with pipes in `folder`. Starts no ranks yet."""
         own = folder / str(share.spec.attempt)
         own.mkdir(mode=0o700)
         reader = PipeReader(own, share.folder, share.spec.ranks, emit, on_message)
@@ -295,7 +301,7 @@ class Attempt:
         self._report_started()
 
     def _report_started(self) -> None:
-        """Record the process ids of the ranks, and report them to the pool."""
+        """Record the process ids of the ranks, and send them to the pool."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         self.ranks.started(pids)
         gpus = min(len(pids), probe.count_gpus())
@@ -303,16 +309,17 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """One descriptor for each running rank. It becomes readable when the rank ends."""
+        """One descriptor for each running rank, which becomes readable when the rank ends."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Update the ranks' states, `decide` whether the attempt is over, and end it if so.
+        """Update the ranks' states, and end the attempt if `decide` says that it is over.
 
         Args:
-            deadline: Time at which `--timeout` ends the run; None without `--timeout`.
-            interrupted_at: Time at which the run was interrupted, or None. After an interrupt, each
-                rank is sent SIGINT as soon as it handles it.
+            deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock;
+                None without `--timeout`.
+            interrupted_at: Time at which the run was interrupted; None if it was not. After an
+                interrupt, this method sends SIGINT to each rank that has installed its handler.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -332,7 +339,7 @@ class Attempt:
         """Query the system for ranks that have ended, and record them."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
-                self.reader.drain(rank)  # record all its messages before its end
+                self.reader.drain(rank)  # record all the rank's messages before its end
                 self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
@@ -342,7 +349,11 @@ class Attempt:
             forkserver.forget(self.processes.popitem()[1])
 
     def _interrupt(self, since: float) -> None:
-        """Ask the ranks to end. Called repeatedly after an interrupt at the time `since`."""
+        """Ask the ranks to end. Called again and again after an interrupt.
+
+        Args:
+            since: Time of the interrupt, in seconds of the monotonic clock.
+        """
         self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
@@ -382,7 +393,7 @@ class Attempt:
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or the failure of the host itself.
 
-        Even a successful attempt may have entries: those of ranks that left by `sys.exit(0)`.
+        Also lists ranks that left by `sys.exit(0)`, even if the attempt has succeeded on this host.
         """
         if verdict.cause == "host":
             return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
@@ -399,7 +410,7 @@ class Attempt:
         ]
 
     def _running(self) -> dict[int, Any]:
-        """Return the processes of ranks that are not known to have ended."""
+        """Return the processes of the ranks whose end is not recorded yet."""
         states = self.ranks.states()
         return {state.rank: self.processes[state.rank] for state in states if not state.ended}
 
@@ -418,12 +429,12 @@ class HostRun(HostShare):
     """A run's ranks on this host.
 
     Raises:
-        OSError: The run's first host does not have the address at which the ranks are to meet.
+        OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
         PoolError: TMPDIR is not writable.
     """
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
-        # This comes first because it may raise; so far, there is nothing to clean up.
+        # First, because this line may raise an exception, and there is nothing to clean up yet.
         self._rendezvous = None if spec.run.session else _rendezvous_of(spec)
         super().__init__(spec, *about)
         self.port = self._rendezvous.port if self._rendezvous else 0
@@ -441,9 +452,10 @@ class HostRun(HostShare):
         self._placing = threading.Lock()
 
     def start_next_attempt(self, spec: ShareSpec) -> int:
-        """Request the next attempt, and wait until the last one is cleaned up here.
+        """Request the next attempt, and wait until the current attempt is cleaned up on this host.
 
-        Called by another thread than the share's. The share's thread starts the ranks.
+        Waits for at most `CLEAN_UP_S` seconds. Called by another thread than the share's; the
+        share's thread starts the ranks.
 
         Args:
             spec: This host's share of the next attempt.
@@ -458,17 +470,17 @@ class HostRun(HostShare):
         return own_rendezvous.port if own_rendezvous else 0
 
     def stacks(self) -> RunStacks:
-        """Return the stacks of this host's ranks; none if the ranks have not started yet.
+        """Return the stacks of this host's ranks; an empty list if they have not started yet.
 
-        Blocks for some seconds. Called by another thread.
+        Blocks for some seconds. Called by another thread than the share's.
         """
         monitor = self._attempt.monitor if self._attempt is not None else None
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _place_fetchers(self) -> None:
-        """Write the fetchers' addresses to the folder in which ranks read them.
+        """Write the fetchers' addresses to the folder from which ranks read them.
 
-        Does nothing until the folder is known. Any thread may call this.
+        Does nothing before `use_addresses` has set the folder. Any thread may call this.
         """
         with self._placing:
             if self._addresses is not None:
@@ -479,9 +491,10 @@ class HostRun(HostShare):
         return self.stopped_at is None and not self._is_over
 
     def handle_command(self, told: PoolCommand) -> None:
-        """Handle a command of the pool. Called by another thread.
+        """Handle a command of the pool. Called by another thread than the share's.
 
-        After the first `Halt`, the ranks get SIGINT, or are killed if `how` is "kill".
+        `Halt` only records the time of the interrupt. The share's thread then sends SIGINT to the
+        ranks, or kills them if `how` is "kill".
         """
         super().handle_command(told)
         match told:
@@ -504,7 +517,7 @@ class HostRun(HostShare):
             self._attempt.monitor.is_paused = is_paused
 
     def _run_processes(self) -> None:
-        """Run one attempt, and the next when the controller commands it, until the run is over."""
+        """Run attempts, the next one whenever the controller requests it, until the run is over."""
         self.use_addresses(self.local.folder.path)
         while not self._is_over:
             if (next_attempt := self._next) is not None:
@@ -540,7 +553,7 @@ class HostRun(HostShare):
         return attempt
 
     def _follow_attempt(self, attempt: Attempt) -> None:
-        """Check the ranks whenever something changes, until the next attempt or the run's end."""
+        """Check the ranks at every change, until the next attempt is requested or the run ends."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
@@ -552,14 +565,14 @@ class HostRun(HostShare):
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
-        """Return whether this run should check the ranks now.
+        """Return whether this run must check the ranks now.
 
-        A session must not check them while it runs a cell, because the cell's run does.
+        While a session runs a cell, the cell's run checks the ranks, and the session must not.
         """
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
-        """Take over the next attempt's rendezvous, update this host's files, and report that."""
+        """Close the old rendezvous, update this host's files, and release `start_next_attempt`."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = next_attempt.rendezvous
@@ -571,7 +584,7 @@ class HostRun(HostShare):
             next_attempt.is_clean.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Handle a message of a rank. Called by the reader's thread."""
+        """Handle a message of a rank. Called by the thread of the `PipeReader`."""
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
         if isinstance(message, RankMessage):
@@ -604,7 +617,7 @@ class HostRun(HostShare):
 
 
 def _rendezvous_of(spec: ShareSpec) -> Rendezvous | None:
-    """Return a new rendezvous for an attempt's ranks on the run's first host, else None."""
+    """Create the rendezvous of an attempt's ranks. On other hosts than the first, return None."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
@@ -620,10 +633,11 @@ _ENDLESS = 1 << 62
 
 
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """Return the minimum amount that `--prefill` makes workers prepare before ranks ask for data.
+    """Return the amount of data that workers must prepare before ranks ask for any (`--prefill`).
 
     Returns:
-        Number of batches and number of bytes. The amount that does not apply is 0.
+        Minimum number of batches, and minimum number of bytes. At least one of them is 0, which
+        means no minimum.
     """
     if prefill is None:
         return 0, 0
@@ -637,9 +651,11 @@ class _Running:
     """A started fetcher.
 
     Attributes:
-        why: Reason of its failure, as the fetcher reported it; "" if it reported none.
-        said_writes: Whether the user was told that its writes to the project store are dropped.
-        stopped_at: Time since which the process is stopped (SIGSTOP); None if it is not.
+        why: Reason of the fetcher's failure; "" if the reason is not known.
+        said_writes: Whether a note has told the user that the fetcher's writes to the project store
+            are dropped.
+        stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
+            monotonic clock; None if the process is not suspended.
     """
 
     spec: FetcherSpec
@@ -649,7 +665,7 @@ class _Running:
     stopped_at: float | None = None
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped (SIGSTOP)."""
+        """Return whether the process is suspended by SIGSTOP."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.NoSuchProcess:
@@ -666,7 +682,7 @@ class HostFetchers(HostShare):
     def stacks(self) -> RunStacks:
         """Return the stacks of the fetchers and their workers. Blocks for some seconds.
 
-        Called by another thread.
+        Called by another thread than the share's.
         """
         found = []
         for one in list(self._running.values()):
@@ -676,7 +692,7 @@ class HostFetchers(HostShare):
         return RunStacks(fetchers=found)
 
     def _run_processes(self) -> None:
-        """Start the fetchers, and turn their messages into events until all have ended."""
+        """Start the fetchers, and send their messages to the pool until all fetchers have ended."""
         for spec in self._specs():
             control, theirs = connection.Pipe()
             process = forkserver.start(FETCHER, spec, theirs)
@@ -738,7 +754,11 @@ class HostFetchers(HostShare):
         return tuple(partial(self._end, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:
-        """Wait shortly for messages of fetchers, pass them on, and return fetchers that ended."""
+        """Wait up to `POLL_S` for messages of fetchers, and send them to the pool.
+
+        Returns:
+            The connections of fetchers that have ended.
+        """
         ended = []
         ready = connection.wait([*self._running, self.wakeup.fileno()], POLL_S)
         self.wakeup.clear()
@@ -757,7 +777,7 @@ class HostFetchers(HostShare):
         return ended
 
     def _check_for_writes(self, one: _Running) -> None:
-        """Send one note if a fetcher tried to write to the project store."""
+        """If a fetcher tried to write to the project store, send a note, but only once."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return
@@ -766,7 +786,7 @@ class HostFetchers(HostShare):
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
     def _kill_if_stopped(self, one: _Running) -> None:
-        """Kill a fetcher that has been stopped for `STOPPED_S`, so that it can start again."""
+        """Kill a fetcher that SIGSTOP has suspended for `STOPPED_S`, so that it can be replaced."""
         now = time.monotonic()
         since = one.stopped_at if one.stopped_at is not None else now
         one.stopped_at = since if one.is_stopped() else None
@@ -775,9 +795,12 @@ class HostFetchers(HostShare):
             one.process.kill()
 
     def _end(self, control: connection.Connection) -> None:
-        """Wait up to `_EXIT_S` for the exit of a fetcher, then kill it; report how it ended.
+        """Wait up to `_EXIT_S` for the exit of a fetcher, and kill it if it has not exited.
 
-        The end is a failure unless the share is being stopped.
+        Sends `FetcherEnded`, which describes a failure unless the share is being stopped.
+
+        Args:
+            control: Connection to the fetcher.
         """
         one = self._running.pop(control)
         control.close()

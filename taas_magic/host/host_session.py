@@ -1,11 +1,12 @@
 """Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
-This code runs in the agent. `HostSession` is a run whose ranks wait for cells at a prompt
-(`host/prompt.py`) instead of running one cell. Like any run, it starts the ranks, notices the end
-of a rank, and cleans up. `HostCell` is the run of one cell of the session. It starts no processes,
-but sends the cell to the session's ranks. `HostCell` has succeeded or failed when all ranks are
-back at their prompt. While a cell runs, `HostCell` checks the ranks for failures and hangs. Between
-cells, `HostSession` checks them.
+This code runs in the agent. A session is a run whose ranks wait for cells at a prompt
+(`host/prompt.py`) instead of running one cell. Like any run, a session starts the ranks, notices
+the end of a rank, and cleans up (`HostSession`).
+
+Each cell of the session is a run, too (`HostCell`). It starts no processes, but sends the cell to
+the session's ranks. The run of a cell is over when all ranks are back at their prompt. While a cell
+runs, `HostCell` checks the ranks for failures and hangs. Between cells, `HostSession` checks them.
 """
 
 import os
@@ -48,7 +49,7 @@ class SessionAttempt(Attempt):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._was_told_to_end = False
-        # Keep the pipes open: a pipe that no process has open loses what was written to it.
+        # Keep the pipes open: a pipe that no process has open loses its content.
         files = [link.rank_file(self.folder, rank, "cells") for rank in self._spec.ranks]
         self._pipes = [os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) for file in files]
 
@@ -67,7 +68,7 @@ class SessionAttempt(Attempt):
 
 
 class CellAttempt(Attempt):
-    """One cell on a session's ranks. A rank has ended the cell when it is back at its prompt."""
+    """One cell on a session's ranks. When a rank is back at its prompt, it has ended the cell."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +78,11 @@ class CellAttempt(Attempt):
         self._killed: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Order the ranks to run the cell. `port` is not used: the ranks have met already."""
+        """Order the ranks to run the cell.
+
+        Args:
+            port: Not used, because the ranks have already met.
+        """
         spec = self._spec
         self._report_started()
         chosen = spec.plan.ranks or range(spec.plan.world_size)
@@ -93,9 +98,9 @@ class CellAttempt(Attempt):
             link.order(self.folder, rank, cell)
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Check the ranks as `Attempt.check` does, after reading the output of ranks that returned.
+        """Read all output of ranks that are back at their prompt; then check all ranks.
 
-        A rank has returned when it is back at its prompt.
+        The check is that of `Attempt.check`.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -108,7 +113,7 @@ class CellAttempt(Attempt):
         self._end_ranks(0.0)
 
     def note_if_cut(self) -> None:
-        """If a collective was interrupted, send a note that says what the user must do then."""
+        """If a collective was interrupted, send a note: how to repair the process group."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session
@@ -120,7 +125,10 @@ class CellAttempt(Attempt):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Interrupt the ranks that run the cell. If they run it for longer, cut their connections.
+        """Interrupt the ranks that run the cell.
+
+        Every `CUT_AFTER_S` seconds after the interrupt, also cut the connections of the ranks that
+        still run the cell.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -134,10 +142,10 @@ class CellAttempt(Attempt):
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Interrupt all ranks, wait until they are at their prompt, and kill those that are late.
+        """Interrupt all ranks, wait until they are at their prompt, and kill ranks that are late.
 
         Args:
-            grace_s: Not used. `_patience_s` decides how long to wait.
+            grace_s: Not used. `_patience_s` returns the time limit instead.
         """
         if self._called_back_at is None:
             self._called_back_at = time.monotonic()
@@ -149,9 +157,10 @@ class CellAttempt(Attempt):
             self._kill(lost)
 
     def _patience_s(self) -> float:
-        """Return the seconds that ranks have after their interrupt to return to their prompt.
+        """Return the seconds after an interrupt within which ranks must be back at their prompt.
 
-        If all of them have raised KeyboardInterrupt, they have longer, to format the traceback.
+        The limit is `RETURN_S`, or `REPORT_S` if all ranks that still run the cell have raised an
+        exception. These ranks need the longer limit to format their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._away())
         return REPORT_S if has_heard else RETURN_S
@@ -185,14 +194,14 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """Access to the project's files on this host, which the session's cells use, too."""
+        """The project's files on this host, which the session shares with its cells."""
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
         """Reserve the ranks for a cell.
 
-        Until `end_cell`, the cell's run checks them for failures and hangs, and the session does
-        not.
+        Until `end_cell`, the cell's run checks the ranks for failures and hangs, instead of the
+        session. Waits up to `START_S` seconds until the session has started the ranks.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.
@@ -208,7 +217,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Give the ranks back to the session, which again reads their output and checks them."""
+        """Give the ranks back to the session, which then reads their output and checks them."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
@@ -217,7 +226,10 @@ class HostSession(HostRun):
         self.wakeup.set()
 
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
-        """Return an attempt that runs a cell on the ranks. Their output now goes to the cell."""
+        """Return an attempt that runs `cell` on the ranks.
+
+        From now on, output and messages of the ranks go to the cell's run.
+        """
         ours = self._attempt
         assert ours is not None
         ours.reader.follow(cell.local.folder, cell.emit, cell.handle_message)
@@ -243,17 +255,17 @@ class HostSession(HostRun):
         return attempt
 
     def _checks_ranks(self) -> bool:
-        """Return whether the session checks the ranks now.
+        """Return whether the session must check the ranks now.
 
-        It does if it runs no cell, or if it is being ended.
+        This is the case between cells, and while the session is being ended.
         """
         return self._cell is None or self.stopped_at is not None
 
     def _check(self, attempt: Attempt) -> None:
-        """Check the ranks and their key-value store, without which no process group can form.
+        """Check the ranks, and the process that serves their key-value store.
 
         Raises:
-            PoolError: The store's process has ended.
+            PoolError: The store's process has ended, so the ranks cannot form a new process group.
         """
         why = self._rendezvous.why_ended() if self._rendezvous is not None else ""
         if why and self.stopped_at is None:
@@ -266,7 +278,7 @@ class HostSession(HostRun):
         return (first, self._await_cell, *others)
 
     def _await_cell(self) -> None:
-        """Wait until the cell is over, because it uses the pipes that are closed next."""
+        """Wait up to `CELL_END_S` for the cell's end, because the cell uses the session's pipes."""
         with self._changing:
             self._is_over = True
         self._cell_over.wait(CELL_END_S)
@@ -286,17 +298,17 @@ class HostCell(HostRun):
 
     def __init__(self, spec: ShareSpec, session: HostSession, *about: Any) -> None:
         self._session = session
-        session.begin_cell(spec)  # This comes first because it may raise.
+        session.begin_cell(spec)  # first, because it may raise an exception
         try:
             super().__init__(spec, *about)
         except BaseException:
             session.end_cell()
             raise
         self._files.share_mirror(session.files)
-        self.port = session.port or 1  # the ranks have met already, so that no rank uses it
+        self.port = session.port or 1  # not used, because the ranks have already met
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Handle a message that a rank sends while the cell runs. Called by the reader's thread."""
+        """Handle a message of a rank while the cell runs. Called by the `PipeReader`'s thread."""
         self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:
@@ -305,7 +317,7 @@ class HostCell(HostRun):
         return attempt
 
     def _sweep(self) -> None:
-        """Keep processes that the cell has started. They belong to the session and end with it."""
+        """Do nothing. Processes that the cell has started belong to the session and end with it."""
 
     def _ending(self) -> tuple[Callable[[], None], ...]:
         return (*self._ends_of_ranks(), self._session.end_cell)

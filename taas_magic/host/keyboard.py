@@ -2,9 +2,10 @@
 
 `input()`, `breakpoint()`, `pdb` and `getpass` in a cell ask the user. The rank sends a request to
 its agent. The kernel that runs the cell shows an input box, and sends the line back
-(`notebook/keyboard.py`). If nobody can type, the rank gets a refusal, and raises EOFError.
+(`notebook/keyboard.py`). If nobody can type, the kernel refuses the request, and the call in the
+cell raises EOFError.
 
-IPython's debugger and `torch.distributed.breakpoint` call `input()`, so they work, too.
+IPython's debugger and `torch.distributed.breakpoint` work, too, because they call `input()`.
 """
 
 import builtins
@@ -44,10 +45,10 @@ class Keyboard:
 
     Args:
         link: The rank's connection to its agent.
-        path: The named pipe with the lines that the user types (`link.RankFile`).
+        path: Path of the named pipe with the lines that the user types (`link.RankFile`).
 
     Attributes:
-        was_refused: Whether the last request was refused, because nobody can type at the kernel.
+        was_refused: Whether the last request was refused because nobody can type at the kernel.
     """
 
     def __init__(self, link: Link, path: Path) -> None:
@@ -86,7 +87,7 @@ class Keyboard:
                     stream.flush()
             self._link.send(InputRequested(number=number, prompt=prompt, is_hidden=is_hidden))
             answer = _answer_of(self._answers.read_line())
-            while answer.number != number:  # an interrupted request may be answered late
+            while answer.number != number:  # a late answer to an earlier request, now interrupted
                 answer = _answer_of(self._answers.read_line())
         self.was_refused = answer.is_refused
         if answer.line is None:
@@ -106,7 +107,7 @@ class Keyboard:
 
 
 class _UserInput(io.TextIOBase):
-    """Replacement of `sys.stdin`: each `readline` asks the user for a line."""
+    """A replacement of `sys.stdin`. Each `readline` asks the user for a line."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
@@ -121,5 +122,5 @@ class _UserInput(io.TextIOBase):
         raise EOFError(f"sys.stdin.read(): {_ONE_LINE}")
 
     def fileno(self) -> int:
-        """Return the descriptor that children inherit, which is open on /dev/null."""
+        """Return descriptor 0, which is open on /dev/null. Children of the rank inherit it."""
         return 0

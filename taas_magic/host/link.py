@@ -1,10 +1,12 @@
 """The two pipes between a rank and its agent.
 
 The log pipe carries the raw bytes that the rank and its children write to descriptors 1 and 2. The
-message pipe carries JSON objects: failures, displays, notes, heartbeats. Each message is divided
-into pieces (`pieces`), because threads and forks of a rank write to the pipe at the same time and
-may be killed. Both pipes are named pipes in a private folder of the host, so that no descriptors
-need to pass through the forkserver, which passes at most 256. This module does not import torch,
+message pipe carries JSON objects: failures, displays, notes, heartbeats. Threads and forks of a
+rank write to the message pipe at the same time, and may be killed while they write. So each message
+is divided into pieces that are written atomically (`pieces`).
+
+Both pipes are named pipes in a private folder on the host. Unnamed pipes would have to be passed
+through the forkserver, which passes at most 256 descriptors. This module does not import torch,
 because the agent imports this module.
 """
 
@@ -73,7 +75,13 @@ After `CUT_CONNECTIONS`, the request has the number of a cell and a space.
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Ask a rank to cut its connections to other ranks if it still runs the cell number `cell`."""
+    """Ask a rank to cut its connections to other ranks. Has no effect if `cell` is over.
+
+    Args:
+        folder: Private folder of the rank's attempt.
+        rank: Number of the rank.
+        cell: Number of the cell in its session.
+    """
     _send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
 
 
@@ -95,26 +103,32 @@ def order(folder: Path, rank: int, cell: CellOrder) -> None:
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send a rank the line of input that it waits for. The line has at most PIPE_BUF bytes."""
+    """Send a rank the line of input that it waits for.
+
+    Args:
+        folder: Private folder of the rank's attempt.
+        answer: The line. The encoded answer may have at most PIPE_BUF bytes.
+    """
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
 
 def _write_line(path: Path, message: CellOrder | AnswerInput) -> None:
-    # Open for reading, too: opening for writing only fails until the rank has opened its end.
+    # Open for reading, too: opening only for writing fails as long as the rank has not opened its
+    # end.
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     with open(pipe, "wb", buffering=0) as lines:
         lines.write(messages.encode(message) + b"\n")
 
 
 class LineReader:
-    """A rank's end of a pipe from which it reads one line after the other.
+    """The rank's end of a pipe from which the rank reads lines.
 
     Args:
         path: Path of the named pipe.
     """
 
     def __init__(self, path: Path) -> None:
-        # Open for writing, too: then the pipe does not end when the agent closes its own end.
+        # Open for writing, too, so that reads do not report the end when the agent closes the pipe.
         self._pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._rest = b""
 
@@ -127,7 +141,7 @@ class LineReader:
 
 
 def make_pipe(path: Path) -> int:
-    """Create a named pipe in the agent and open its reading end without blocking."""
+    """Create a named pipe and open its read end without blocking. Runs in the agent."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -143,11 +157,11 @@ Linux writes at most PIPE_BUF bytes to a pipe atomically.
 
 
 def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
-    """Divide a message into lines that are each written to the pipe atomically.
+    """Divide a message into lines, each short enough to be written to a pipe atomically.
 
     Args:
         message: The encoded message.
-        sender: Id of the message, unique in the pipe and without spaces.
+        sender: Id of the message; unique in the pipe, and without spaces.
     """
     for at in range(0, len(message), _PIECE_BYTES):
         end = at + _PIECE_BYTES
@@ -155,7 +169,10 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 
 
 class Link:
-    """The rank's end of its pipes. All threads and forks of the rank may send."""
+    """The rank's connection to its agent: the rank's ends of the pipes.
+
+    All threads and forks of the rank may call `send`.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._pid = os.getpid()
@@ -164,7 +181,7 @@ class Link:
         self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
         with suppress(OSError):  # the user's limit of pipe memory is reached: 64 KiB work, too
             fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # Open for writing, too: then the pipe never reaches its end, and opening does not block.
+        # Open for writing, too, so that reads never report the end, and opening does not block.
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
         self._running = open(folder / RUNNING, "wb", buffering=0)  # noqa: SIM115
@@ -178,7 +195,8 @@ class Link:
     def redirect_output(self) -> None:
         """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
-        Both share one pipe, which preserves their order. Each line is one write.
+        stdout and stderr share one pipe, so that their lines stay in order. Python writes each line
+        at once.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -203,7 +221,7 @@ class Link:
         """Wait until all ranks of this host end, for at most `OTHERS_END_S` seconds."""
         self._running.close()
         poll = select.poll()
-        poll.register(self._others, 0)  # POLLHUP arrives when no rank has it open
+        poll.register(self._others, 0)  # POLLHUP arrives when no rank has the pipe open
         poll.poll(OTHERS_END_S * 1000)
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:

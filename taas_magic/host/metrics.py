@@ -1,8 +1,8 @@
 """Record the scalars of `taas.log` in a buffer, which the rank's heartbeat thread sends.
 
-A call only appends to a list, and does not wait. The heartbeat thread converts tensors to numbers,
-which for a CUDA tensor waits for the GPU, and writes to the pipe. This module imports little,
-because every rank imports it.
+A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
+tensors to numbers, and writes the numbers to the pipe. The conversion of a CUDA tensor waits for
+the GPU. This module imports little, because every rank imports it.
 """
 
 import os
@@ -22,7 +22,7 @@ TensorBoard are recorded, too (`record_tensorboard`).
 
 
 class MetricBuffer:
-    """The scalars that a rank has logged and not sent yet. Any thread may add some.
+    """The scalars that a rank has logged and not yet sent. Any thread may add scalars.
 
     Args:
         rank: Number of this rank.
@@ -34,7 +34,7 @@ class MetricBuffer:
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
-        """Append scalars; drop those of a rank other than 0, unless `all_ranks` is True.
+        """Append scalars. Ranks other than 0 drop them, unless `all_ranks` is True.
 
         Raises:
             TypeError: A value is neither a number nor a tensor with one element.
@@ -60,9 +60,9 @@ class MetricBuffer:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """Return a scalar in the form in which the buffer stores it.
+    """Return a scalar in the form in which the buffer stores it: a float or a copy of a tensor.
 
-    A tensor is copied, because the program may change it before it is sent.
+    A tensor is copied, because the program may change the tensor before its value is sent.
 
     Raises:
         TypeError: The value is neither a number nor a tensor with one element.
@@ -103,9 +103,10 @@ def log(
         `taas.log(step=step, loss=loss, lr=scheduler.get_last_lr()[0])`
 
     Args:
-        values: Scalars by name, for names that are no Python names: `{"loss/train": loss}`.
-        step: Step of the training, the x-coordinate of the curves. By default, one more than the
-            last step with the same name. The first step is 0.
+        values: Scalars by name, for names that cannot be keyword arguments, such as `loss/train` in
+            `{"loss/train": loss}`.
+        step: Step of the training, the x-coordinate of the curves. By default, each name counts its
+            own steps: the first step is 0, and each further one is the last step plus 1.
         all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
             kept.
         **scalars: More scalars by name.
@@ -120,8 +121,8 @@ def log(
 def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
 
-    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`, too. Call
-    this after `torch.utils.tensorboard` was imported.
+    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`, so their
+    scalars are logged, too. Call this function when `torch.utils.tensorboard.writer` is imported.
     """
     from torch.utils.tensorboard import writer
 

@@ -1,8 +1,8 @@
 """Read the output and messages of a host's ranks, and turn them into events and log files.
 
-The agent has one thread for each run, which reads the ranks' pipes. A rank that floods its log
-blocks at the pipe while this thread writes to disk. The rank's LogBudget bounds the lines that are
-sent to the notebook. The complete output is in the rank's log file.
+The agent has one thread for each run, which reads the ranks' pipes. While this thread writes to
+disk, a rank that writes too fast blocks at its pipe. A `LogBudget` limits the lines of each rank
+that are sent to the notebook. The complete output is in the rank's log file.
 """
 
 import os
@@ -75,7 +75,7 @@ _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode bytes, and leave out an incomplete character at their end."""
+    """Decode bytes. An incomplete character at the end is left out."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
@@ -95,7 +95,7 @@ class _Row:
         """
 
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes that contain no newline; keep at most `limit_bytes` of the row."""
+        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text."""
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -119,9 +119,9 @@ class _Row:
         return self.is_redrawn and len(self.head) < 4096
 
     def text(self, limit_bytes: int) -> str:
-        """Return the row's text, with a mark at its end if it was cut.
+        """Return the row's text. If the row was cut, the text ends with a mark.
 
-        If text was printed behind a progress bar, the bar is left out.
+        If other text was printed behind a progress bar, return only that text.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -135,17 +135,17 @@ class LineAssembler:
     The result does not depend on how the bytes are divided into chunks.
 
     - Only newlines end lines.
-    - A carriage return overwrites the line before it, as in a terminal; tqdm relies on this. A
-      carriage return before a newline is part of the line's end.
-    - A print while a bar of tqdm is unfinished adds its text to the bar's row. The line is the text
-      alone.
-    - Nested bars move the cursor up. An unfinished bar is not emitted as a line as long as only
-      bars are below it.
+    - Text after a carriage return replaces the text before it, as in a terminal; tqdm relies on
+      this. A carriage return directly before a newline is part of the line's end.
+    - If a program prints while a bar of tqdm is unfinished, the text is added to the bar's row. The
+      line then consists of the text without the bar.
+    - tqdm moves the cursor up between nested bars. An unfinished bar becomes a line only when text
+      that is not a bar follows in a row below it.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        limit_bytes: Maximum length of a line. A longer line is cut and marked with its length, so
-            that memory is bounded.
+        limit_bytes: Maximum length of a line. To bound the memory, a longer line is cut, and its
+            end shows the full length.
     """
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
@@ -178,7 +178,7 @@ class LineAssembler:
     def flush(self) -> list[str]:
         """End the output, and return the unfinished lines that are not blank.
 
-        A blank one is a progress bar that was erased.
+        A blank unfinished line is a progress bar that the program has erased.
         """
         self._rows[self._at].add_bytes(self._partial, self._limit_bytes)
         lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
@@ -188,7 +188,7 @@ class LineAssembler:
     def _whole_lines(self, body: bytes) -> list[str]:
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
-        is_blank = len(self._rows) == 1 and not self._rows[0].head  # a bar above may have ended
+        is_blank = len(self._rows) == 1 and not self._rows[0].head  # there may be a bar above
         if is_plain and is_blank and max(map(len, pieces)) <= self._limit_bytes:
             return body.decode("utf-8", "replace").split("\n")
         lines = []
@@ -198,7 +198,7 @@ class LineAssembler:
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
-        """Add bytes without a newline; each CURSOR_UP in them moves to the row above."""
+        """Add bytes without a newline. Each CURSOR_UP among the bytes moves to the row above."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
         for above in others:
@@ -208,7 +208,7 @@ class LineAssembler:
             self._rows[self._at].add_bytes(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
-        """Move to the row below, and return the lines of rows above that are final."""
+        """Move to the row below. Remove rows above that are final, and return them as lines."""
         self._at += 1
         if self._at == len(self._rows):
             self._rows.append(_Row())
@@ -247,14 +247,14 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Consume the tokens of as many lines as fit into the rate limit, from the first on.
+        """Take the tokens for each line in turn, up to the first line that exceeds the rate limit.
 
         Args:
-            sizes: Sizes of the lines in bytes. A line costs its size in byte tokens, and one line
+            sizes: Sizes of the lines in bytes. A line of n bytes costs n byte tokens and one line
                 token.
 
         Returns:
-            The number of lines that fit.
+            The number of lines whose tokens were taken.
         """
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
@@ -266,15 +266,16 @@ class _Bucket:
 class LogBudget:
     """A rate limit that selects which of a rank's lines are sent to the notebook.
 
-    Lines that look like errors, including a traceback's frames, have a separate reserve: they pass
-    even if a flood of other lines is dropped. Dropped lines are counted.
+    Lines that look like errors, including a traceback's frames, have an extra rate limit, the
+    reserve. So they are sent even while a flood of other lines is dropped. Dropped lines are
+    counted.
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
-        burst: Bytes and lines that may pass in one burst.
-        per_s: Bytes and lines that may pass each second in the long run.
-        reserve: As `burst`, for lines that look like errors.
-        reserve_per_s: As `per_s`, for lines that look like errors.
+        burst: Number of bytes and number of lines that may pass in one burst.
+        per_s: Number of bytes and number of lines that may pass each second in the long run.
+        reserve: The reserve's `burst`, for lines that look like errors.
+        reserve_per_s: The reserve's `per_s`, for lines that look like errors.
     """
 
     def __init__(
@@ -297,20 +298,20 @@ class LogBudget:
 
     @property
     def tail(self) -> list[str]:
-        """The rank's last lines, sent or dropped, for failure reports."""
+        """The last `TAIL_LINES` lines of the rank, sent or dropped, for failure reports."""
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Return those of `lines` that may be sent now, in their order."""
+        """Return the lines among `lines` that may be sent now, in their order."""
         fit, errors = self.split(lines)
         return fit + errors
 
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """Divide lines into those that fit into the budget and the errors among the others.
+        """Select the lines that may be sent now, and drop all others.
 
         Returns:
-            Two lists: the first lines, as many as fit into the budget; and those of the other
-            lines that look like errors and fit into the reserve. All remaining lines are dropped.
+            Two lists. The first list has the lines from the beginning that fit into the budget. The
+            second list has later lines that look like errors and fit into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -322,7 +323,7 @@ class LogBudget:
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
     def errors(self, lines: list[str]) -> list[str]:
-        """Return those of `lines` that look like errors and fit into the reserve."""
+        """Return the lines that look like errors and fit into the reserve; drop all others."""
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
 
@@ -342,7 +343,12 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the errors that fit into the reserve, and count all other lines as dropped.
 
-        Lines are checked one by one only if the whole text contains an error word.
+        To save time, checks single lines only if the whole text contains one of `ERROR_WORDS`, or
+        if a traceback has begun in earlier lines.
+
+        Args:
+            lines: The lines.
+            sizes: Sizes of the lines in bytes.
         """
         kept = []
         kept_bytes = 0
@@ -356,7 +362,7 @@ class LogBudget:
         return kept
 
     def _is_error(self, line: str) -> bool:
-        """Return whether a line is part of an error, such as a traceback's frames or last line."""
+        """Return whether a line is part of an error, such as a traceback. Pass lines in order."""
         belongs = self._in_traceback
         if line.startswith("Traceback"):
             self._in_traceback = True
@@ -366,7 +372,10 @@ class LogBudget:
 
 
 class Wakeup:
-    """A `threading.Event` with a file descriptor that is readable while it is set; Linux only."""
+    """An event, as `threading.Event`, with a file descriptor that is readable while it is set.
+
+    Works only on Linux.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -435,10 +444,10 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes to the log file and split them into lines.
+        """Write bytes to the log file, and split them into lines.
 
         Returns:
-            The reason why the log file ends here; "" if it does not.
+            The reason if this call had to end the log file, such as a full disk; otherwise "".
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
@@ -456,7 +465,7 @@ class _LogStream:
         return why
 
     def end_run(self) -> None:
-        """Pass on the unfinished last line, and close the log file. The pipe stays open."""
+        """Add unfinished lines to `pending`, and close the log file. The pipe stays open."""
         self.pending += self.budget.admit(self.assembler.flush())
         if self.file is not None:
             self.file.close()
@@ -469,7 +478,7 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank, and its incomplete messages.
+    """The message pipe of one rank, and the messages that have arrived only in part.
 
     Forks of the rank write to the same pipe.
     """
@@ -484,7 +493,7 @@ class _MessageStream:
     def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Add bytes, and return the messages that they complete.
 
-        A message that is invalid or too large is replaced by a note.
+        Returns a note in place of a message that is too large, and of the first invalid message.
         """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
@@ -593,7 +602,7 @@ class PipeReader:
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
-        """Wait until the thread has read everything that an ended rank wrote to its pipes."""
+        """Wait, for up to `DRAIN_S`, until everything that a rank wrote to its pipes is read."""
         done = threading.Event()
         self._to_drain.put((rank, done))
         self._wakeup.set()
@@ -602,7 +611,8 @@ class PipeReader:
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Redirect all further output of the ranks to another run's log files and events.
 
-        Output that the ranks have written before is read first, and goes to the old destination.
+        Output that the ranks have already written is read first, and goes to the old destination.
+        Waits for up to `DRAIN_S` seconds until the change is made.
 
         Raises:
             OSError: A log file cannot be created.
@@ -626,9 +636,10 @@ class PipeReader:
         self._wakeup.close()
 
     def _run(self) -> None:
-        """Read the pipes and send their lines to the sink, until `close` (the thread's function).
+        """Read the pipes, and send their content to the sink, until `close` is called.
 
-        Between two reads, handle the requests of `drain` and `follow`.
+        This is the function of the reader's thread. Between two reads, it handles the requests of
+        `drain` and `follow`.
         """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
@@ -674,9 +685,9 @@ class PipeReader:
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read what the pipes contain now, and no more.
 
-        Reading until the pipes are empty might never end, because children of ranks may keep
-        writing. Do not close an empty pipe: its rank may not have opened the pipe yet, and would
-        then wait forever.
+        Children of ranks may keep writing, so reading until the pipes are empty might never end.
+        Does not close empty pipes. A rank may not have opened its pipe yet, and would wait forever
+        if the pipe were closed.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
@@ -684,11 +695,11 @@ class PipeReader:
                     break
 
     def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
-        """Read a pipe once, and pass on what it contained.
+        """Read a pipe once, and process the data.
 
         Returns:
-            The data; b"" if the pipe is empty and no process has it open for writing, or if this
-            end is closed; None if the pipe is empty otherwise.
+            The data. None if the pipe is empty, but some process has it open for writing. b"" if
+            the pipe is empty and no process has it open for writing, or if this end is closed.
         """
         if not stream.is_open:  # the stream ended meanwhile
             return b""
@@ -710,9 +721,9 @@ class PipeReader:
         return data
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
-        """Append a rank's first traceback to its log file, after all its earlier output.
+        """Append a rank's first traceback to its log file, after all earlier output of the rank.
 
-        The notebook does not receive these lines, because the exception in the cell shows them.
+        These lines are not sent to the notebook, where the exception in the cell shows them.
         """
         stream = self._logs[rank]
         if stream.has_traceback or message.is_logged:
@@ -728,7 +739,10 @@ class PipeReader:
             self._warn_of_end(stream, reason_of(error))
 
     def _send_output(self, rank: int) -> None:
-        """Send all output of a rank so far, also an unfinished line: it may be a question."""
+        """Send all output of a rank so far, and end an unfinished line.
+
+        The unfinished line may be the question that the user must answer.
+        """
         stream = self._logs[rank]
         self._read_all([stream])
         stream.pending += stream.assembler.flush()
@@ -756,7 +770,11 @@ class PipeReader:
             self._sink.emit(Progress(rank=0, text=first.shown_progress))
 
     def _flush_stream(self, stream: _LogStream) -> bool:
-        """Send a rank's pending lines, and return whether there were any."""
+        """Send a rank's pending lines, and the counts of dropped lines.
+
+        Returns:
+            Whether there were pending lines.
+        """
         lines, stream.pending = stream.pending, []
         if lines:
             self._sink.emit(Lines(rank=stream.rank, lines=lines))
@@ -766,6 +784,9 @@ class PipeReader:
         return bool(lines)
 
     def _progress_due(self) -> bool:
-        """Return whether rank 0's progress bar, the only one in the status header, has changed."""
+        """Return whether the progress bars of rank 0 have changed since they were last sent.
+
+        The status header shows no progress bars of other ranks.
+        """
         first = self._logs.get(0)
         return first is not None and first.assembler.progress != first.shown_progress

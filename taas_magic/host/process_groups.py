@@ -26,11 +26,11 @@ class ProcessGroupPrefixes:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Set the cell's number for the prefix, and restart the count of its process groups."""
+        """Use the number of a new cell in prefixes, and count its process groups from 1 again."""
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
-        """Replace `init_process_group` in this process by the wrapper."""
+        """Replace torch's `init_process_group` in this process by the wrapper."""
         original = dist.init_process_group
         signature = inspect.signature(original)
 
@@ -47,10 +47,10 @@ class ProcessGroupPrefixes:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def _place(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments `store`, `rank` and `world_size` for `init_process_group`.
+        """Return the arguments `store`, `rank` and `world_size` for torch's `init_process_group`.
 
         Args:
-            given: Arguments of the user's call, by name.
+            given: Arguments that the user's call has set, by name.
         """
         rank, world_size = given.get("rank", -1), given.get("world_size", -1)
         world_size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size

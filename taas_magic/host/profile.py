@@ -23,7 +23,8 @@ class StepProfiler:
 
     Args:
         steps: Number of steps to record.
-        file: Path of the trace, which ends in `.json.gz`. The file appears when it is complete.
+        file: Path of the trace, which ends in `.json.gz`. The path exists only when the trace is
+            complete.
         note: Sends a message to the user.
     """
 
@@ -38,16 +39,18 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """Begin the next step because the program called `taas.step()`.
+        """Begin the next step, because the program has called `taas.step()`.
 
-        From now on, a batch of a registered loader begins no step.
+        After the first call, batches of registered loaders no longer begin steps.
         """
         self._is_marked = True
         self._begin_step()
 
     @contextmanager
     def batch(self, loader: str) -> Iterator[None]:
-        """Begin the next step, and record the block as the time that the rank waits for a batch.
+        """Begin the next step, and record the time in the block as a wait for a batch.
+
+        Once the program has called `taas.step()`, this method only records the wait.
 
         Args:
             loader: Name of the registered loader.
@@ -63,7 +66,10 @@ class StepProfiler:
                 yield
 
     def close(self) -> None:
-        """End the profile, and write the steps recorded so far; tell the user if there are none."""
+        """End the profile, and write the steps recorded so far.
+
+        If no step was recorded, send a note that says why.
+        """
         if self._profile is not None and not self._has_ended:
             self._end()
         if not self._file.exists():
@@ -83,7 +89,7 @@ class StepProfiler:
             self._end()
 
     def _start(self) -> None:
-        """Start torch's profiler, unless the program runs a profiler of its own."""
+        """Start torch's profiler, unless the program already runs a profiler of its own."""
         import torch
         from torch.profiler import profile, schedule
 
@@ -123,9 +129,9 @@ def use_profiler(profiler: StepProfiler | None) -> None:
 def step() -> None:
     """Begin the next step of the training, for `--profile N`.
 
-    Call it once at the end of each iteration, in every rank. It is only needed if the cell uses no
-    registered loader, or if an iteration takes several batches. Without `--profile`, and in the
-    notebook, it does nothing.
+    Call `step` once at the end of each iteration, in every rank. The call is only needed if the
+    cell uses no registered loader, or if an iteration takes several batches. Without `--profile`,
+    and in the notebook, `step` does nothing.
     """
     if _profiler is not None:
         _profiler.step()

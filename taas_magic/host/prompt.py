@@ -1,9 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
 The rank's main thread reads one `CellOrder` after the other from a pipe that the agent writes.
-Between cells, SIGINT has no effect. During a cell, SIGINT cannot interrupt a rank that waits in C++
-for other ranks. Then the rank's heartbeat thread cuts the rank's connections to the other ranks
-(`Prompt.cut`).
+Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
+the rank waits in C++ for other ranks. In this case, the rank's heartbeat thread cuts the rank's
+connections to the other ranks (`Prompt.cut`).
 """
 
 import gc
@@ -38,10 +38,10 @@ class Prompt:
         link: The rank's connection to its agent.
         folder: Folder with the rank's pipes.
         rank: Number of the rank.
-        run: Function that runs a cell, sends its results or failure, and returns whether the cell
-            succeeded.
-        has_pending: Function that returns whether a collective of this rank has begun and not
-            ended.
+        run: Function that runs a cell, sends the results or the failure, and returns whether the
+            cell succeeded.
+        has_pending: Function that returns whether any collective of this rank has begun and has
+            not ended.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Prompt:
         """Run the cells that the agent sends until it sends the order to end.
 
         Args:
-            report: Function that is called after each cell. It sends the counts of batches and the
-                metrics that the agent does not have yet.
+            report: Function that is called after each cell. It sends the counts of batches, and the
+                metrics that were not sent yet.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -80,13 +80,13 @@ class Prompt:
         self._link.send(RankFinished())
 
     def cut(self, cell: int) -> None:
-        """Cut this rank's connections to other ranks if it still waits for them in a cell.
+        """Cut this rank's connections to other ranks if it still waits for other ranks in `cell`.
 
-        A gloo collective then raises, and Python handles the pending interrupt. Any thread may call
-        this.
+        A gloo collective then raises an exception, and Python handles the pending interrupt. Any
+        thread may call this method.
 
         Args:
-            cell: Number of the cell. If the rank already runs another cell, nothing is cut.
+            cell: Number of the cell. If the rank does not run this cell any more, do nothing.
         """
         if (
             cell == self._number
@@ -97,7 +97,7 @@ class Prompt:
             cut_connections()
 
     def _run_one(self, order: CellOrder) -> bool:
-        """Run one cell and return whether it succeeded. SIGINT interrupts only this method."""
+        """Run one cell; return whether it succeeded. SIGINT has an effect only in this method."""
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False
         try:
@@ -112,7 +112,7 @@ class Prompt:
         return has_succeeded
 
     def _return(self) -> None:
-        """Ignore SIGINT again after a cell. Drop an interrupt that arrives during this call."""
+        """Ignore SIGINT again, now that the cell is over. Drop a SIGINT that arrives meanwhile."""
         try:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:
@@ -129,7 +129,7 @@ class Prompt:
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """Do nothing: the handler of SIGINT between cells."""
+    """Do nothing. This is the handler of SIGINT between cells."""
 
 
 def cut_connections() -> None:
@@ -155,5 +155,5 @@ def _shut_down(descriptor: int) -> None:
 
 
 def users_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables without those in which IPython stores inputs and outputs (`_1`, `In`)."""
+    """Return `names` without IPython's variables for inputs and outputs, such as `_1` and `In`."""
     return {name: it for name, it in names.items() if not _SHELLS_OWN.fullmatch(name)}

@@ -3,11 +3,12 @@
 Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
 this package. Such a worker is called a vehicle, because it only brings our agent to the host. Dask
 installs the plugin `Vehicle` in every worker that joins the pool's scheduler. The plugin starts the
-supervisor, and the supervisor's agent joins the pool as a separate worker. The vehicle also holds
-the host's lease: when it ends for whatever reason (wall time, a cancelled job, a lost connection),
-the supervisor's standard input closes, and everything on the host ends.
+supervisor, and the supervisor's agent joins the pool as a separate worker.
 
-This is a separate module so that neither a vehicle nor the engine imports the agent.
+A vehicle may end for any reason: its wall time is over, its job is cancelled, or it has lost the
+connection. The supervisor's standard input then closes, and everything on the host ends.
+
+This module is separate from the agent's modules, so that vehicles and engines need not import them.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ _MARK = "@"
 def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
-    The name has a random part. If the batch system restarts a job, the vehicle has the same name
-    again, and the pool may still know the agent that the vehicle started the first time.
+    The name has a random part. A job that the batch system restarts has a vehicle with the same
+    name as before, and the pool may still know the agent which the first vehicle started.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -48,6 +49,8 @@ class Vehicle(WorkerPlugin):
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
+        lease_s: The pool's `lease_s` setting, for the agent.
+        start_timeout_s: The pool's `start_timeout_s` setting.
         preload: Modules that the pool's settings add to the forkserver's imports.
     """
 
@@ -92,7 +95,7 @@ class Vehicle(WorkerPlugin):
             self._supervisor.kill()
 
     async def _start(self, worker: Worker) -> None:
-        """Get an agent's name and keys from the pool's process, and start the agent."""
+        """Get the agent's name and keys from the pool's process, and start the supervisor."""
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
             for listener in worker.listeners:
