@@ -116,9 +116,9 @@ attempt_folder = Path()
 def prepare() -> None:
     """Create the shell and import modules in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises, to import the modules that format a traceback. Otherwise a
-    failing rank would import them while the other ranks are already being ended. `numpy.random` is
-    imported here because numpy imports it only on first use.
+    The shell runs a cell that raises an exception, which imports the modules that format a
+    traceback. Otherwise a failing rank would import these modules while the agent already ends the
+    other ranks. `numpy.random` is imported here because numpy imports it only on first use.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -134,7 +134,8 @@ def prepare() -> None:
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
-    Return if the work succeeded; else end the process with exit code 1. A session always succeeds.
+    Returns if the work succeeded; otherwise ends the process with exit code 1. A session counts as
+    succeeded, even if its cells failed.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -162,7 +163,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> Link:
     """Make this fork of the forkserver a rank that may run the user's code.
 
-    Ends the process if the rule of the project store cannot be applied.
+    Ends the process if the project store cannot be protected from the rank's writes.
 
     Returns:
         The rank's connection to its agent.
@@ -195,9 +196,9 @@ def _work_and_wait(
     rank: int,
     fed: Feed | SessionFeeds | None,
 ) -> bool:
-    """Run the work, or the cells of a session, and wait for the threads that are left.
+    """Run the work, or the cells of a session, and wait for threads that the program has left.
 
-    Ends the process if it is a child that the work forked.
+    A child that the work forked may also reach the end of the work. Its process ends here.
 
     Returns:
         Whether the work succeeded.
@@ -212,22 +213,22 @@ def _work_and_wait(
         else:
             prompt.serve(report)
             succeeded = True
-        if not link.is_own:  # a child that the work forked has reached the work's end
+        if not link.is_own:  # this process is a child that the work forked
             flush()
             os._exit(0 if succeeded else 1)
         try:
             if succeeded and prompt is None:
                 link.send(RankFinished())
-            # wait for threads here, because they may still use a loader
+            # Wait for threads inside the block, because they may still use a loader.
             threading._shutdown()  # type: ignore[attr-defined]
-        except KeyboardInterrupt:  # as in plain Python, this ends the threads, too
+        except KeyboardInterrupt:  # as in plain Python, the rank then ends despite its threads
             succeeded = False
     return succeeded
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Reset the state inherited from the forkserver, and apply the notebook's environment."""
-    # Remove the forkserver's setting. A new program has none, so a cell may set one itself.
+    # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
     torch.default_generator.seed()  # Python's `random` reseeds itself after a fork
@@ -236,7 +237,7 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
     os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)
-    # torch read these variables when it was imported in the forkserver
+    # torch has read these variables at its import in the forkserver, so it must read them again
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
         torch._logging._init_logs()  # type: ignore[attr-defined]
@@ -279,7 +280,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 def _profiled(
     share: LocalShare, link: Link, rank: int, fed: Feed | SessionFeeds | None
 ) -> Iterator[None]:
-    """Profile the steps of the block if `--profile` asks for it; write the profile at its end."""
+    """With `--profile`, profile the steps in the block, and write the profile at its end."""
     if not share.plan.profile:
         yield
         return
@@ -328,9 +329,9 @@ def _heartbeat(
 ) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.
 
-    A heartbeat has the main thread's stack, the counts of received batches, and the metrics logged
-    since the last one. Counts and metrics are sent once more at the block's end. If the agent asks
-    for stacks, the thread sends those of all threads.
+    With each heartbeat, the thread sends the main thread's stack, the counts of received batches,
+    and the metrics logged since the last heartbeat. Counts and metrics are sent once more at the
+    block's end. If the agent requests stacks, the thread sends the stacks of all threads.
 
     Yields:
         Function that sends the counts and metrics immediately.
@@ -338,8 +339,8 @@ def _heartbeat(
     Args:
         link: The rank's connection to its agent.
         fed: Access to the run's data service; None if the cell uses no registered loader.
-        cut: Function called with a cell's number when the agent asks to cut that cell's connections
-            to other ranks.
+        cut: For a session: function that cuts this rank's connections to other ranks. It is called
+            when the agent requests it, with the number of the cell for which the request is made.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -387,9 +388,10 @@ def _heartbeat(
 
 
 def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
-    """Return the reason for an endless wait if the cell changed the rendezvous address, else "".
+    """If the cell changed the rendezvous address, return why all ranks will wait forever; else "".
 
-    No rank listens at the changed address, so every rank that connects to it waits.
+    With torchrun's variable TORCHELASTIC_USE_AGENT_STORE, every rank connects to the address, and
+    no rank listens there.
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -408,7 +410,8 @@ def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
     """Return the records of torch's flight recorders about this rank's collectives, by backend.
 
-    A backend's recorder may be missing, if torch has no such backend or is another version.
+    Backends without a flight recorder in this version of torch are left out. The result is empty if
+    there is no process group.
 
     Args:
         details: Whether to include each collective, which takes about 0.1 s.
@@ -425,8 +428,8 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
     """Return the progress of this rank's collectives.
 
     Returns:
-        The numbers of collectives that have begun and ended, for each backend, and whether this
-        rank may be busy-waiting for a NCCL collective.
+        Two values. First, for each backend, the number of collectives that have begun, and the
+        number that have ended. Second, whether this rank may be busy-waiting for a NCCL collective.
     """
     counts = {}
     for backend, trace in _recorded(details=False).items():
@@ -438,7 +441,10 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return the names of the first pending collectives, each with its number in its group."""
+    """Return the names of up to `_SHOWN_COLLECTIVES` pending collectives, the first ones.
+
+    Each name is followed by the collective's number in its process group.
+    """
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
         f"{entry['profiling_name'].rpartition(':')[2]} "
@@ -518,15 +524,16 @@ def _report(
         link: The rank's connection to its agent.
         sender: Writer of results.
         out: Values of `--out`, such as "loss@all".
-        changes: Detector of changes that the cell made to the notebook's values, which are reported
-            as notes. None to report no changes.
-        is_session: Whether the rank belongs to a session: `sys.exit(0)` then only ends the cell.
+        changes: Detector of notebook values that the cell changed. Each change is reported by a
+            note. None to report no changes.
+        is_session: Whether the rank belongs to a session, in which `sys.exit(0)` only ends the
+            cell.
     """
     failure = _failure(shell, result)
     if failure is not None:
         tracebacks.send(link, failure)
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
-        # If all ranks exit so, the run succeeds; else this is a failure.
+        # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
     for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
         link.send(Note(text=text))
@@ -534,7 +541,7 @@ def _report(
         failed = failure is not None
         try:
             sender.send(shell.users_names(), out, value=shell.last_value, failed=failed)
-        except KeyboardInterrupt:  # values that were written before are kept
+        except KeyboardInterrupt:  # the values written before the interrupt are kept
             return False
     if link.is_own and failure is not None:
         link.send(RankErrorSent())
@@ -542,10 +549,11 @@ def _report(
 
 
 def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
-    """Return the cell's failure, which is the first exception that IPython showed; else None.
+    """Return the failure of the cell; None if the cell succeeded.
 
-    The exception may come from nested code: `%run`, `%time`, `%%capture` and `run_cell` catch the
-    exceptions of their code, and the cell continues.
+    The failure is the first exception that IPython has shown. This exception may come from nested
+    code: `%run`, `%time`, `%%capture` and `run_cell` show the exceptions of their code, and the
+    cell continues.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:
@@ -555,7 +563,7 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
     if isinstance(raised, bdb.BdbQuit):
         is_refused = shell.keyboard is not None and shell.keyboard.was_refused
         raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.USER_QUIT,)
-    # IPython has not shown this exception: it is BdbQuit, or a handler of the user hid it.
+    # IPython has not shown this exception: it is BdbQuit, or a handler of the user has hidden it.
     return tracebacks.failure_of(raised)
 
 
@@ -576,11 +584,11 @@ class _SessionCells:
         self._groups.install()
 
     def run(self, order: CellOrder) -> bool:
-        """Run a cell and send its results or failure; return whether it succeeded."""
+        """Run a cell, and send its results or failure; return whether the cell succeeded."""
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None
-        # A new process group must not use the rendezvous of an earlier one (`begin_cell`).
         os.environ[cell_main.PAYLOAD] = str(folder.payload)
+        # A new process group must not use keys of an earlier group in the key-value store.
         self._groups.begin_cell(order.number)
         redirect.begin_run()
         try:
@@ -618,7 +626,7 @@ class _SessionCells:
         return users_names(self._shell.users_names())
 
     def _assigned_by(self, work: Work) -> set[str]:
-        """Return the names that a cell's text assigns; none for a function."""
+        """Return the names that a cell's text assigns. Empty if the work is a function."""
         if isinstance(work, CellWork):
             with suppress(SyntaxError):  # reported when the cell runs
                 return assigned_names(work.python)
@@ -627,11 +635,12 @@ class _SessionCells:
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
         """Return the names that the cell assigned and deleted.
 
-        Comparing ids is not enough: if the old value was freed, the new value may have the same id.
-        So every name that the cell's text assigns counts as assigned, too.
+        A name counts as assigned if its value has another id than before the cell. A new value may
+        have the id of an old value that was freed. So every name that the cell's text assigns
+        counts as assigned, too.
 
         Args:
-            before: Identities of the values before the cell, by name.
+            before: The `id` of each value before the cell, by name.
             sets: Names that the cell's text assigns.
         """
         now = self._names()
@@ -649,7 +658,7 @@ class _SessionCells:
 def _prompt(
     spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str], feeds: SessionFeeds
 ) -> Prompt:
-    """Return the prompt of a rank that belongs to a session."""
+    """Create the prompt of a rank that belongs to a session."""
     cells = _SessionCells(spec, link, environ, feeds)
 
     def has_pending() -> bool:
@@ -659,17 +668,17 @@ def _prompt(
 
 
 def _end_program() -> None:
-    """Do the cleanup of a normal Python exit, which a fork of the forkserver skips (`os._exit`).
+    """Clean up as Python does at a normal exit. A fork of the forkserver exits by `os._exit`.
 
-    Runs atexit handlers and `weakref.finalize` callbacks, deletes the program's objects so that
-    Python writes the files that they left open, and flushes the output.
+    Runs atexit handlers and `weakref.finalize` callbacks. Deletes the program's objects, so that
+    Python writes out the files that they have open. Flushes the output.
 
-    Not done here, although it belongs to a normal exit:
+    These parts of a normal exit do not happen here:
 
-    - Waiting for threads. The caller has done so.
-    - Ending multiprocessing's children. multiprocessing does so when `rank_main` returns.
+    - Waiting for threads. The caller has already waited.
+    - Ending multiprocessing's children. multiprocessing ends them when `rank_main` returns.
     - Closing process groups that the cell left open. The end of the process closes them.
-    - Unloading modules. This would take 0.4 s.
+    - Unloading modules, which would take 0.4 s.
     """
     atexit._run_exitfuncs()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # open files must be written completely
@@ -678,7 +687,7 @@ def _end_program() -> None:
     shell.last_value = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
-    # deleted last, because a __del__ of the other objects may use them
+    # Modules, functions and classes go last, because a __del__ of the other objects may use them.
     used = types.ModuleType | types.FunctionType | type
     for last in (False, True):
         names = [name for name, value in shell.user_ns.items() if isinstance(value, used) is last]
@@ -691,10 +700,10 @@ def _end_program() -> None:
 def _keep_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
-    If the cell has called `destroy_process_group`, the model has the last reference to its group.
-    Deleting the group could deadlock: torch joins gloo's threads while torch holds the GIL, and one
-    of these threads may wait for the GIL (pytorch/pytorch#56297). A normal Python exit does not
-    deadlock here, because Python then ends threads that ask for the GIL.
+    If the cell has called `destroy_process_group`, a model has the last reference to its process
+    group, and deleting the model could deadlock: torch joins gloo's threads while it holds the GIL,
+    and one of these threads may wait for the GIL (pytorch/pytorch#56297). A normal Python exit does
+    not deadlock, because Python then ends threads that ask for the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
@@ -719,16 +728,19 @@ def _use_text_bars() -> None:
 def _find_the_notebooks_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    By itself, hydra does so only if the shell's class has the name of a Jupyter kernel's shell.
+    Without this, hydra does so only in a Jupyter kernel, which it recognizes by the name of the
+    shell's class.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
 
 
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a display without the representations that are too large for a browser.
+    """Return a display without representations that are too large for a browser.
+
+    The text representation then says what was left out. A long text is cut.
 
     Args:
-        data: The representations, by MIME type.
+        data: The representations of the display, by MIME type.
     """
     kept, notes = {}, []
     for form, value in data.items():
@@ -758,7 +770,7 @@ class _CellCompiler(CachingCompiler):
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         """Return the file name for a piece of code, and store the code in linecache.
 
-        The cell itself is in linecache already.
+        The text of the `%%taas` cell is not stored, because linecache has it already.
         """
         if self.cell is not None and raw_code == self.cell.source:
             return self.cell.filename
@@ -766,7 +778,10 @@ class _CellCompiler(CachingCompiler):
         return name
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """Return the label of a file in tracebacks, such as `Cell In[5]` for a notebook's cell."""
+        """Return the label and number of a file in tracebacks, as in `Cell In[5]`.
+
+        Return None for a file that is no cell.
+        """
         if name in self.labels:
             label, _, number = self.labels[name].partition(" ")
             return label, number
@@ -778,7 +793,7 @@ class _LinkDisplayHook(DisplayHook):
     """A display hook that sends the value of the cell's last expression to the agent."""
 
     def quiet(self) -> bool:
-        """Return whether the cell ends in a semicolon.
+        """Return whether the cell ends in a semicolon, which suppresses the display of its value.
 
         IPython's own method reads the history, which is disabled on ranks.
         """
@@ -817,7 +832,8 @@ class _LineShift(ast.NodeTransformer):
 
     Args:
         shell: The shell that runs the cell.
-        lines: Number of lines of the notebook's cell above the lines that the rank runs.
+        lines: Number of lines in the notebook's cell down to the `%%taas` line, which the rank does
+            not run.
     """
 
     def __init__(self, shell: "RankShell", lines: int) -> None:
@@ -828,14 +844,16 @@ class _LineShift(ast.NodeTransformer):
 
 
 class RankShell(InteractiveShell):
-    """The IPython shell of a rank. The forkserver creates it, which saves each launch 30 ms.
+    """The IPython shell of a rank.
+
+    The forkserver creates the shell, and each rank inherits it. This saves 30 ms at each start.
 
     Attributes:
         link: The rank's connection to its agent; None in the forkserver.
         keyboard: Source of the lines that the user types; None in the forkserver.
         last_value: Value of the cell's last expression.
-        failure: First exception that IPython has shown; None if there is none.
-        depth: Nesting depth of running code: 1 in the cell, 2 in its `%%capture`.
+        failure: First exception that IPython has shown during the work; None if there is none.
+        depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell.
         shows: Whether displays of this rank are sent to the notebook (`Plan.shows_displays`).
     """
 
@@ -853,10 +871,10 @@ class RankShell(InteractiveShell):
     compiler_class = AnyTrait(_CellCompiler)
 
     def bind(self, link: Link, own_keyboard: Keyboard, shows: bool, colors: str) -> dict[str, Any]:
-        """Set this rank's link, and create a clean `__main__`.
+        """Connect the shell to this rank's agent and keyboard, and create a clean `__main__`.
 
-        The `__spec__` of `__main__` is that of a program started by `python -m`, so that spawned
-        children find the cell's definitions (`cell_main`).
+        The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned
+        children use `cell_main` as their main module, and find the cell's definitions there.
 
         Args:
             link: The rank's connection to its agent.
@@ -865,17 +883,18 @@ class RankShell(InteractiveShell):
             colors: IPython's colour scheme, for tracebacks.
 
         Returns:
-            The cell's namespace: `sys.modules["__main__"].__dict__`, as in a kernel. So if a fork
-            pickles an object by its name in `__main__`, unpickling finds the object.
+            The cell's namespace: `sys.modules["__main__"].__dict__`, as in a kernel. So an object
+            that is pickled by its name in `__main__` can be unpickled in this process and its
+            forks.
         """
         main = types.ModuleType("__main__")
         main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
-        # `__mp_main__` is multiprocessing's other name for it; objects from children refer to it
+        # Spawned children call this module `__mp_main__`, also in objects that they send back.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
         self.init_user_ns()
-        # Restore Python's own functions: IPython's exit and quit accept no exit code, and its open
-        # no descriptor below 3.
+        # Restore Python's own functions. IPython's `exit` and `quit` accept no exit code, and its
+        # `open` accepts no descriptor below 3.
         main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
         del main.__dict__["open"]
         main.__dict__["_dh"] = [os.getcwd()]  # hydra reads the notebook's folder here
@@ -893,13 +912,13 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the work, and send the failure that ends it, if any, before returning."""
+        """Run the work. If an exception ends the work, send the failure before returning."""
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.labels = tracebacks.register_sources(sources)
         threading.excepthook = tracebacks.print_of_thread
         sys.unraisablehook = tracebacks.print_unraisable
-        # IPython warns about every SystemExit, but a cell may end by one, as a script may
+        # IPython warns about every SystemExit. A cell may end by SystemExit, as a script may.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         self.failure = None
         if isinstance(work, FunctionWork):
@@ -922,9 +941,9 @@ class RankShell(InteractiveShell):
         return python
 
     def _call(self, work: FunctionWork) -> ExecutionResult:
-        """Call a function with the same events, traps and tracebacks as `run_cell` has for a cell.
+        """Call the work's function, with the same events, traps and tracebacks as in `run_cell`.
 
-        Tracebacks start at the function's own frame.
+        Tracebacks start at the frame of the function.
         """
         info = ExecutionInfo(work.raw, False, False, True, None)
         result = ExecutionResult(info)
@@ -934,7 +953,7 @@ class RankShell(InteractiveShell):
         try:
             with self.builtin_trap, self.display_trap:
                 self.last_value = work.function(*work.args, **work.kwargs)
-        except BaseException as error:  # as in a cell, whatever it is
+        except BaseException as error:  # like `run_cell`, which catches every exception
             assert error.__traceback__ is not None
             result.error_in_exec = error.with_traceback(error.__traceback__.tb_next)
             if not isinstance(error, bdb.BdbQuit):
@@ -946,12 +965,12 @@ class RankShell(InteractiveShell):
         return result
 
     def users_names(self) -> dict[str, Any]:
-        """Return the names in the namespace that `bind` did not put there, with their values."""
+        """Return the namespace without the values that `bind` has put there."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 
     def atexit_operations(self) -> None:
-        """Do nothing. IPython's version deletes the cell's names, which a `__del__` may need."""
+        """Do nothing. IPython's method deletes the cell's names, which a `__del__` may need."""
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing, because the backend of `%matplotlib inline` is active already."""
@@ -959,7 +978,10 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display if this rank's displays are shown; else send a note, but only once."""
+        """Send a display if this rank's displays are shown; else send a note about hidden displays.
+
+        The note is sent only once.
+        """
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(
@@ -981,15 +1003,16 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Record an exception that IPython shows. The run has failed, even if the cell continues.
 
-        The agent gets a message before IPython formats the traceback, which takes up to 0.1 s: the
-        order of these messages decides which rank counts as the first that failed. If the
-        exception ends the cell, this message has the traceback as Python prints it, because the
-        rank may be killed before IPython has formatted one. If the cell continues, the
-        traceback is also written to the log, because a cell without `%%taas` would show it in its
-        output.
+        The rank sends a message to the agent before IPython formats the traceback, which takes up
+        to 0.1 s. The order of these messages decides which rank counts as the first that failed.
+
+        - If the exception ends the cell, the message has a traceback as Python prints it. The agent
+          may kill the rank before IPython has formatted its traceback.
+        - If the cell continues, the message has no traceback. The traceback is written to the log,
+          because a cell without `%%taas` would show it in its output.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        if self.link is None:  # in the forkserver, for the imports of formatting (`prepare`)
+        if self.link is None:  # in the forkserver (`prepare`)
             super().showtraceback(exc_tuple, *args, **kwargs)
             return
         is_exit = isinstance(value, SystemExit)
