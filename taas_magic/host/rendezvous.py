@@ -1,13 +1,14 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-This package's agent cannot serve the store itself, as torchrun's agent does, because it does not
-import torch. The agent only binds the port, so that the pool can send the port to all hosts before
-the store runs. When the agent has started the ranks, it starts a fork of the forkserver, which
-serves the store on the port. Each attempt has a new store, because the last attempt's store holds
-the addresses at which the ranks of that attempt listened.
+torchrun's agent serves the store itself. This package's agent does not import torch, so it only
+binds the port. The pool can then send the port to all hosts before the store runs. When the agent
+has started the ranks, it starts a fork of the forkserver, which serves the store on the port. Each
+attempt has a new store, because the store of an earlier attempt holds the addresses at which the
+earlier ranks listened.
 
-Ranks of several hosts use the store to wait for one another before they end (`await_all`). Ranks
-without fetchers use it to agree on the contents of their loaders (`LoaderAgreement`).
+If a run has several hosts, its ranks use the store to wait for one another before they end
+(`await_all`). If a run has loaders but no fetchers, its ranks use the store to agree on the
+contents of their loaders (`LoaderAgreement`).
 
 Horovod's ranks find each other through an HTTP server that is part of horovod. The process that
 serves the store also runs the HTTP server, and puts its port into the store. Ranks read the port
@@ -62,12 +63,15 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Start the process that serves the store. Ranks that have connected before wait for it."""
+        """Start the process that serves the store.
+
+        Ranks may connect to the port before that. They then wait until the process serves it.
+        """
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def why_ended(self) -> str:
-        """Return how the process that serves the store has ended, or "" if it has not."""
+        """Return how the process that serves the store has ended; "" if it has not ended."""
         code = forkserver.exitcode(self._server) if self._server is not None else None
         if code is None:
             return ""
@@ -84,14 +88,16 @@ class Rendezvous:
 
 
 def reach(address: str, port: int) -> None:
-    """Check from this host that the rendezvous on the run's first host can be reached. Blocks.
+    """Check that this host can connect to the rendezvous on the run's first host.
+
+    Blocks for up to `REACH_TIMEOUT_S` seconds.
 
     Args:
         address: Address of the first host.
         port: Port of the rendezvous.
 
     Raises:
-        PoolError: The first host cannot be reached.
+        PoolError: This host cannot connect to the first host.
     """
     try:
         socket.create_connection((address, port), REACH_TIMEOUT_S).close()
@@ -106,10 +112,9 @@ def reach(address: str, port: int) -> None:
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
     """Tell the other ranks that this rank is ending, and wait until all ranks are ending.
 
-    The wait ends after `limit_s` in any case.
-
     Args:
         environ: torchrun's variables of this rank.
+        limit_s: Maximum number of seconds to wait for the other ranks.
     """
     import torch.distributed as dist
 
@@ -135,9 +140,8 @@ class LoaderAgreement:
     Thread-safe.
 
     Args:
-        environ: torchrun's variables of this rank, from before the cell could change them.
-        run: Key prefix that separates this run's values from those of another run in the same
-            ranks.
+        environ: torchrun's variables of this rank, as they were before the cell could change them.
+        run: Part of the keys in the store; different for each run, and for each cell of a session.
     """
 
     def __init__(self, environ: Mapping[str, str], run: str) -> None:
@@ -147,7 +151,7 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Store `value` under `key` unless a rank has done so before; return the stored value."""
+        """Store `value` under `key`, unless `key` has a value already; return the stored value."""
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
@@ -158,7 +162,7 @@ class LoaderAgreement:
         store.delete_key(self._prefix + replaced)
 
     def read(self, key: str) -> bytes:
-        """Wait until another rank publishes a value for `key`; return the value.
+        """Wait for up to `_AGREE_S` seconds until another rank publishes `key`; return the value.
 
         Raises:
             RuntimeError: The other rank or the store is gone.
@@ -183,7 +187,7 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve the ranks' store on `listener`, and horovod's server, until this process is killed.
+    """Serve the ranks' store on `listener` until this process is killed. Also run horovod's server.
 
     Runs in a fork of the forkserver.
 
@@ -215,7 +219,7 @@ def serve(listener: socket.socket, address: str) -> None:
 def has_horovod() -> bool:
     """Return whether horovod is installed.
 
-    The result is cached. The forkserver calls this first, so that its forks inherit the result.
+    The result is cached. The forkserver calls this function once, so that forks inherit the result.
     """
     return importlib.util.find_spec("horovod") is not None
 

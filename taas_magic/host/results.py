@@ -1,17 +1,17 @@
 """Return results from ranks to the notebook: variables of `--out` and the value of the work.
 
-A rank writes its values to archives:
+A rank writes its values to archives, each of which is one file:
 
-    <run folder>/results/<attempt>-<rank>-<number>     one archive
+    <run folder>/results/<attempt>-<rank>-<number>
 
 Values that share objects are in the same archive, so that they share the objects in the notebook,
-too. For example, an optimizer shares the parameters of its model. Any other value has an archive of
-its own. Each archive is written, sent and loaded separately, so a failure loses only the values of
-one archive.
+too. For example, an optimizer shares the parameters of its model. A value that shares no objects
+has its own archive. Each archive is written, sent and loaded separately, so a failure loses only
+the values of one archive.
 
-If all values of an archive are plain data (`capture/plain.py`), the archive is read without running
-code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of its sender, so
-the notebook loads pickles only from trusted pools.
+If all values of an archive are plain data (`capture/plain.py`), the notebook reads the archive
+without running code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of
+its sender, so the notebook loads pickles only from trusted pools.
 """
 
 import re
@@ -51,8 +51,8 @@ class Received:
     Attributes:
         values: Values by name. The name of the work's own value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user. For example, a returned function uses a variable that has another
-            value in the notebook than in the cell; the function then uses the notebook's value.
+        notes: Notes for the user. For example, a note says that a returned function uses a variable
+            which the cell changed. In the notebook, the function uses the notebook's value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Received:
 
 
 class ResultsHeader(Struct):
-    """The metadata at the start of one file of results.
+    """The metadata of one archive of results.
 
     Attributes:
-        names: Names of the values in the file.
-        missing: Names of values that could not be written, each with the reason.
+        names: Names of the values in the archive.
+        missing: Names of values that the rank could not write, each with the reason.
         is_plain: Whether the values are plain data and not pickled.
     """
 
@@ -76,12 +76,13 @@ class ResultsHeader(Struct):
 
 @dataclass(frozen=True)
 class ResultCriteria:
-    """Criteria for the results that the kernel accepts.
+    """Criteria by which the kernel accepts or refuses results.
 
     Attributes:
-        attempt: The run's last attempt. Results of earlier attempts are ignored.
+        attempt: Number of the run's last attempt. Results of earlier attempts are ignored.
         world_size: Number of ranks in that attempt.
-        untrusted_pool: Name of the pool if pickles from it are refused; "" if they are loaded.
+        untrusted_pool: Name of the pool if the kernel refuses pickles from this pool; "" if the
+            kernel loads pickles.
     """
 
     attempt: int
@@ -90,7 +91,7 @@ class ResultCriteria:
 
 
 def _refusal(where: str, pool: str) -> str:
-    """Return the message for a pickled value from an untrusted pool.
+    """Return the reason, for the user, why a pickled value from an untrusted pool is refused.
 
     Args:
         where: Sender of the value.
@@ -106,16 +107,17 @@ def _refusal(where: str, pool: str) -> str:
 def receive(
     folder: Path, out: Sequence[str], sources: ResultCriteria, namespace: dict[str, Any]
 ) -> Received:
-    """Load the results of a run in the kernel, file by file.
+    """Load the results of a run in the kernel, archive by archive.
 
-    From a rank's file, only the names that `--out` requests from that rank are read. Rank 0 may
-    send all names, because it gathers sharded models for the other ranks.
+    From an archive of a rank, the kernel reads only the names that `--out` requests from that rank.
+    From an archive of rank 0, it reads all names of `--out`, because rank 0 also gathers sharded
+    models for the other ranks.
 
     Args:
         folder: `RunFolder.results`.
         out: Names of `--out`, such as "loss@all".
         sources: Criteria for accepted results.
-        namespace: The notebook's variables. Loaded functions use them as their globals
+        namespace: The notebook's variables, which become the globals of loaded functions
             (`capture/home.py`).
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
@@ -214,14 +216,15 @@ def _itself(value: Any) -> Any:
 
 
 class ResultSender:
-    """The writer of one rank's results. Values that share objects are written to one file.
+    """The writer of one rank's results. It writes values that share objects to one archive.
 
     Args:
         folder: `RunFolder.results`.
         environ: Environment of the rank with torchrun's variables.
         note: Function that sends a note to the user.
-        scope: Names that functions among the results may use.
-        untrusted_pool: Name of the pool if the notebook loads only plain data from it; else "".
+        scope: Namespace of the rank, with the variables that a returned function may use.
+        untrusted_pool: Name of the pool if the notebook accepts only plain data from this pool; ""
+            if the notebook loads pickles, too.
     """
 
     def __init__(
@@ -246,17 +249,18 @@ class ResultSender:
     ) -> None:
         """Write this rank's results after the work.
 
-        Every rank must call this, even if it sends nothing, because gathering a sharded value is a
-        collective. A value that cannot be sent causes a note, and no exception.
+        Every rank must call this method, even a rank that sends nothing, because gathering a
+        sharded value is a collective. If a value cannot be sent, the user gets a note; there is no
+        exception.
 
         Args:
             namespace: Variables of the rank.
             out: Names of `--out`, such as "loss@all".
             value: Value that the function returned, or value of the cell's last expression. If
-                `out` does not have `VALUE`, only rank 0 sends it, and a value that cannot be
-                pickled causes no note.
-            failed: Whether the work failed on this rank. Then nothing is gathered, because other
-                ranks may not take part, and there are no notes about missing values.
+                `out` has the name `VALUE`, this value is sent like a variable. Otherwise, only rank
+                0 sends it, and there is no note if it cannot be sent.
+            failed: Whether the work failed on this rank. If so, sharded values are not gathered,
+                because other ranks may not take part. There are no notes about missing values.
         """
         names = [name_of(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
@@ -290,7 +294,7 @@ class ResultSender:
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _miss(self, name: str, why: str) -> None:
-        """Record that a value cannot be sent, with the reason."""
+        """Record why a value cannot be sent, and send a note unless the work has failed."""
         if name == VALUE and not self._needs_value:
             return
         self._missing[name] = why
@@ -298,7 +302,7 @@ class ResultSender:
             self._note(f"{_shown([name])} could not be returned: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
-        """Write values, and record those that cannot be written as missing."""
+        """Write values to archives. Record values that cannot be written as missing."""
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _TorchResultPickler(self._scope)
@@ -317,7 +321,7 @@ class ResultSender:
             self._put_group({name: values[name] for name in names})
 
     def _put_group(self, values: Mapping[str, Any]) -> None:
-        """Write values that share objects to one file."""
+        """Write values that share objects to one archive."""
         pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
@@ -338,12 +342,12 @@ class ResultSender:
             self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value with all other ranks; write it if this rank keeps it."""
+        """Gather a sharded value together with all other ranks. If `keeps`, write the value."""
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
             try:
                 whole, why = _gather(value, keeps), ""
-            except Exception as error:  # from a collective, whose errors are of many types
+            except Exception as error:  # a collective may raise any type of exception
                 raised = _error_text(error)
                 why = f"it is sharded, and gathering it raised {raised}; gather it {GATHER}"
         if keeps and why:
@@ -391,15 +395,15 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """Gather the shards of a value on the CPU. This is a collective: all ranks must call it.
+    """Gather the shards of a value on the CPU. All ranks must call this function (a collective).
 
     Args:
         value: The value, or a container of sharded and other values.
         keeps: Whether this rank needs the result. If not, each gathered tensor is None.
 
     Returns:
-        The value with whole tensors. A model is replaced by its full state_dict, which torch
-        returns on rank 0 only.
+        The value with whole tensors. In place of a model, the result has the model's full
+        state_dict, which torch returns on rank 0 only.
     """
     import torch
 
@@ -421,7 +425,7 @@ def _gather(value: Any, keeps: bool) -> Any:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Return torch's types of sharded tensors and modules, without those not imported yet."""
+    """Return torch's types of sharded tensors and modules whose modules are already imported."""
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -435,7 +439,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
-    """Return values encoded as plain data; None if one of them is not plain data."""
+    """Encode `values` as plain data. Return None if any of them is not plain data."""
     writer = PlainWriter()
     try:
         writer.add(values)
@@ -445,10 +449,10 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
 
 
 def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
-    """Group names so that values which share objects are in the same group.
+    """Group the names of values. Two values that share an object are in the same group.
 
     Args:
-        shared_ids: Ids of the objects in each value, by name.
+        shared_ids: For each name, the ids of the objects that other values may share.
     """
     groups: list[tuple[set[int], list[str]]] = []
     for name, own_ids in shared_ids.items():
@@ -467,7 +471,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _unpicklable(name: str, value: Any, pickler: _TorchResultPickler, error: Exception) -> str:
-    """Return the reason why a value cannot be pickled, and what to send instead."""
+    """Return a message for the user: why a value cannot be pickled, and what to send instead."""
     name = "run.result" if name == VALUE else name
     path, offender = culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):

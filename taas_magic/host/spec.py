@@ -1,17 +1,17 @@
 """Descriptions of a run for its hosts, and the names of messages between the pool and its agents.
 
-Each stage of a run has one description, which is made in one place:
+On its way from the kernel to a host, a run has three descriptions:
 
-- `RunSpec`: made by the kernel, for the pool. It depends on no host.
-- `ShareSpec`: made by the pool, for one host's agent. It has the `RunSpec`.
-- `LocalShare`: made by the agent, with the paths on its host. It has the `ShareSpec`.
+- `RunSpec`: created by the kernel for the pool; the same for all hosts.
+- `ShareSpec`: created by the pool for one host's agent. It contains the `RunSpec`.
+- `LocalShare`: created by the agent, with the paths on its host. It contains the `ShareSpec`.
 
-The agent passes `ProcessSpec` and `FetcherSpec`, which have the `LocalShare`, to its ranks and
-fetchers.
+The agent passes a `ProcessSpec` to each rank and a `FetcherSpec` to each fetcher. Both contain the
+`LocalShare`.
 
-The controller's calls, their responses, events and heartbeats share the one stream that an agent
-opens when it joins. So nothing ever connects to a host, and messages keep their order. The kernel
-imports this module, so it imports neither Dask nor torch.
+When an agent joins the pool, it opens one stream. This stream carries the controller's calls, their
+responses, events and heartbeats. So no process ever connects to a host, and messages keep their
+order. The kernel imports this module, so this module imports neither Dask nor torch.
 """
 
 import os
@@ -79,8 +79,7 @@ Ranks connect to this server. The variable is not set if the run has no such ser
 def topic(owner: str) -> str:
     """Return the Dask topic for the events of a kernel's runs. Each event carries its run's id.
 
-    There is one topic for each kernel and not for each run, because Dask's client and scheduler
-    never forget a topic.
+    Dask's client and scheduler never forget a topic. So each kernel has one topic for all its runs.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -91,8 +90,8 @@ def topic(owner: str) -> str:
 def share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    It differs from the id of the ranks' share, because fetchers start before the ranks and one host
-    may run both.
+    The ranks' share has another id, the run's. The ids differ because fetchers start before the
+    ranks, and because one host may run both shares.
     """
     return f"{run_id}.data"
 
@@ -103,8 +102,8 @@ class HostAddress:
 
     Attributes:
         host: Name of the host, as the user knows it.
-        address: Address at which other hosts reach its ranks and fetchers.
-        is_foreign: Whether the host is another machine than the notebook's.
+        address: Address at which other hosts reach this host's ranks and fetchers.
+        is_foreign: Whether the host is not the notebook's machine.
     """
 
     host: str
@@ -116,13 +115,14 @@ class Origin(Struct, frozen=True):
     """The settings that ranks inherit from the notebook.
 
     Attributes:
-        cwd: Project store, which is a rank's working directory.
+        cwd: Path of the project store, which is the working directory of ranks.
         environ: Environment of the kernel. Empty for hosts on other machines.
         sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: Environment variables that the notebook changed. The value of a removed variable is
-            None.
-        store: Identity of the project store on the notebook's machine; None if it has none.
+        changed: Environment variables that the notebook has changed. The value of a variable that
+            the notebook has removed is None.
+        store: Identity of the project store on the notebook's machine. None to treat each host as
+            if it shared the store.
     """
 
     cwd: str
@@ -133,21 +133,29 @@ class Origin(Struct, frozen=True):
     store: Identity | None = None
 
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of ranks on another machine, whose own environment is given."""
+        """Return the environment of ranks on another machine than the notebook's.
+
+        Args:
+            environ: Environment of the agent on that machine.
+        """
         merged = {**environ, **self.changed}
         return {name: value for name, value in merged.items() if value is not None}
 
     def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
-        """Return the import path of ranks on another machine, whose own import path is given."""
+        """Return the import path of ranks on another machine than the notebook's.
+
+        Args:
+            sys_path: Import path of the agent on that machine.
+        """
         users = [path for path in users_path(self.sys_path) if path not in sys_path]
         return (*sys_path, *users)
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that changed between two environments; a removed one has the value None.
+    """Return the variables that differ between two environments. A removed variable is None.
 
-    Only these are sent to other machines. The rest of a kernel's environment describes its own
-    machine: the paths of programs and libraries, and the GPUs that it may use.
+    The kernel sends only these variables to other machines. The others describe the kernel's own
+    machine, such as the paths of programs and libraries, and the GPUs that the kernel may use.
     """
     changed = {name: value for name, value in now.items() if before.get(name) != value}
     return {**changed, **{name: None for name in before if name not in now}}
@@ -156,7 +164,14 @@ def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:
-    """Return the entries of an import path that are neither Python's nor of installed packages."""
+    """Return the user's entries of an import path.
+
+    These are all entries except the folders of Python itself and of installed packages.
+
+    Args:
+        path: The import path.
+        prefixes: Folders of the Python installation and of the virtual environment.
+    """
     folders = [os.path.join(prefix, "") for prefix in prefixes]
     packages = ("site-packages", "dist-packages")
     return [
@@ -174,12 +189,14 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         plan: Plan of the run.
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
-        requires: Modules that must be installed on the hosts. None checks nothing.
+        requires: Modules that the pool looks for on the hosts before the run starts. The pool also
+            compares the versions of Python and torch. None to skip both checks.
         reach: Address of a server on the notebook's machine to which ranks connect, as
             "tls://host:port". "" if there is none.
-        reads_only: Whether the run leaves the project store to other runs. It does not own the
-            store, and what its ranks write to a host's mirror is not copied back.
-        idle_s: Seconds after which a session without a cell ends. None if the run is no session.
+        reads_only: Whether the run is expected only to read the project store. The store stays free
+            for another run that writes. What the ranks write to a host's mirror is not copied back.
+        idle_s: Seconds after which the session ends if it runs no cell. None if the run is not a
+            session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
         cell_number: Number of the cell in its session, from 1.
     """
@@ -196,7 +213,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_session(self) -> bool:
-        """Whether the run is a session: its ranks stay and wait for cells, which are runs, too."""
+        """Whether the run is a session, whose ranks wait for cells. Each cell is a run, too."""
         return self.idle_s is not None
 
     @property
@@ -205,23 +222,23 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         return RunFolder(Path(self.run_dir))
 
     def for_session(self) -> "RunSpec":
-        """Return a cell's run without the settings that its session's ranks have already.
+        """Return this run, a cell of a session, without its environment and import path.
 
-        The environment and the import path of these ranks do not change after their start.
+        The ranks of the session keep the environment and import path with which they started.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
 
     def for_hosts(self, are_local: bool) -> "RunSpec":
-        """Return the part of the run that all its hosts need.
+        """Return a copy of this run without the fields that hosts do not need.
 
-        The part has no host plans: if each of 1,000 hosts got all of them, a million host plans
-        would be sent. It also has no fields that only the pool uses.
+        The copy has no host plans. If each of 1,000 hosts received the plans of all hosts, the pool
+        would send a million host plans. The copy also lacks the fields that only the pool uses.
 
         Args:
             are_local: Whether the hosts are the notebook's machine. Other machines do not get the
-                kernel's environment, which may hold secrets. They get only the environment
-                variables that the notebook changed (`Origin.changed`).
+                kernel's environment, which may contain secrets. They get only the environment
+                variables that the notebook has changed (`Origin.changed`).
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
@@ -229,22 +246,23 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class ShareSpec(Struct, frozen=True, omit_defaults=True):
-    """One host's share of a run, its ranks or its fetchers, as the pool describes it for the host.
+    """The pool's description of one host's share of a run: its ranks, or its fetchers.
 
     Attributes:
-        run: The run, without what only the pool uses (`RunSpec.for_hosts`).
-        host_rank: Number of this host among the hosts of the run, or of its fetchers.
+        run: The run, without the fields that hosts do not need (`RunSpec.for_hosts`).
+        host_rank: Number of this host, from 0, among the hosts that run the ranks, or among the
+            hosts that run the fetchers.
         host_plan: Numbers of this host's ranks, and their number of threads. None if the share
-            consists of fetchers, which never write to the project store.
+            consists of fetchers.
         n_hosts: Number of hosts that run the ranks.
         master_addr: Address of the first host, which runs torch's key-value store for the ranks.
-        master_port: Port of that store. 0 on the first host, which chooses the port.
+        master_port: Port of the key-value store. 0 on the first host, which chooses the port.
         attempt: Number of the attempt, from 0.
-        ran_s: Seconds that count towards `--timeout` already: since the start of the first attempt,
-            without those in which a rank waited for the user.
+        ran_s: Seconds of `--timeout` that are already used. They count from the start of the first
+            attempt. Time in which a rank waited for the user's input does not count.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        reach: Address at which this host reaches the server of `RunSpec.reach`, for example that of
-            a tunnel. "" if there is no server.
+        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`. It may
+            be the address of a tunnel. "" if there is no server.
     """
 
     run: RunSpec
@@ -260,7 +278,11 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run, without its hosts. Its store is the notebook's (`LocalShare.store`)."""
+        """Plan of the run, without its hosts.
+
+        The paths in `plan.store` are those of the notebook's machine. `LocalShare.store` has the
+        paths of the host.
+        """
         return self.run.plan
 
     @property
@@ -270,12 +292,12 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def share_id(self) -> str:
-        """Id of the share in the pool and on its hosts."""
+        """Id by which the pool and the host know the share."""
         return share_id(self.plan.run_id) if self.fetches else self.plan.run_id
 
     @property
     def has_rank_0(self) -> bool:
-        """Whether rank 0, which writes to the project store, runs here."""
+        """Whether rank 0, which may write to the project store, runs on this host."""
         return self.host_plan is not None and self.host_plan.first_rank == 0
 
     @property
@@ -290,14 +312,14 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class LocalShare(Struct, frozen=True):
-    """A share with the paths on its host. The agent makes it when the share's files are there.
+    """A share with the paths on its host. The agent creates it when the files are on the host.
 
     Attributes:
         spec: The share, as the pool described it.
         run_dir: Folder of the run on this host.
-        store: Rule of the project store, with this host's paths. None for no restrictions.
+        store: Settings of the project store, with this host's paths. None for no restrictions.
         cwd: Working directory of ranks and fetchers: the project store on this host.
-        environ: Environment that ranks and fetchers inherit from the notebook or from this host.
+        environ: Environment of ranks and fetchers, from the notebook or from this host.
         sys_path: Import path of ranks and fetchers.
     """
 
@@ -324,16 +346,17 @@ class LocalShare(Struct, frozen=True):
         return RunFolder(Path(self.run_dir))
 
     def rank_environ(self, place: HostAddress) -> dict[str, str]:
-        """Return the environment of this host's ranks. torchrun's variables override it."""
+        """Return the environment of this host's ranks, to which torchrun's variables are added."""
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
-        environ = {  # the notebook's variables override these
+        environ = {  # defaults, which variables of the notebook override
             "OMP_NUM_THREADS": str(host.threads_per_rank),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
         interface = name_of(place.address if spec.n_hosts > 1 else LOOPBACK)
-        # by default gloo listens on the host name's address, which may be any interface or none
+        # By default, gloo listens at the address of the host's name. That address may belong to the
+        # wrong network interface, or to none.
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
         if spec.n_hosts > 1:
             environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
@@ -351,7 +374,7 @@ class Launch(Request[StartResponse]):
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
         run: The run.
-        fetcher_events: Events that the run's fetchers have sent before the run starts.
+        fetcher_events: Events that the run's fetchers have already sent to the kernel.
     """
 
     owner: str
@@ -374,12 +397,13 @@ class LaunchFetchers(Request[StartResponse]):
 class StartShare(Request[int]):
     """A request to a host to start its share of a run.
 
-    The response is the port of torch's key-value store on the run's first host; 0 on other hosts.
+    The response of the run's first host is the port of torch's key-value store. The response of
+    other hosts is 0.
 
     Attributes:
         spec: The host's share.
-        again: Whether the host already runs an attempt of the run. Then the host ends the ranks of
-            that attempt before it starts the new ones.
+        again: Whether the host runs an earlier attempt of this run. The host then ends the ranks of
+            the earlier attempt before it starts the new ranks.
     """
 
     spec: ShareSpec
@@ -388,16 +412,17 @@ class StartShare(Request[int]):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """The settings that all ranks, or all fetchers, of a host have in common.
+    """The settings that all ranks of a host's share, or all its fetchers, have in common.
 
-    They are pickled, because they are sent to a fork of the same program.
+    The agent sends these settings to each new process as a pickle.
 
     Attributes:
         share: The host's share of the run.
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and
             `--env` overrides both.
-        means: The host's mechanism that keeps ranks other than 0 from writing to the project store.
+        means: Mechanism by which this host prevents processes other than rank 0 from writing to the
+            project store.
     """
 
     share: LocalShare
@@ -408,7 +433,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class FetcherSpec:
-    """The description of one fetcher, with which its process is started.
+    """The description of one fetcher, which the agent passes to the fetcher's process.
 
     Attributes:
         plan: Number, host and loaders of the fetcher, from the run's plan.
@@ -416,13 +441,16 @@ class FetcherSpec:
         run_dir: Folder of the run on this host, with the loaders and the fetchers' addresses.
         cores: Number of CPU cores that the fetcher may use.
         host: Name of the host.
-        listen: Address to listen at for TCP. "" to serve this host's ranks only.
-        fill_batches: Number of batches that the fetchers of the same loaders together prepare
-            before ranks ask for any.
-        fill_bytes: The same amount in bytes.
-        setting: Settings inherited from the notebook. None to inherit nothing.
-        stacks: File to which the fetcher and its workers write their stacks on request. None if
-            they write none.
+        listen: Address at which the fetcher listens for TCP connections. "" to serve only ranks on
+            the same host.
+        fill_batches: Minimum number of batches to prepare before ranks ask for any. This is the
+            total of all fetchers that serve the same loaders. 0 for no minimum.
+        fill_bytes: Minimum number of bytes to prepare before ranks ask for data; also a total of
+            these fetchers. 0 for no minimum.
+        setting: Settings of the new process, such as its environment. None to keep the environment,
+            output and import path of the forkserver.
+        stacks: File to which the fetcher and its workers write their stacks when the agent signals
+            them. None to write no stacks.
     """
 
     plan: FetcherPlan
@@ -443,9 +471,9 @@ class FetcherSpec:
 
 
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
-    """Return the event for a fetcher that failed or never started.
+    """Return the event for a fetcher that has failed or could not start.
 
-    The event's entry tells the ranks not to wait for this fetcher.
+    The entry in the event tells the ranks not to wait for this fetcher.
     """
     place = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))

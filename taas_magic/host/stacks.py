@@ -1,16 +1,18 @@
 """Stack reports of a host's ranks and fetchers, and detection of ranks that make no progress.
 
-Runs in the agent; imports neither torch nor IPython. Stacks are collected in two ways:
+This module runs in the agent, and imports neither torch nor IPython. The agent collects stacks in
+two ways:
 
 1. The agent sends a request to the rank. The rank's heartbeat thread responds with the stacks of
-   all its threads and the pending collectives of torch's flight recorder.
-2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat.
-   These are children that a rank forked, fetchers and their workers. faulthandler then writes the
-   main thread's stack to a file immediately (`tracebacks.write_stack_on_signal`). It does not wait
-   for the interpreter's lock, so it could crash a process that runs Python code at that moment. The
-   agent therefore signals a process without a heartbeat only while its main thread sleeps.
+   all threads of the rank, and with the pending collectives of torch's flight recorder.
+2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
+   children that a rank forked, fetchers, and fetchers' workers. In the signalled process,
+   faulthandler immediately writes the main thread's stack to a file
+   (`tracebacks.write_stack_on_signal`).
 
-For a program that a rank started, the agent knows only what psutil reports.
+faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
+code at that moment. The agent therefore signals a process without a heartbeat only while its main
+thread sleeps. About a program that a rank has started, the agent has only the data from psutil.
 """
 
 import os
@@ -54,7 +56,7 @@ COMPUTES_SHARE = 0.02
 """Fraction of one core that a rank must use to count as making progress. A waiting rank uses about
 a tenth of this."""
 
-_BEATS_S = 5.0  # a rank with a beat in the last 5 s can respond, if not at once
+_BEATS_S = 5.0  # a rank that sent a heartbeat in the last 5 s can respond, even if it is late now
 _GONE = "gone"
 _COMPUTES_LEAST_S = 0.02  # two ticks of the system's CPU clock
 _WAIT_S = 0.01
@@ -96,15 +98,17 @@ _Stand = TypeVar("_Stand", bound=ProcessStack)
 class StackSample:
     """Data about one process and its children, from which a stack report is made.
 
-    Fields that are not listed here are as in `ProcessStack`.
+    `ProcessStack` describes the fields that are not listed here.
 
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
-        threads: Frames of each thread by its name, outermost first; the main thread comes first.
-        answers: Whether the rank's heartbeat thread responds, for which it needs the interpreter's
-            lock; None for a process that is not a rank, as it was not asked.
+        threads: Frames of each thread, outermost first, by the thread's name. The main thread comes
+            first.
+        answers: Whether the rank's heartbeat thread responds. It cannot respond while another
+            thread holds the interpreter's lock. None for a process that is not a rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
-        cpus: Processors that a rank and its descendants used while the data was collected.
+        cpus: Average number of processors that the rank and its descendants used while the data
+            was collected.
     """
 
     pid: int
@@ -124,10 +128,10 @@ class StackSample:
         return next(iter(self.threads.values()), [])
 
     def report(self, kind: type[_Stand], **more: Any) -> _Stand:
-        """Return the stack report about this process and its children, in which frames are text.
+        """Return a stack report about this process and its children. Frames become text.
 
         Args:
-            kind: Class of the report.
+            kind: Class of the report, a subclass of `ProcessStack`.
             more: Values of the fields that `kind` adds to `ProcessStack`.
         """
         return kind(
@@ -145,10 +149,13 @@ class StackSample:
 
 
 def code_position(frames: Sequence[StackFrame]) -> str:
-    """Return a thread's position in the user's code: its innermost frame in a cell, as text.
+    """Return, as text, the frame that shows a thread's position in the user's code.
 
-    If the thread is in no cell, return its innermost frame outside this package; "" if there is
-    none.
+    This is the innermost frame in a cell. If there is no frame in a cell, it is the innermost frame
+    outside this package. Return "" if there is no such frame.
+
+    Args:
+        frames: Frames of the thread, outermost first.
     """
     cells = [frame for frame in frames if frame.file.startswith("Cell In[")]
     users = [frame for frame in frames if _OURS not in frame.file]
@@ -156,7 +163,7 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 
 
 def waits_for(sample: StackSample) -> str:
-    """Return a description of what a process's main thread waits for."""
+    """Return a description, for the user, of the event that a process's main thread waits for."""
     if sample.state == _GONE:
         return "nothing: it has ended"
     if sample.state == psutil.STATUS_STOPPED:
@@ -192,7 +199,7 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
     """Return a description of a pending collective, for the user.
 
     Args:
-        function: Function of torch.distributed that the rank has called.
+        function: Name of the function of torch.distributed that the rank has called.
         pending: The flight recorder's entries for collectives that have not finished.
     """
     begun = next(iter(pending), "")
@@ -202,12 +209,15 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Return the file that called the standard library, and the library's file that it called.
+    """Find the code that waits in the standard library, and the library's module that it called.
+
+    Args:
+        frames: Frames of the thread, outermost first.
 
     Returns:
-        The path of the first file, which belongs to the innermost frame outside the standard
-        library; and the name of the second file, without folders. The name is "" if that frame
-        called no function of the standard library.
+        Two values. First, the path of the file of the innermost frame outside the standard library.
+        Second, the name, without folders, of the library's file that this frame called; "" if the
+        frame called no function of the standard library.
     """
     called = ""
     for frame in reversed(frames):
@@ -218,7 +228,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Return the pid and position of the first child that runs code of a cell, as text; else ""."""
+    """Return the pid and position of the first child in code of a cell, as text; "" if none is."""
     for child in sample.children:
         where = code_position(child.main)
         if where.startswith("Cell In["):
@@ -230,12 +240,12 @@ class StackMonitor:
     """Progress monitor and stack collector for the ranks of one attempt on this host.
 
     Args:
-        reader: Reader of the ranks' output, which knows when each rank last wrote.
+        reader: Reader of the ranks' output. It has the time of each rank's last output.
         folder: Folder of the files that the ranks share with the agent.
 
     Attributes:
-        is_paused: Whether `check` does nothing, because a rank waits for the user's input. The time
-            does not count as time without progress.
+        is_paused: Whether a rank waits for the user's input. While this is True, `check` does
+            nothing, and the time does not count as time without progress.
     """
 
     def __init__(
@@ -253,9 +263,9 @@ class StackMonitor:
         self._collecting = threading.Lock()
 
     def check(self, now: float) -> None:
-        """Record which ranks make progress. If no rank has for too long, send a `Hang` event.
+        """Record which ranks make progress. If none has made progress for too long, report a hang.
 
-        Does not block: stacks for the event are collected in a thread.
+        Does not block. Another thread collects the stacks, and sends the `Hang` event.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -264,7 +274,8 @@ class StackMonitor:
         is_due = passed_s >= pause_s and not self._collecting.locked()
         if not self._hang_s or self.is_paused or not is_due:
             return
-        # While this host was stalled or its clocks were paused, no rank could make progress.
+        # Do not count time in which this host was stalled or the clocks were paused, because no
+        # rank could make progress then.
         stood_s = max(0.0, passed_s - 2 * pause_s)
         for state in self._ranks.states():
             state.progress_at = min(now, state.progress_at + stood_s)
@@ -295,7 +306,8 @@ class StackMonitor:
             found = [(state, self._sample_of(state, cells)) for state in states]
             pids = [state.pid for state in states if not state.ended]
             time.sleep(max(0.0, began + _CPUS_LEAST_S - time.monotonic()))
-            self._own_s = {pid: _cpu_s(pid) for pid in pids}  # a response is no progress
+            # Start from new values, so that the CPU time of the responses is no progress.
+            self._own_s = {pid: _cpu_s(pid) for pid in pids}
             self._all_s = _cpu_s_below(pids)
             passed_s = time.monotonic() - began
             for state, sample in found:
@@ -316,8 +328,8 @@ class StackMonitor:
     def _report_hang(self, still_s: float) -> None:
         """Collect stacks and send a `Hang` event, unless a rank has made progress meanwhile.
 
-        If a rank waits in a collective, the event is sent after `COLLECTIVE_S`, otherwise after
-        `hang_s`.
+        If a rank waits in a collective, sends the event after `COLLECTIVE_S` seconds without
+        progress, or after `hang_s` if that is less. Otherwise, sends the event after `hang_s`.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -337,10 +349,10 @@ class StackMonitor:
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
-        """Record progress for each rank that has written output or computed since the last sample.
+        """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        Samples the ranks' descendants only if no rank has computed itself, because this requires
-        reading all processes of the host.
+        Counts the CPU time of the ranks' descendants only if the ranks' own processes have used
+        none, because this reads all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -356,7 +368,13 @@ class StackMonitor:
     ) -> bool:
         """Record progress for each rank that used at least `least_s` of CPU time since `before`.
 
-        Updates `before` with `used`. Both map a rank's pid to CPU seconds.
+        Ranks that busy-wait for a collective do not count.
+
+        Args:
+            before: CPU seconds of each rank in the last sample, by pid. Updated with `used`.
+            used: CPU seconds of each rank now, by pid.
+            least_s: Minimum CPU seconds that count as progress.
+            now: The agent's monotonic clock, in seconds.
 
         Returns:
             Whether any rank made progress.
@@ -371,7 +389,7 @@ class StackMonitor:
         return is_any
 
     def _request_stacks(self, states: Sequence[RankState]) -> None:
-        """Ask ranks for their stacks; wait until all have responded, or `ANSWER_S` have passed."""
+        """Request ranks' stacks. Wait until all ranks have responded, but at most `ANSWER_S`."""
         asked = time.monotonic()
         for state in states:
             link.request_stacks(self._folder, state.rank)
@@ -388,9 +406,10 @@ class StackMonitor:
                 state.sample = None
 
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
-        """Return a rank's stacks and what the rank waits for.
+        """Return a rank's stacks and other data about the rank.
 
-        If the rank does not respond, use what the system and the rank's last heartbeat show.
+        If the rank has not responded, use a stack written on `SIGNAL`, else that of its last
+        heartbeat.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -411,12 +430,12 @@ Cells = Mapping[str, "CellSource"]
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells in a run's payload; empty if the payload is gone, as at the run's end.
+    """Return the cells in a run's payload. Empty if the payload was removed at the run's end.
 
     Args:
         path: Path of the payload.
     """
-    from taas_magic.capture import payload  # imported here, since most agents never need it
+    from taas_magic.capture import payload  # imported here, because most agents never need it
 
     try:
         return payload.read(path).sources
@@ -442,14 +461,16 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
-    """Add the main threads' stacks that `sample` and its children lack.
+    """Add main threads' stacks to `sample` and its children where they have none.
 
     Signals one process after the other, because all write to the same file. Signals a child only
-    while it sleeps.
+    while the child sleeps.
 
     Args:
+        sample: Data about the process.
         path: File to which the processes write their stacks.
-        states: States, as psutil names them, in which the process of `sample` is signalled.
+        cells: The notebook's cells, to name them in the stacks.
+        states: States, as psutil names them, in which the process of `sample` may be signalled.
     """
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
         sample.threads = {"MainThread": [_named(frame, cells) for frame in frames]}
@@ -470,7 +491,11 @@ def _of_system(pid: int) -> StackSample:
 
 
 def _memory_bytes(process: psutil.Process) -> int:
-    """Return the memory of a process; of another user's process, including all shared memory."""
+    """Return the memory of a process in bytes, with its part of shared memory (PSS).
+
+    The PSS of another user's process is not readable. In this case, return the RSS, which includes
+    all shared memory of the process.
+    """
     try:
         return int(process.memory_full_info().pss)
     except psutil.AccessDenied:
@@ -478,7 +503,7 @@ def _memory_bytes(process: psutil.Process) -> int:
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
-    """Return `frame` with its cell's label and source line. Other frames are unchanged."""
+    """Return a frame of a cell with the cell's label and source line; other frames unchanged."""
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -489,14 +514,17 @@ def _named(frame: StackFrame, cells: Cells) -> StackFrame:
 def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
     """Signal a process to write its main thread's stack to `path`; return the frames.
 
-    The signal would end a process without the handler. A process with the handler has the file
-    open, because a fork inherits both and a program that it executes inherits neither.
+    The signal would end a process that has no handler for it. Exactly the processes with the
+    handler have the file open: a fork inherits both, and a newly executed program inherits neither.
+    So a process that does not have the file open is not signalled.
 
     Args:
-        states: States in which the process is signalled.
+        pid: Process id.
+        path: File to which the process writes its stack.
+        states: States, as psutil names them, in which the process may be signalled.
 
     Returns:
-        The frames, outermost first; empty if the process was not signalled or did not respond.
+        The frames, outermost first. Empty if the process was not signalled or did not respond.
     """
     try:
         process = psutil.Process(pid)
@@ -506,15 +534,20 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
         begin = path.stat().st_size
         process.send_signal(SIGNAL)
         return _parse_stack(_await_stack(path, begin))
-    # The process has just ended or belongs to another user, or the run's folder is being removed.
+    # The process has just ended, the process belongs to another user, or another thread is removing
+    # the run's folder.
     except (psutil.Error, FileNotFoundError):
         return []
 
 
 def _await_stack(path: Path, begin: int) -> str:
-    """Wait until a stack has been written to a file after byte `begin`; return it.
+    """Wait until a stack is written to a file, and return the stack's text.
 
-    Returns an empty or incomplete text after `WRITE_S`.
+    If the stack is not complete after `WRITE_S` seconds, return an empty or incomplete text.
+
+    Args:
+        path: The file.
+        begin: Size of the file, in bytes, before the stack is written.
     """
     written, until = "", time.monotonic() + WRITE_S
     while time.monotonic() < until:
@@ -529,8 +562,8 @@ def _parse_stack(written: str) -> list[StackFrame]:
     """Parse the stack of one thread that faulthandler has written.
 
     Returns:
-        The frames, outermost first (faulthandler writes the innermost first). Empty if the text
-        has more than one stack, of which one is another process's late response.
+        The frames, outermost first, although faulthandler writes the innermost frame first. Empty
+        if the text has no stack, or several stacks: then another process has responded late.
     """
     if written.count(_STACK) != 1:
         return []
@@ -548,7 +581,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
-    """Return the CPU seconds of each process including all its descendants, by pid."""
+    """Return, by pid, the total CPU seconds of each process and all its descendants."""
     found = {it.pid: it.info for it in psutil.process_iter(["ppid", "cpu_times"])}
     totals = dict.fromkeys(pids, 0.0)
     for pid, info in found.items():

@@ -1,21 +1,22 @@
 """The first process on a host: starts the agent, and ends all processes that the agent leaves.
 
-An engine starts the supervisor (`spawn_command`) and holds the other end of the supervisor's
-standard input. The first line that the engine writes is for the agent. Standard input closes when
-the pool's process ends, for whatever reason. Then the supervisor ends the host: the agent, all
-other descendants of the supervisor, and itself. Over a network, a cut cable does not close standard
-input. So over a network, the engine also writes a byte regularly, and the supervisor ends the host
-if no byte arrives in time.
+An engine starts the supervisor (`spawn_command`) and writes to the supervisor's standard input. The
+first line is for the agent. When the pool's process ends for any reason, standard input closes. The
+supervisor then ends the host: the agent, all other descendants of the supervisor, and itself. A cut
+network cable does not close standard input. So an engine that works over a network also writes a
+byte regularly, and the supervisor ends the host if no byte arrives in time.
 
-The first argument is the number of seconds without input after which the supervisor ends the host
-(0: never). The second argument is the pool's `start_timeout_s`: if the agent does nothing for so
-long before it has joined the pool, the supervisor ends the host. The third argument lists the
-modules that the pool's settings add to the forkserver's imports; the supervisor passes it to the
-agent. The supervisor imports neither torch nor Dask, so it can neither run out of memory nor hang
-because of them.
+The supervisor has three arguments:
 
-The supervisor is a subreaper (prctl(2)): it becomes the parent of every orphan among its
-descendants. So it finds even a cell's daemon that forked twice or called setsid.
+1. The number of seconds without input after which the supervisor ends the host; 0 for no limit.
+2. The pool's `start_timeout_s`. If the agent is idle for this number of seconds before it has
+   joined the pool, the supervisor ends the host.
+3. The modules that the pool's settings add to the forkserver's imports, separated by commas. The
+   supervisor passes this argument to the agent.
+
+The supervisor imports neither torch nor Dask, so that they cannot make it hang or run out of
+memory. It is a subreaper (prctl(2)): it becomes the parent of every orphan among its descendants.
+So it finds even a cell's daemon that forked twice or called setsid.
 
 All temporary files of a host are in one folder:
 
@@ -64,7 +65,12 @@ _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Run the supervisor until the agent or the lease ends; return the agent's exit code."""
+    """Run the supervisor until the agent ends or the host must end.
+
+    Returns:
+        The agent's exit code. If SIGTERM or the end of the lease ends the host, the process exits
+        with code 0 instead.
+    """
     lease_s, start_timeout_s, preload = float(sys.argv[1]) or None, float(sys.argv[2]), sys.argv[3]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,12 +83,15 @@ def main() -> int:
 
 
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
-    """Run an agent until it or the lease ends, then end all processes below this one.
+    """Run an agent until the agent ends, the lease ends, or the agent is stuck at its start.
 
-    An agent that is stuck before it has joined the pool is ended as well.
+    Then end all processes below this process.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
+
+    Raises:
+        SystemExit: The host must end, although the agent has not ended.
     """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
@@ -113,7 +122,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
 
 
 def _on_sigterm(*_: object) -> None:
-    """Handle the first SIGTERM: exit. A further SIGTERM cannot interrupt the cleanup."""
+    """Exit at the first SIGTERM. Ignore further ones, so that they do not interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
@@ -126,9 +135,9 @@ def _hold_lease(
     Runs in a thread. To end the host, sends SIGTERM to the main thread, which exits and cleans up.
 
     Args:
-        lease_s: Seconds without input after which the lease ends. If None, it ends only when
+        lease_s: Seconds without input after which the lease ends. If None, the lease ends only when
             standard input closes.
-        told: Set when the agent has its settings.
+        told: Event that this function sets when the agent has its settings.
     """
     assert agent.stdin is not None
     heard = b""
@@ -144,14 +153,14 @@ def _hold_lease(
 def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
     """End the host if its agent is stuck before it has joined the pool. Runs in a thread.
 
-    How long the agent's imports take does not matter, as long as they use processor time or read
-    files.
+    The agent's imports have no time limit while they use processor time or read files.
 
     Args:
         pid: The agent's process id.
         folder: The host's folder for temporary files.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Set when the agent has its settings; until then it may have to wait for them.
+        told: Event that is set when the agent has its settings. Before that, the agent may wait for
+            its settings without a time limit.
     """
     told.wait()
     timer = IdleTimer(pid)
@@ -166,18 +175,22 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
 
 
 def _end_host(why: str) -> None:
-    """Make the main thread end the host, and write the reason to standard error if there is one."""
+    """Make the main thread end the host.
+
+    Args:
+        why: Reason to write to standard error; "" to write nothing.
+    """
     if why:
         sys.stderr.write(f"{why}\n")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
-    """Kill all processes below this one except the agent, which is ended afterwards.
+    """Kill all processes below this process except the agent and resource trackers.
 
-    The ranks must not wait for the agent, which may be stopped or slow to end. If the lease has
-    ended, the pool may already start the same ranks on another host, and only one rank 0 may write
-    to the project store.
+    These two end later. The ranks must end first, because the agent may be suspended or slow to
+    end. If the lease has ended, the pool may already start the same ranks on another host, and only
+    one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -225,7 +238,7 @@ def run_folder() -> Path:
 
 
 def sweep() -> None:
-    """Remove the folders of this user's supervisors that were killed before they could do so."""
+    """Remove the host folders that killed supervisors of this user have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -244,7 +257,7 @@ def _make(prefix: str) -> Path:
 def _lock(folder: Path) -> int:
     """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
 
-    The file is created and locked under another name, and then renamed to `lock`. So no other
+    The function locks the file under another name, and then renames it to `lock`. So no other
     supervisor ever sees an unlocked `lock` in a folder that is in use.
     """
     beside = folder / ".lock"

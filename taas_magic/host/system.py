@@ -1,8 +1,8 @@
 """Functions for this host's network addresses and processes.
 
-The functions for processes start them, make one end with another, and find and end those that a run
-has left. Supervisor, agent and ranks all use this module, so it imports neither torch nor any other
-module of this package.
+Some functions find the address of this host. The others start processes, tie the end of a process
+to the end of its parent, and find and end processes that a run has left. The supervisor, the agent
+and ranks all use this module, so it imports neither torch nor any other module of this package.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def address_of(name: str) -> str:
-    """Return the address of a network interface, preferring IPv4; "" if there is none."""
+    """Return an address of a network interface, IPv4 if possible; "" if there is no address."""
     addresses = psutil.net_if_addrs().get(name, [])
     found = [seen.address for family in _FAMILIES for seen in addresses if seen.family == family]
     return found[0] if found else ""
 
 
 def name_of(address: str) -> str:
-    """Return the name of the network interface that has an address; "" if there is none."""
+    """Return the name of the network interface with the given address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(seen.address == address and seen.family in _FAMILIES for seen in addresses):
             return name
@@ -67,14 +67,16 @@ def local_address_to(peer: str) -> str:
 def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -> str:
     """Return the address at which other hosts reach this host's ranks and fetchers.
 
-    Without an `interface`, this is the address at which another machine has just reached this host.
-    The host's own name cannot be used: Debian resolves it to 127.0.1.1, and a host with several
-    networks has one name for all of them.
+    The setting `interface` decides. Without it, the address is that of the network interface at
+    which SSH has reached this host. Without SSH, it is the address from which this host connects to
+    the scheduler. The host's name would be no help: Debian resolves it to 127.0.1.1, and a host
+    with several networks has the same name in all of them.
 
     Args:
-        interface: The pool's `interface` setting: name or address of a network interface; "" if
-            the address is to be found.
-        environ: The agent's environment. Under sshd it holds the address that was reached.
+        interface: The pool's `interface` setting, the name or address of a network interface; "" if
+            there is none.
+        environ: The agent's environment. Under sshd, SSH_CONNECTION contains the address at which
+            SSH has reached this host.
         scheduler: Host part of the scheduler's address as seen from this host.
 
     Raises:
@@ -96,8 +98,8 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
 def spawn_command(module: str) -> list[str]:
     """Return the command that runs `module.main()` in a new Python process.
 
-    The command uses `-c` rather than `-m`. With `-m`, each child of a forkserver would import its
-    parent's main module again, which takes each rank 0.35 s.
+    The command uses `-c` instead of `-m`. With `-m`, each child of the forkserver would import its
+    parent's main module again, and each rank would start 0.35 s later.
     """
     return [sys.executable, "-c", entry_code(module)]
 
@@ -105,9 +107,10 @@ def spawn_command(module: str) -> list[str]:
 def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
-    The code removes the current folder from the import path, so that a random.py beside the
-    notebook does not replace Python's own module. If PYTHONPATH contains the current folder, the
-    code moves it to the end of the import path, unless it is the folder of this package.
+    The code removes the current folder from the beginning of the import path, so that a random.py
+    beside the notebook does not replace Python's own module. If PYTHONPATH contains the current
+    folder, the code moves that folder to the end of the import path. A current folder from which
+    this package itself is imported stays where it is.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -130,12 +133,12 @@ def supervisor_arguments(
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each descendant whose own parent ends (prctl(2))."""
+    """Make this process the new parent of each descendant whose parent ends (prctl(2))."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the system kill this process when its parent ends. If the parent has ended, exit now.
+    """Let the system kill this process when its parent ends. If the parent has ended, exit at once.
 
     Args:
         parent_pid: The parent's pid, as the parent itself determined it. If `getppid` returns
@@ -159,12 +162,13 @@ TRACKERS_END_S = 10.0
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
-    Each process also gets SIGCONT, since a stopped process would not handle SIGTERM. After SIGKILL,
-    waits up to 5 s for the processes to end, but not for those that this user may not signal
-    (`sudo` in a cell).
+    After SIGTERM, each process also gets SIGCONT, because a suspended process does not handle
+    SIGTERM. After SIGKILL, wait up to 5 s until the processes have ended. Do not wait for processes
+    that this user may not signal, such as those of `sudo` in a cell.
 
     Args:
-        grace_s: Seconds between SIGTERM and SIGKILL; 0 sends only SIGKILL.
+        processes: The processes.
+        grace_s: Seconds between SIGTERM and SIGKILL. If 0, only SIGKILL is sent.
 
     Returns:
         The processes that are still running.
@@ -180,7 +184,7 @@ def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Proc
 
 
 def _send(process: psutil.Process, number: int) -> bool:
-    """Send a signal to a process; return False if this user may not signal it, else True."""
+    """Send a signal to a process. Return False only if this user may not signal the process."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -191,11 +195,11 @@ def _send(process: psutil.Process, number: int) -> bool:
 
 
 def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill processes, except resource trackers, which get `TRACKERS_END_S` to exit by themselves.
+    """Kill processes. First give resource trackers `TRACKERS_END_S` seconds to exit by themselves.
 
     A tracker exits when the last process that uses it has ended. Before its exit, the tracker
-    removes the semaphores and shared memory that these processes have left. A killed tracker could
-    not remove them.
+    removes the semaphores and shared memory that these processes have left. A tracker that is
+    killed at once does not remove them.
 
     Returns:
         The processes that are still running.
@@ -217,7 +221,7 @@ def is_tracker(process: psutil.Process) -> bool:
 def status_of(process: psutil.Process | None) -> str:
     """Return psutil's name of a process's state; "" if the process has ended.
 
-    A killed process counts as ended already while the system frees its memory (about 20 ms).
+    A killed process counts as ended once it has no memory, although it may exist for some 20 ms.
     """
     try:
         has_memory = process is not None and process.memory_info().rss > 0
@@ -239,18 +243,19 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
-    """Return the processes on this host that a run has left after its end. Runs in the agent.
+    """Return the processes on this host that a share of a run has left. Runs in the agent.
 
-    A process belongs to the run if any of these is true:
+    A process belongs to the share if any of these is true:
 
-    - Its environment has the run's token. This finds programs that a rank started.
-    - It has a pipe of the run open. This finds forks of a rank.
-    - It is an orphan that the supervisor adopted, and no other run is on this host. Otherwise the
-      orphan could belong to the other run.
+    - Its environment has the share's id. This finds programs that a rank has started.
+    - It has a file or pipe of the share open. This finds forks of a rank.
+    - It is an orphan that the supervisor has adopted, and the share is the only one on this host.
+      Otherwise the orphan could belong to another share.
 
     Args:
-        pipes: Path prefix of the run's named pipes on this host.
-        alone: Whether no other run is on this host.
+        run_id: Id of the share, the value of the variable `RUN_TOKEN`.
+        pipes: Path prefix of the share's files and named pipes on this host.
+        alone: Whether no other share is on this host.
     """
     own = psutil.Process()
     supervisor = own.parent()

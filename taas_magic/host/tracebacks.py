@@ -1,7 +1,7 @@
 """Functions that turn a rank's exceptions and its threads' stacks into text for the user.
 
-The text names cells like `Cell In[5]` and shows their source lines. It leaves out the frames of
-IPython and of this package before the user's first frame.
+The text shows cells by labels such as `Cell In[5]`, with their source lines. Frames of IPython and
+of this package that come before the user's first frame are left out.
 """
 
 import errno
@@ -48,8 +48,11 @@ _ABOVE = (
 def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
     """Register the notebook's cells with linecache, so that tracebacks show their source lines.
 
+    Args:
+        sources: The cells, by the file name under which each cell was compiled.
+
     Returns:
-        The label of each registered cell, such as `Cell In[5]`, by its file name.
+        The label of each registered cell, such as `Cell In[5]`, by file name.
     """
     for name, source in sources.items():
         lines = source.text.splitlines(keepends=True)
@@ -61,11 +64,11 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 def send(link: Link, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
-    A child that the cell forked is no rank, so it writes the failure to standard error instead.
+    A child that the cell forked is not a rank. It writes the failure to standard error instead.
     """
     if link.is_own:
         link.send(failure)
-    elif not failure.is_logged:  # a child's failure is not the rank's, as under torchrun
+    elif not failure.is_logged:  # as under torchrun, a child's failure is not the rank's failure
         sys.stderr.write("\n".join([*failure.traceback, ""]))
 
 
@@ -73,11 +76,12 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
     """Return the message with which a rank describes an exception to the agent.
 
     Args:
-        text: The formatted traceback; None uses `plain(error)`.
+        error: The exception.
+        text: The formatted traceback. None to format it by `plain`.
     """
     try:
         text = plain(error) if text is None else text
-    except Exception as broken:  # the exception's __str__ or __repr__ failed, or deep recursion
+    except Exception as broken:  # the exception's __str__ or __repr__ raised, or recursed too deep
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
     lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
     kind = type(error)
@@ -85,10 +89,10 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
 
 
 def plain(error: BaseException) -> str:
-    """Return the traceback of an exception and its causes as text, as Python prints it.
+    """Return the traceback of an exception and its causes, as Python prints it.
 
-    It starts at the user's first frame. It leaves out the causes of a `TaasError`, because its
-    message is complete without them.
+    The traceback starts at the user's first frame. The causes of a `TaasError` are left out,
+    because the message of a `TaasError` is complete without them.
     """
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -102,7 +106,7 @@ def remove_own_frames(error: BaseException) -> None:
 
 
 def _chain(first: Any) -> Iterator[Any]:
-    """Yield an exception, its causes and the parts of its groups, each once.
+    """Yield an exception, its causes and contexts, and the members of exception groups, each once.
 
     Args:
         first: The exception, or a `TracebackException`.
@@ -121,8 +125,8 @@ def _chain(first: Any) -> Iterator[Any]:
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package.
 
-    Frames between this package's first and last frame are left out too, such as those of IPython,
-    except frames of the notebook's cells.
+    All frames from this package's first frame to its last frame are removed, including those of
+    IPython. Frames of the notebook's cells stay.
     """
     found: list[TracebackType] = []
     while one is not None:
@@ -139,17 +143,17 @@ def _without_ours(one: TracebackType | None) -> TracebackType | None:
 
 
 def frames(error: BaseException) -> list[str]:
-    """Return the user's frames of an exception as lines of text."""
+    """Return the frames of an exception's traceback as text, from the user's first frame on."""
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
     return "".join(described.stack.format()).splitlines()
 
 
 def where(thread: int) -> list[StackFrame]:
-    """Return the last few frames of a thread, outermost first.
+    """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    The innermost frame of a cell is always included. If it is not among the last few frames, it
-    comes first in the result.
+    If a cell is running in the thread, the result also has the innermost frame of a cell. If that
+    frame is not among the innermost frames, it comes first.
 
     Args:
         thread: Identifier of the thread.
@@ -181,12 +185,12 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return the current frame of each thread, by its identifier.
+    """Return the current frame of each thread, by the thread's identifier.
 
-    Disables garbage collection during the call: before Python 3.12, a collection may start inside
-    `sys._current_frames`. If that collection runs a `__del__` that releases the interpreter's lock,
-    this process may deadlock, and so may a child forked at that moment (python/cpython#106883,
-    #112275).
+    Before Python 3.12, disables garbage collection during the call, because a collection may start
+    inside `sys._current_frames`. That collection may run a `__del__` that releases the
+    interpreter's lock. This process, or a child forked at that moment, could then deadlock
+    (python/cpython#106883, #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -210,24 +214,24 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def write_stack_on_signal(path: Path) -> None:
-    """Install a signal handler with which this process and its forks write their stacks to a file.
+    """Install the handler of `SIGNAL`, by which this process and its forks write their stacks.
 
-    On `SIGNAL`, faulthandler writes the main thread's stack.
+    When `SIGNAL` arrives, faulthandler writes the main thread's stack to a file.
 
     Args:
-        path: The file, which is only for stacks. This process and its forks share it, because the
-            agent signals only one process at a time.
+        path: Path of the file, which has only stacks. This process and its forks write to the same
+            file, because the agent signals only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
 
 def is_group(error: BaseException | None) -> bool:
-    """Return whether `error` is an exception group, which exists from Python 3.11 on."""
+    """Return whether `error` is an exception group. Python has exception groups since 3.11."""
     return hasattr(error, "exceptions") and hasattr(error, "split")
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print the exception that ended a thread to standard error, as `plain` formats it.
+    """Print the exception that ended a thread to standard error, formatted by `plain`.
 
     Installed as `threading.excepthook`.
     """
@@ -237,7 +241,7 @@ def print_of_thread(failed: "ExceptHookArgs") -> None:
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
-    """Print an exception that no code can catch, because `__del__` or atexit raised it.
+    """Print an exception that no code can catch, such as an exception of a `__del__`.
 
     Installed as `sys.unraisablehook`.
     """
@@ -249,8 +253,8 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 def message_of(error: BaseException) -> str:
     """Return an exception's text, with a hint for the user if this module has one.
 
-    If `__str__` fails, a text that says so takes its place. The text is cut to
-    `MESSAGE_LIMIT_CHARS`.
+    A text longer than `MESSAGE_LIMIT_CHARS` is cut. If the exception's `__str__` raises an
+    exception, return a text that says so.
     """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
@@ -260,9 +264,10 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint if a path is missing because this host has only a copy of the project, else "".
+    """Return a hint if a path is missing because this host does not see the notebook's files.
 
-    The path may exist on the notebook's machine, outside the project.
+    Such a host has only a copy of the project. A path that exists on the notebook's machine may be
+    missing here. Return "" for any other error.
     """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
@@ -277,7 +282,10 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def cut(text: str, limit_chars: int) -> str:
-    """Shorten a text to about `limit_chars` by a marked cut in the middle."""
+    """Return a text, cut to about `limit_chars` characters if it is longer.
+
+    In a cut text, a mark with the number of missing characters replaces the middle.
+    """
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -285,7 +293,11 @@ def cut(text: str, limit_chars: int) -> str:
 
 
 def _tidy(described: Any) -> None:
-    """Apply `_tidy_frames` to a `TracebackException`, its causes and its parts."""
+    """Remove the frames before the user's first frame, and name cells by their labels.
+
+    Args:
+        described: A `TracebackException`. Its causes, contexts and members are changed, too.
+    """
     for one in _chain(described):
         _tidy_frames(one.stack)
         filename = getattr(one, "filename", None)  # only a syntax error has one
@@ -298,14 +310,14 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
     del stack[: len(list(lead))]
     for frame in stack:
         if frame.filename in _labels:
-            _ = frame.line  # loads the line from linecache, which knows only the original name
+            _ = frame.line  # loads the line now, because linecache knows only the original name
             frame.filename = _labels[frame.filename]
 
 
 def _room_left(error: BaseException) -> str:
-    """Return a hint if a write failed because the disk is full, else "".
+    """Return a hint if a write failed because the disk is full; "" for any other error.
 
-    The hint names the folder and the disk's free bytes.
+    The hint names this process's working directory, and the free bytes of its disk.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""

@@ -1,6 +1,6 @@
-"""Describe a session rank's variables and memory, for `%taas vars` and others.
+"""Describe the variables and memory of a session's rank, for example for `%taas vars`.
 
-These functions run in the rank. The kernel compares the descriptions of all ranks.
+The kernel runs these functions in all ranks of a session, and compares what they return.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ class Variable(Struct, frozen=True):
 
     Attributes:
         kind: Name of the value's type.
-        shape: Shape of a tensor or array; number of elements of a container, or of parameters of a
-            model; "" for other values.
-        dtype: Element type of a tensor or array; types of a model's parameters.
+        shape: Shape of a tensor or array. For a container, the number of its elements. For a model,
+            the number of its parameters. "" for other values.
+        dtype: Element type of a tensor or array, or the element types of a model's parameters.
         device: Device of a tensor, or devices of a model's parameters.
         size_bytes: Size in memory, approximately.
-        digest: Digest of the value. Ranks with equal values have equal digests. "" if the value
+        digest: Digest of the value. Equal values have equal digests on all ranks. "" if the value
             cannot be compared.
     """
 
@@ -55,7 +55,7 @@ class RankMemory(Struct, frozen=True):
     Attributes:
         host: Name of the rank's host.
         rss_bytes: Resident memory of the process.
-        gpu_bytes: GPU memory that torch has reserved; None if the rank uses no GPU.
+        gpu_bytes: GPU memory that torch has reserved, over all GPUs; None if the rank uses no GPU.
     """
 
     host: str
@@ -68,9 +68,10 @@ class _NotComparedError(Exception):
 
 
 def describe() -> Any:
-    """Return a `Variable`, as plain data, for each of the user's variables of this rank.
+    """Return a dict with a `Variable`, as plain data, for each of the user's variables.
 
-    Modules, functions and classes are left out, and names that begin with an underscore.
+    Modules, functions and classes are left out. Names that begin with an underscore are left out,
+    too.
     """
     return msgspec.to_builtins(
         {
@@ -84,11 +85,15 @@ def describe() -> Any:
 
 
 def names() -> Any:
-    """Return the names that a rank has, for a kernel that takes over the session.
+    """Return the names that a rank has.
+
+    A kernel that takes over a session calls this function, because the session may have variables
+    that this kernel does not know.
 
     Returns:
-        The digests (`plain_digest`) of the variables by name, "" for a variable that is not plain;
-        and the names of functions, classes and modules.
+        Two values. First, a dict with the digest (`plain_digest`) of each variable; "" for a
+        variable that is not plain data. Second, a list with the names of functions, classes and
+        modules.
     """
     found = {
         name: value
@@ -112,7 +117,7 @@ def memory() -> Any:
 
 
 def _described(value: Any) -> Variable:
-    """Return the type, shape, dtype, device, size and digest of a value."""
+    """Return the description of a value."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
         return Variable(
@@ -143,7 +148,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _local(value: Any) -> Any:
-    """Return this rank's local tensor of a DTensor; any other value unchanged."""
+    """Return this rank's part of a DTensor as a tensor. Return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -170,7 +175,10 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of a value; "" if it is too large or has an element that has no digest."""
+    """Return a digest of a value.
+
+    Return "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
+    """
     if digest := plain_digest(value):
         return digest
     if _size_bytes(value) > COMPARED_BYTES:
@@ -184,7 +192,16 @@ def _digest(value: Any) -> str:
 
 
 def _add(found: Any, value: Any, depth: int) -> None:
-    """Add a value to the hash `found`. Raise _NotComparedError if it cannot be compared."""
+    """Update the hash `found` with a value.
+
+    Args:
+        found: Hash object of hashlib.
+        value: The value.
+        depth: Number of containers around the value.
+
+    Raises:
+        _NotComparedError: The value, or one of its elements, has no digest.
+    """
     parts = _parts(value)
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         if value.dtype.hasobject:

@@ -1,8 +1,8 @@
-"""Track the state of a run's ranks on this host, and decide when the run is over here.
+"""Track the state of a run's ranks on this host, and decide when the run is over on this host.
 
-The agent observes and acts. The functions that decide are pure and get the time as an argument, so
-that a test can construct any situation. Two threads update the states, guarded by one lock: the
-thread that reads the ranks' pipes records messages, and the run's thread queries the system.
+The functions that decide are pure and get the time as an argument, so that a test can construct any
+situation. Two threads update the states: the thread that reads the ranks' pipes records messages,
+and the run's thread queries the system. A lock guards the states (`Ranks`).
 """
 
 import contextlib
@@ -75,7 +75,8 @@ _DISTRIBUTED_TYPES = frozenset(
 class RankState:
     """The state of one rank of this host, as the agent knows it.
 
-    Times are in seconds of the agent's monotonic clock. None means "has not happened".
+    Times (`..._at`) are in seconds of the agent's monotonic clock. None means that the event has
+    not happened.
     """
 
     rank: int
@@ -133,14 +134,15 @@ class RankState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank has stopped running the cell: it has ended or returned to its prompt."""
+        """Whether the rank no longer runs the cell: it has ended, or is back at its prompt."""
         return self.ended or self.has_returned
 
 
 class Deadline:
-    """The time at which `--timeout` ends a run. Time in which the clock is paused does not count.
+    """The time at which `--timeout` ends a run.
 
-    The clock is paused while a rank waits for the user's input.
+    The clock is paused while a rank waits for the user's input. Each pause moves the deadline by
+    the length of the pause.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -156,14 +158,14 @@ class Deadline:
         return self._at if self._paused_at is None else None
 
     def pause(self, now: float) -> None:
-        """Stop the clock. Do nothing if it is stopped."""
+        """Stop the clock. Do nothing if the clock is already stopped."""
         if self._paused_at is None:
             self._paused_at = now
 
     def resume(self, now: float) -> None:
         """Start the clock again, and move the deadline by the length of the pause.
 
-        Do nothing if the clock runs.
+        Do nothing if the clock is not stopped.
         """
         if self._paused_at is not None:
             if self._at is not None:
@@ -178,9 +180,9 @@ class Verdict:
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
         cause: Reason for the end; "" on success. "rank": a rank raised an exception or died.
-            "left": a rank left by `sys.exit(0)`. "stopped": a rank was stopped by SIGSTOP.
-            "timeout": `--timeout` is over. "interrupt": the user interrupted the run. "host": the
-            forkserver, from which the ranks are forked, has ended.
+            "left": a rank left by `sys.exit(0)`, and others did not. "stopped": SIGSTOP suspended a
+            rank for too long. "timeout": the time of `--timeout` is over. "interrupt": the user
+            interrupted the run. "host": the forkserver, whose forks the ranks are, has ended.
     """
 
     state: str
@@ -225,7 +227,10 @@ def decide(
 
 
 def last_progress_at(ranks: Collection[RankState], now: float) -> float:
-    """Return the time of the last progress of any rank that runs the cell; `now` if none does."""
+    """Return the time at which a rank that runs the cell last made progress.
+
+    Return `now` if no rank runs the cell.
+    """
     return max((rank.progress_at for rank in ranks if not rank.is_over), default=now)
 
 
@@ -235,16 +240,22 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 
 
 def is_consequence(etype: str, message: str) -> bool:
-    """Return whether an error looks like a consequence of another rank's end."""
+    """Return whether an exception looks like a consequence of another rank's end.
+
+    Args:
+        etype: Name of the exception's type.
+        message: The exception's message.
+    """
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """Return the failed ranks; the most probable cause of the failure comes first.
+    """Return the failed ranks, sorted so that the most probable cause of the failure comes first.
 
     Ranks that died or raised an error of their own come before ranks whose error only says that a
-    peer is gone. If every error only says that a peer is gone, ranks that left early come first.
-    Within a group, the rank that failed first comes first.
+    peer is gone. If every error only says that a peer is gone, ranks that left early are included,
+    and come first. Within each of these groups, the rank that failed first comes first. After a
+    timeout, the result has all ranks that have not succeeded, in the order of their numbers.
 
     Args:
         ranks: States of the ranks of this host.
@@ -289,25 +300,26 @@ _LOG_SLACK_S = 1.0
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """Return the number of out-of-memory kills in a process's cgroup, by the file of the counter.
+    """Return the counters of out-of-memory kills in a process's cgroups, by the counter's file.
 
-    The system counts a kill in the cgroup of the killed process, even if the machine and not the
-    cgroup ran out of memory. The result is empty if the system has no such counter.
+    The system counts a kill in the cgroup of the killed process, whether the cgroup or the machine
+    ran out of memory. The result is empty if the system has no such counters.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
-    """Return a description of the memory that ran out if this is why a process was killed, or "".
+    """Return a description if a process was killed because memory ran out; "" if it was not.
 
-    The kernel's log names the killed process. If the log is not readable, the kill counters of the
-    process's cgroup decide.
+    The description names the memory that ran out: that of the host or of a cgroup. The kernel's log
+    names the killed process. If the log is not readable, use the kill counters of the process's
+    cgroups instead.
 
     Args:
         pid: Id of the process.
         started_at: Time at which the process started, in seconds of the monotonic clock.
-        before: Result of `oom_kills` at that time.
+        before: Result of `oom_kills` when the process started.
     """
     grown = [name for name, count in before.items() if (_count(Path(name)) or 0) > count]
     cgroup = f"the memory limit of its cgroup ({Path(grown[0]).parent})" if grown else ""
@@ -321,10 +333,17 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
-    """Return whose memory ran out when the kernel killed a process: "cgroup", "machine", or "".
+    """Search the kernel's log for the record that memory ran out and the kernel killed a process.
 
-    "" means that the log names no kill of this process. None means that the log cannot be used: the
-    log is not readable, or this process is in another PID namespace than the log's process ids.
+    Args:
+        pid: Id of the process.
+        started_at: Time at which the process started, in seconds of the monotonic clock.
+        log: Path of the kernel's log.
+
+    Returns:
+        "cgroup" or "machine", whichever ran out of memory. "" if the log has no such record. None
+        if the log is not usable: it is not readable, or its process ids belong to another PID
+        namespace.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
@@ -352,7 +371,7 @@ def _record(file: IO[bytes]) -> bytes:
 
 
 def _cgroup_files(pid: int) -> list[Path]:
-    """Return the files in which the kernel counts out-of-memory kills of a process's cgroups."""
+    """Return the files in which the kernel counts out-of-memory kills in a process's cgroups."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -434,10 +453,10 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 
 
 def users_frames(text: str) -> list[str]:
-    """Return the user's frames of each thread in a stack that faulthandler wrote.
+    """Return the user's frames of each thread in a text that faulthandler wrote.
 
-    Frames are innermost first; the user's come before IPython's. Empty lines separate threads.
-    taas-magic's own threads have no user's frames.
+    In the text, frames are innermost first, and empty lines separate threads. Frames from IPython's
+    first frame on are left out, and so are threads of this package.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
@@ -462,9 +481,9 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """Return a failure of a host itself, and not of one of its ranks.
+    """Return the description of a failure of the host itself, rather than of a rank.
 
-    It has a traceback unless the error is a TaasError, whose message says what the user can do.
+    It has no traceback if the error is a TaasError, whose message says what the user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -476,7 +495,7 @@ class Ranks:
     """The states of the ranks of one attempt on this host. Thread-safe.
 
     Args:
-        ranks: The global rank numbers. They are needed before the processes are known, because a
+        ranks: The global rank numbers. The states exist before the processes are known, because a
             fast rank may send its first message before `started` is called.
     """
 
@@ -485,7 +504,7 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def started(self, pids: dict[int, int]) -> None:
-        """Record the process of each rank. A process may have ended already.
+        """Record the process of each rank. Accepts processes that have already ended.
 
         Args:
             pids: Process ids by rank.
@@ -506,8 +525,8 @@ class Ranks:
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank.
 
-        Every message counts as progress except stack reports, notes, batch counts that have not
-        changed, and heartbeats without a new collective.
+        These messages do not count as progress: stack reports, notes, batch counts that have not
+        changed, and heartbeats without a change in the collectives. All others do.
         """
         now = time.monotonic()
         with self._lock:
@@ -547,7 +566,7 @@ class Ranks:
                 state.progress_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record that a rank's process has ended, with the cause if it ended too early.
+        """Record that a rank's process has ended. If it ended too early, also record the reason.
 
         Args:
             rank: Number of the rank.
@@ -566,7 +585,7 @@ class Ranks:
                 state.hint = out_of_memory(state.pid, state.started_at, state.kills)
 
     def poll(self, now: float) -> None:
-        """Query the system for stopped ranks (SIGSTOP), and record them."""
+        """Query the system, and record which ranks SIGSTOP has suspended, and since when."""
         with self._lock:
             for state in [state for state in self._states.values() if not state.ended]:
                 status = status_of(state.process)
@@ -576,7 +595,7 @@ class Ranks:
                     state.stopped_at = None
 
     def interrupt(self) -> None:
-        """Send SIGINT to every rank that handles it, at most once each."""
+        """Send SIGINT to each rank that has installed its handler, but to no rank twice."""
         with self._lock:
             for state in self._states.values():
                 if state.takes_interrupt and not state.ended:
@@ -585,7 +604,7 @@ class Ranks:
                         os.kill(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the processes of ranks that still exist."""
+        """Return the processes of all ranks whose processes still exist."""
         with self._lock:
             processes = [state.process for state in self._states.values()]
         return [process for process in processes if process is not None and status_of(process)]
