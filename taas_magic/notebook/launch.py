@@ -493,7 +493,7 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 
     Raises:
         UsageError: The pool has no room for so many ranks.
-        StoreError: The project store does not allow what the flags ask for.
+        StoreError: The project store, or a folder of `--shared-writes`, is not usable.
     """
     settings = config.store
     rule = store.choose(
@@ -517,7 +517,7 @@ def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Conf
 
     Raises:
         UsageError: The pool has no room for so many ranks.
-        StoreError: The project store does not allow what the flags ask for.
+        StoreError: The project store, or a folder of `--shared-writes`, is not usable.
     """
     if session is None:
         return plan_of(flags, pool, config)

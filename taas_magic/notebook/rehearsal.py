@@ -1,8 +1,8 @@
 """Rehearse a cell: run it here on a few batches, and report what its pool needs (`--rehearse`).
 
-A rehearsal is a run on the local pool with three differences: each pass over a registered loader
-ends after a few batches (`data/epoch.py`), no rank writes to the project store
-(`store/redirect.py`), and the notebook gets no results.
+A rehearsal is a run on the local pool with three differences. Each pass over a registered loader
+ends after a few batches (`data/epoch.py`). No rank writes to the project store
+(`store/redirect.py`). The notebook gets no results.
 """
 
 import math

@@ -183,7 +183,7 @@ class Background(Generic[T]):
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
         while interrupts.count < patience:
-            # Read this before the queue: then all lines of progress of ended work are in the queue.
+            # Read `is_done` before the queue: if it is True, the queue has all lines of progress.
             is_done = self.outcome.done()
             try:
                 lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)

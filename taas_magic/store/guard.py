@@ -333,7 +333,7 @@ def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
         try:
             path, mode = os.readlink(f"/proc/self/fd/{name}"), os.fstat(descriptor).st_mode
         except OSError:
-            continue  # this descriptor was `listdir`'s own, and is closed by now
+            continue  # `listdir` opened this descriptor, and has closed it
         held = is_below(path, store) and not any(is_below(path, hole) for hole in holes)
         if stat.S_ISDIR(mode) or (held and stat.S_ISREG(mode)):
             _renew(descriptor, path)

@@ -326,7 +326,7 @@ class Hashes:
         return known is not None and known[1] == sha256
 
     def is_same(self, path: str, status: os.stat_result) -> bool:
-        """Return whether inode, size and mtime of a file are as when its hash was recorded.
+        """Return whether a file has the inode, size and mtime that were recorded with its hash.
 
         ctime is not compared, because a move changes a file's ctime.
         """

@@ -2,8 +2,8 @@
 
 A host that does not share the store sends the files that rank 0 wrote. If a run made a file, and
 nobody has changed the file since, a host may replace or remove it. All other files belong to the
-user, and stay. If rank 0 writes a file of the user, the store keeps both: rank 0's version gets the
-name of the user's file with the suffix `KEPT_BESIDE`.
+user, and stay. If rank 0 writes a file of the user, the store keeps both versions. Rank 0's version
+gets the name of the user's file with the suffix `KEPT_BESIDE`.
 
 In the user's own folders, a host may not make hidden files, programs or modules. Shells, tools and
 Python would use such files without being asked. Files such as `conftest.py`, for which tools look

@@ -246,7 +246,7 @@ class Discarded(Watched):
 
     The changes of one rank do not conflict with those of another: all ranks may `mkdir` the same
     folder, or remove the same file. A call with an error of its own, such as the removal of a file
-    that never existed, may succeed here, but still fails on rank 0.
+    that never existed, fails on rank 0. Here, it may succeed.
 
     Args:
         *args: See `Watched`.
@@ -648,7 +648,8 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the path and the `dir_fd` that a writing function of `os` must use.
 
-    See `Watched.resolve` for the parameters.
+    In a rehearsal, also record the path if it is outside the store. See `Watched.resolve` for the
+    parameters.
     """
     view.note_outside(path, folder)
     led = view.resolve(decide, path, folder, follow=follow)
@@ -694,7 +695,7 @@ def _call_on_existing(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call `real` with the path of the first file that exists of several versions.
+    """Call `real` with the path of the first version of a file that exists.
 
     The versions are, in this order: in a rehearsal, the file that replaces the store's file; the
     store's file; the rank's own version.

@@ -103,7 +103,7 @@ def _shared_folder(store: str, name: str) -> str:
 
 
 def prepare(rule: StoreRule) -> None:
-    """Check that the user can write to the store, and make missing shared folders.
+    """Check that the store can be written, and make missing shared folders.
 
     Call before any process of the run starts.
 
@@ -186,9 +186,9 @@ def user_name() -> str:
 
 
 def state_folder(store: str) -> Path:
-    """Return the folder in the state folder for data about a store that outlives a run.
+    """Return the folder for data about a store that must stay after a run.
 
-    This function does not make the folder.
+    The folder is below the state folder. This function does not make the folder.
     """
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
