@@ -1,10 +1,10 @@
-"""Farms of jobs (`taas.farm(...)`), each on a Dask cluster of its own on the hosts of a pool.
+"""Farms of jobs (`taas.farm(...)`). Each farm has a Dask cluster of its own on hosts of its pools.
 
     kernel       farm.py: submit, map, results; table.py: the farm's state as text and HTML
       farm       process.py: the farm's process, a Dask scheduler; starts nodes as runs of the pool
-        node     node.py: a run of one rank on one host, and its jobs' processes; worker.py
+        node     node.py: runs jobs on one host, each in a process; worker.py: its Dask worker
           job    job.py: a process that was forked for a job
     messages.py  the messages between these processes
 
-The pool's control plane is a different Dask cluster. Jobs have no key to it.
+The pool itself uses a different Dask cluster. Jobs have no key to the pool's cluster.
 """

@@ -1,8 +1,8 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-The notebook is blocked only by methods that wait by design, such as `Job.result`. A thread stores
-the result of each job in the kernel as soon as the job has ended, so a later loss of its node does
-not lose the result.
+Only methods that wait by design, such as `Job.result`, block the notebook. A thread stores the
+result of each job in the kernel as soon as the job has ended. So the result is kept if the node is
+lost later.
 """
 
 import asyncio
@@ -155,17 +155,19 @@ class Job(JobState):
         return self.state == "cancelled"
 
     def add_done_callback(self, function: Callable[["Job"], object]) -> None:
-        """Call a function with this job when the job has ended; now, if it has.
+        """Call a function with this job when the job ends. If the job has ended, call it now.
 
-        The call is made in the thread that ends the job. An exception of the function is logged.
+        The thread that ends the job makes the call. An exception of the function is logged.
         """
         self.outcome.add_done_callback(lambda outcome: function(self))
 
     def cancel(self) -> bool:
-        """Cancel the job, unless it has ended. A running job is interrupted, then killed.
+        """Cancel the job, unless the job has ended.
+
+        A running job gets SIGINT. If it has not ended `node.GRACE_S` later, its process is killed.
 
         Returns:
-            Whether the job was cancelled: False if it had ended before.
+            Whether the job was cancelled. False if the job had already ended.
         """
         had_ended = self.done()
         self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
@@ -174,13 +176,13 @@ class Job(JobState):
         return not had_ended
 
     def end(self, error: BaseException | None, result: Any = None) -> None:
-        """Set the outcome of the job, unless it already has one; the table then refreshes."""
+        """Set the outcome of the job, unless the job already has one. Then refresh the table."""
         super().end(error, result)
         self._farm.state.changes += 1
 
 
 class Farm:
-    """A farm, which runs jobs on the hosts of pools; created by `farm`.
+    """A farm: runs jobs on the hosts of pools. The function `farm` creates it.
 
     Attributes:
         name: The farm's name.
@@ -243,7 +245,8 @@ class Farm:
         Raises:
             CaptureError: An object cannot be pickled; the message has the path to it.
             PoolError: The farm is closed, or its process has ended.
-            UsageError: `retries` or `fresh` was given, and the function has such a parameter, too.
+            UsageError: `retries` or `fresh` was given, but the function has a parameter of the same
+                name.
         """
         return self._submit([(args, kwargs)], function, retries, fresh)[0]
 
@@ -260,7 +263,7 @@ class Farm:
         Args:
             function: As in `submit`.
             iterables: Sources of the positional arguments: the n-th job receives the n-th element
-                of each. The shortest iterable bounds the number of jobs.
+                of each. There are as many jobs as the shortest iterable has elements.
             retries: As in `submit`.
             fresh: As in `submit`.
             kwargs: Keyword arguments, the same for all jobs.
@@ -273,7 +276,7 @@ class Farm:
         return self._submit(calls, function, retries, fresh)
 
     def as_completed(self, jobs: Iterable[Job] | None = None) -> Iterator[Job]:
-        """Yield jobs as they end, also failed and cancelled ones.
+        """Yield each job when it ends, also if it failed or was cancelled.
 
         An interrupt cancels the jobs that have not ended.
 
@@ -295,7 +298,8 @@ class Farm:
     def on_solution(self, listener: Callable[[Job], None]) -> None:
         """Register a function to be called with each job whose function returned.
 
-        A thread of the farm makes the calls. Jobs that failed or were cancelled are left out.
+        A thread of the farm makes the calls. There is no call for jobs that failed or were
+        cancelled.
 
         Args:
             listener: The function; its argument is the job.
@@ -307,7 +311,7 @@ class Farm:
         return self.state
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Cancel jobs. Running jobs are interrupted, and killed if that does not end them."""
+        """Cancel jobs; see `Job.cancel`."""
         for job in jobs:
             job.cancel()
 
@@ -438,10 +442,10 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs for which no message will arrive; a thread runs this.
+        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
 
-        If the farm's process has ended, these are all jobs. Otherwise they are the jobs whose Dask
-        future has failed or was cancelled.
+        If the farm's process has ended, ends all jobs. Otherwise ends each job whose Dask future
+        has failed or was cancelled.
         """
         shown = 0
         while not self._closed.wait(WATCH_S):
@@ -478,7 +482,7 @@ class Farm:
             self._forget(job.name)
 
     def _collect(self) -> None:
-        """End each job when its outcome or error arrives; a thread runs this until `close`."""
+        """End each job when its outcome or error arrives. Runs in a thread until `close`."""
         while (said := self._ended.get()) is not None:
             if isinstance(said, NodeUpdate):
                 self._give_up(said.why)
@@ -510,7 +514,7 @@ class Farm:
         """End a job with the error of its Dask future.
 
         If the future has no error and the user did not cancel the job, the connection to the farm's
-        process has ended, and all jobs are ended (`_lose`).
+        process has ended. Then end all jobs (`_lose`).
         """
         from distributed.client import FutureCancelledError
 
@@ -571,7 +575,7 @@ class Farm:
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
-        """Handle a message from a node or the farm's process; runs in Dask's client thread."""
+        """Handle a message from a node or the farm's process. Runs in the Dask client's thread."""
         said: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(said, JobOutcome) or (isinstance(said, JobUpdate) and said.state == "erred"):
             self._ended.put(said)
@@ -585,14 +589,15 @@ class Farm:
                 log.write(said.lines)
         self.state.apply(cleaned(said))
         if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.ready:
-            # for the thread of `_collect`, because ending jobs may wait for the current thread
+            # The thread of `_collect` ends the jobs. This thread must not: ending jobs may wait for
+            # this thread.
             self._ended.put(said)
 
 
 class _StoredParts:
-    """The large arguments and payloads of jobs, each stored once in the farm's process.
+    """The large arguments and payloads of jobs. The farm's process stores each of them once.
 
-    Usable from any thread.
+    Any thread may call the methods.
     """
 
     def __init__(self, client: "Client") -> None:
@@ -606,7 +611,7 @@ class _StoredParts:
 
         Args:
             part: Memory with one part of a job's payload or arguments.
-            is_shared: Whether several jobs use the part, so that it is stored even if it is small.
+            is_shared: Whether several jobs use the part. Then it is stored even if it is small.
 
         Returns:
             The value to send with the job: the name of the stored part, or the bytes of a part that
@@ -702,13 +707,14 @@ def farm(
     Args:
         pool: Name of the pool, or names of several pools.
         gpus: CUDA devices that each job has for itself.
-        cpus: Processors of each job; a host runs as many jobs at a time as it has processors (and
-            devices) for.
-        nodes: Number of hosts: a fixed number, or the smallest and the largest number; default is
-            as many as the jobs need.
+        cpus: Processors of each job. The processors and devices of a host limit the number of jobs
+            that it runs at a time.
+        nodes: Number of hosts: a fixed number, or a tuple with the smallest and the largest number.
+            None: as many as the jobs need, up to all hosts of the pools.
 
     Raises:
-        UsageError: The pool has no such hosts or is not trusted; the message says more.
+        UsageError: `gpus`, `cpus` or `nodes` does not fit the hosts of the pools, a pool is not
+            trusted, or there is no notebook.
         PoolError: The farm's process did not start.
     """
     shell = get_ipython()
@@ -770,7 +776,7 @@ def _remove_ended(folder: Path, keep: int) -> None:
     """Remove the folders of all but the newest `keep` farms, except those that still run."""
     farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:
-        # the farm's process locks its log while it lives; another kernel may remove it, too
+        # A farm's process locks the log while it lives. Another kernel may remove the same folder.
         with contextlib.suppress(FileNotFoundError), (old / LOG).open("ab") as log:
             if lock(log.fileno()):
                 shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""The job process: the node's forkserver forks it, and it runs one job or several in turn.
+"""The job process: a fork of the node's forkserver that runs one job or several in turn.
 
-A process runs another job only if the last job returned and did not change the process, such as its
-threads, children or environment (`_state`). So each job starts in a process as clean as a new one.
-After a job that took longer than `SHORT_S`, the process ends in any case.
+A process runs another job only if the last job returned and left the process unchanged. `_state`
+lists what counts, such as threads, children and the environment. So each job starts in a process
+that is as clean as a new process. After a job that took longer than `SHORT_S`, the process always
+ends.
 """
 
 import contextlib
@@ -121,7 +122,7 @@ def _apply_settings(setting: JobProcessState, note: Callable[[str], None]) -> No
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the state of this process. A job after which it differs ends the process.
+    """Return the state of this process. If a job changes this state, the process ends.
 
     The state is the number of threads, whether there are children, the environment, the working
     folder, the standard streams, and whether CUDA is in use.
@@ -143,9 +144,9 @@ def _has_children() -> bool:
 
 
 def _end_children() -> None:
-    """Kill the job's children that are in other sessions.
+    """Kill the job's children that have left this process's POSIX session (`os.setsid`).
 
-    The node kills the other children with the process group.
+    The node kills the other children with this process's group.
     """
     for child in psutil.Process().children(recursive=True) if _has_children() else ():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

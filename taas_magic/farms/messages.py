@@ -117,15 +117,17 @@ class NodeSettings(Struct, frozen=True):
 
 
 class JobProcessState(Struct, frozen=True):
-    """The settings of a job process. The rank that started the node gives some, the node the rest.
+    """The settings of a job process.
+
+    The rank that starts the node (`run_node`) sets some of them. The node sets the others.
 
     Attributes:
         store: The rule of the project store, with this host's path.
         means: The mechanism that keeps the process's writes out of the store (value of
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
-        scratch: The scratch folder for writes that are kept out of the store; the process creates
-            it. A `Slot` has only a prefix here, and adds a new suffix for each process.
+        scratch: The scratch folder for writes that are kept out of the store. The process creates
+            the folder. In a `Slot`, this is only a prefix; the slot adds a suffix for each process.
     """
 
     environ: dict[str, str]
@@ -144,8 +146,8 @@ class NodeProcessState(Struct, frozen=True):
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.
         jobs: The settings that are the same for all jobs of the node.
-        folder: Folder in which the node creates its own folder. The host removes it, also if the
-            node is killed.
+        folder: Folder in which the node creates its own folder. The host's agent removes this
+            folder after the run, also if the node was killed.
     """
 
     terms: NodeSettings
@@ -159,7 +161,7 @@ class JobCall(Struct, frozen=True):
 
     Attributes:
         name: The job's name.
-        shape: Description of the call, whose function is in the payload.
+        shape: Description of the call. The function itself is in the payload.
         fresh: Whether the job needs a process in which no other job has run.
         setting: A hash of the project's modules and of the settings that the notebook has made in
             its process. A process cannot undo imports and settings, so only jobs with the same

@@ -1,10 +1,11 @@
 """The node: a farm's process on one host, with a Dask worker and the processes of its jobs.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
-separate program, so the pool ends the node with the run. Like an agent, the node starts a
-forkserver before it imports Dask. The node joins the farm when the forkserver has imported torch
-and IPython. Until then, the node reports to the farm which module the forkserver is importing. The
-imports have no time limit, but the rank ends a node that shows no activity for `start_timeout_s`.
+child process and waits for its end. So when the pool ends the run, the node ends, too. Like an
+agent, the node starts a forkserver before it imports Dask. The node joins the farm when the
+forkserver has imported torch and IPython. Until then, the node reports to the farm which module the
+forkserver is importing. The imports have no time limit. But the rank ends a node that shows no
+activity for `start_timeout_s`.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ _FLUSH_S = 0.2
 
 
 def run_node(terms: NodeSettings) -> None:
-    """Run a node until the pool ends the node's run; called in the run's rank.
+    """Run a node until the pool ends the node's run. Called in the rank of this run.
 
     Raises:
         RuntimeError: The node's process ended by itself, or its start showed no activity.
@@ -127,8 +128,9 @@ def run_node(terms: NodeSettings) -> None:
 def main() -> int:
     """Run a node until its parent or the farm ends.
 
-    The program's arguments are its parent's pid and a descriptor, which the node closes when it
-    has joined the farm. Standard input has one line, a packed `NodeProcessState`.
+    The program has two arguments: the pid of its parent, and a file descriptor. The node closes the
+    descriptor when it has joined the farm. Standard input has one line, a packed
+    `NodeProcessState`.
 
     Returns:
         The exit code of the process.
@@ -189,7 +191,7 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
 async def _report_imports(
     warming: "asyncio.Future[list[str]]", setting: NodeProcessState, security: "Security"
 ) -> None:
-    """Tell the farm which module the forkserver imports, every `SAID_S`, until all are imported."""
+    """Until the forkserver has imported all modules, report the current one every `SAID_S`."""
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -203,7 +205,7 @@ async def _report_imports(
 class Slots:
     """The slots of a node, each with one job process.
 
-    Used on the node's event loop; only `close` blocks.
+    The node's event loop calls the methods. Only `close` blocks.
     """
 
     def __init__(self, setting: NodeProcessState, folder: Path, means: str) -> None:
@@ -235,7 +237,7 @@ class Slots:
         parts: Awaitable[list[bytes | SharedBytes]],
         say: Callable[[JobUpdate], None],
     ) -> JobOutcome:
-        """Run a job in a free slot; Dask never runs more jobs at a time than there are slots.
+        """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
 
         Args:
             call: The job.
@@ -292,9 +294,9 @@ Say = Callable[[str, str], None]
 
 
 class Slot:
-    """One of a node's places for a job: runs one job at a time, in a process of its own.
+    """A slot of a node: runs one job at a time, in a process of its own.
 
-    Each job gets a process as clean as a new one (`job.job_main`).
+    Each job gets a new process, or a process that is as clean as a new one (`job.job_main`).
     """
 
     def __init__(self, setting: JobProcessState) -> None:
@@ -311,8 +313,8 @@ class Slot:
     async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
         """Run a job and return its outcome.
 
-        The process of the last job is used again only if that job left it clean, has the same
-        settings, and `placed` needs no fresh process.
+        The last job's process runs this job only if three conditions hold: the last job left the
+        process clean, both jobs have the same `JobCall.setting`, and this job is not `fresh`.
 
         Args:
             placed: The job.
@@ -342,7 +344,7 @@ class Slot:
         return outcome
 
     async def rest(self) -> None:
-        """Prepare the slot for the next job; call it after each job."""
+        """Prepare the slot for the next job. Must be called after each job."""
         if self._late is not None:
             self._late.cancel()
         if self._is_cancelled or not self._again:
@@ -359,7 +361,7 @@ class Slot:
                 self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
-        """End the process and its children, and remove its scratch folder; blocks."""
+        """End the process and its children, and remove its scratch folder. Blocks."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -438,7 +440,7 @@ class Slot:
             return b""
 
     def _died(self) -> JobOutcome:
-        """Return the outcome of a job whose process has ended without sending one."""
+        """Return the outcome of a job whose process ended without sending an outcome."""
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
         connection.wait([self._process.sentinel], _END_S)
@@ -450,7 +452,7 @@ class Slot:
 
 
 def _exit_node() -> NoReturn:
-    """End this node's process because its forkserver has ended; other nodes run its jobs again."""
+    """End this node's process because its forkserver has ended. Other nodes run its jobs again."""
     sys.stderr.write(f"{forkserver.why_ended()}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -469,9 +471,9 @@ class _Lines:
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def add(self, data: bytes) -> None:
-        """Add output of the job; drop and count what exceeds `LINES_BYTES`.
+        """Add output of the job. Drop and count the bytes that exceed `LINES_BYTES`.
 
-        Pass on the buffer if that was last done at least `_FLUSH_S` ago.
+        If the last `flush` was at least `_FLUSH_S` ago, pass on the buffered output.
         """
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)

@@ -1,9 +1,9 @@
 """The farm's process: a Dask scheduler for jobs, which starts and ends nodes as jobs need them.
 
-The kernel starts this process and holds its standard input open; when it closes, the farm ends.
-Each node is a run of one rank in a pool, so the pool handles its host, leases, processes and
-journal as for any run. For the pool, this process is a client like a kernel. The pool has a Dask
-scheduler of its own, which never receives jobs.
+The kernel starts this process and holds its standard input open. When the kernel closes the input,
+the farm ends. Each node is a run of one rank in a pool. So the pool handles the node's host, lease,
+processes and journal as for any run. For the pool, this process is a client like a kernel. The pool
+has a Dask scheduler of its own, which never receives jobs.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ DASK_SETTINGS = {
     "distributed.admin.low-level-log-length": 0,  # this log would keep results in memory
     "distributed.admin.max-error-length": 1 << 20,
     "distributed.scheduler.allowed-failures": LOST_NODES,
-    "distributed.scheduler.worker-saturation": 1.0,  # jobs wait where any node can take them
+    "distributed.scheduler.worker-saturation": 1.0,  # jobs wait in the scheduler for any free node
 }
 
 INTERVAL_S = 0.5
@@ -75,7 +75,7 @@ FAILED_STARTS = 3
 
 
 def main() -> int:
-    """Run a farm until the kernel writes a second line to standard input or closes it.
+    """Run a farm until the kernel writes a second line to standard input or closes the input.
 
     The first line of standard input is a packed `FarmSettings`. Once the scheduler listens, the
     process writes a packed `FarmAddress` to standard output.
@@ -126,7 +126,7 @@ class FarmScheduler(Scheduler):
         self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, so that Dask's web pages, which require no key, are not served."""
+        """Do nothing. Dask would serve web pages here, and they require no key."""
 
     def publish_state(self, news: NodeUpdate) -> None:
         """Send the state of a node to the kernel."""
@@ -134,7 +134,7 @@ class FarmScheduler(Scheduler):
         self.log_event(TOPIC, said)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Subscribe the kernel to a topic and send it all earlier `NodeUpdate`; called by Dask."""
+        """Subscribe the kernel to a topic, and send it all earlier node states. Called by Dask."""
         super().subscribe_topic(topic, client)
         for said in list(self._told) if topic == TOPIC else ():
             self.log_event(TOPIC, said)
@@ -153,16 +153,16 @@ class FarmScheduler(Scheduler):
 
 @dataclass
 class _NodeRun:
-    """The record of a node, which is kept after the node has ended.
+    """The record of a node. The farm keeps the record after the node has ended.
 
     Attributes:
-        state: "coming", then "ready" once the node accepts jobs, then "lost", or "left" if the farm
-            ended the node because it was not needed.
-        pool: The pool from which the node has, or waits for, its host.
-        connection: The connection to the pool's process by which the node's run was launched; None
-            before the launch.
+        state: "coming" at first, "ready" once the node accepts jobs. At the end "left" if the farm
+            ended the node because no job needed it, else "lost".
+        pool: The pool that provides the node's host; None until the farm has chosen a pool.
+        connection: The connection to the pool's process that launched the node's run; None before
+            the launch.
         run_id: Id of the node's run; "" before the launch.
-        wait: The pending wait for a host; None when the node does not wait.
+        wait: The pending wait for a host; None if the node does not wait.
     """
 
     state: str = "coming"
@@ -173,12 +173,13 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Plugin of the scheduler that starts and ends a farm's nodes, so that jobs find free slots.
+    """Scheduler plugin that starts and ends a farm's nodes, as many as the jobs need.
 
     Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 
     Attributes:
-        slots: Number of jobs that a node runs at a time; if pools differ, the smallest number.
+        slots: Number of jobs that a node runs at a time. If the number differs between pools, the
+            smallest one.
     """
 
     name = "taas-nodes"
@@ -229,8 +230,8 @@ class NodeManager(SchedulerPlugin):
     def _needed_nodes(self) -> int:
         """Return the number of nodes that the farm needs now.
 
-        That is enough for all unfinished jobs and never less than the nodes that run jobs, within
-        the farm's smallest and largest number of nodes.
+        The result is large enough for all unfinished jobs, and at least the number of nodes that
+        run jobs. But it never exceeds the farm's limits (`least` and `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
@@ -239,7 +240,7 @@ class NodeManager(SchedulerPlugin):
         return min(wanted, self._terms.most)
 
     async def _give_back(self, count: int) -> None:
-        """End nodes that are not needed, and so return their hosts to the pools.
+        """End nodes that are not needed, so that their hosts return to the pools.
 
         Nodes that have not started yet are ended first, then idle ones. Nodes that run a job stay.
 
@@ -251,17 +252,17 @@ class NodeManager(SchedulerPlugin):
         idle = [name for name in places if not workers[places[name]].processing]
         for name in [*self._living(["coming"]), *idle][:count]:
             self._end_node(name)
-            if name in idle:  # so that Dask gives it no job meanwhile
+            if name in idle:  # so that Dask gives no job to the node meanwhile
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
     def _end_node(self, name: str) -> None:
-        """End a node that is not needed; a thread then ends its run."""
+        """End a node that is not needed. A thread then ends the node's run."""
         self._nodes[name].state = "left"
         self._report_node_state(name, "left")
         self._threads.submit(self._end, name)
 
     def _start(self, name: str) -> None:
-        """Start a node; runs in a thread and blocks until the node's run has begun."""
+        """Start a node. Runs in a thread, and blocks until the node's run has begun."""
         node = self._nodes[name]
         with self._lock:
             if node.state != "coming":
@@ -339,7 +340,7 @@ class NodeManager(SchedulerPlugin):
         return str(scheduler.listeners[-1].contact_address)
 
     def _spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
-        """Write the run folder of a one-rank run for a node; return the description of the run."""
+        """Write the run folder for a node's run of one rank. Return the description of the run."""
         terms, config = self._terms, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
@@ -392,7 +393,7 @@ class NodeManager(SchedulerPlugin):
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Record that a node accepts jobs; called by Dask."""
+        """Record that a node accepts jobs. Called by Dask."""
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         if node.state == "coming":
@@ -402,24 +403,24 @@ class NodeManager(SchedulerPlugin):
             self._report_node_state(name, "ready")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Record that a node has ended; called by Dask before other nodes get its jobs.
+        """Record that a node has ended. Called by Dask before other nodes get the node's jobs.
 
-        The reason becomes known later, with the last event of the node's run.
+        The last event of the node's run has the reason, and arrives later.
         """
         name = self._names.pop(worker)
         if self._nodes[name].state == "ready":
             self._lost(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Tell the kernel if a job has failed and Dask will not retry it.
+        """Tell the kernel when a job has failed and Dask will not retry it.
 
-        Dask calls this with each change of the state of a job.
+        Dask calls this method at each change of a job's state.
         """
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end(self, name: str, wait_s: float = 0.0) -> None:
-        """End a node's wait for a host, and its run; blocks until the pool has the requests.
+        """End a node's wait for a host, and the node's run. Blocks until the pool has the requests.
 
         Args:
             name: Name of the node.
@@ -444,7 +445,7 @@ class NodeManager(SchedulerPlugin):
         self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
-        """End all nodes and close the pools; returns when the pools have received the requests."""
+        """End all nodes and close the pools. Returns when the pools have received the requests."""
         for name in self._living():
             self._end_node(name)
         await asyncio.to_thread(self._threads.shutdown)

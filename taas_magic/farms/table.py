@@ -1,4 +1,4 @@
-"""The state of a farm, the reducer that updates it, and its table as text and HTML."""
+"""The state of a farm, its updates by messages, and its table as text and HTML."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -35,8 +35,8 @@ class JobState:
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
         outcome: The result or the exception. If several threads set it, the first one counts.
-        ended: A cache of `state` for a job that has ended, because a table of many jobs reads it
-            often. None until the job has ended, then "" until `state` is first read.
+        ended: Cache of `state`, because a table of many jobs reads `state` often. None until the
+            job ends, then "" until `state` is read for the first time.
     """
 
     name: str
@@ -71,7 +71,9 @@ class JobState:
 
 @dataclass
 class FarmState:
-    """The state of a farm. Threads change it while others read it, so readers copy first.
+    """The state of a farm.
+
+    Some threads change the state while others read it. So readers iterate over copies of the dicts.
 
     Attributes:
         least: Smallest number of nodes.
@@ -79,7 +81,7 @@ class FarmState:
         slots: Number of jobs that a node runs at a time.
         jobs: All jobs, by name.
         nodes: The state of each node, by name: its messages merged into one.
-        changes: Number of changes so far. A display compares it to decide whether to refresh.
+        changes: Number of changes so far. If the number has grown, the farm refreshes its table.
     """
 
     name: str
@@ -176,11 +178,13 @@ def _nodes_text(state: FarmState) -> str:
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table: nodes, then jobs, first those that run or have failed.
+    """Return the rows of the table: first nodes, then jobs. Each part has up to `SHOWN_JOBS` rows.
+
+    Jobs are sorted by state: running, failed, cancelled, done, queued. Within a state, the newest
+    job is first. But of the queued jobs, the oldest is first, because it starts next.
 
     Returns:
-        Name, state, host and last line of each node and job. Jobs that start next come first
-        among those that wait.
+        Name, state, host and last line of each node and job.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]

@@ -1,7 +1,8 @@
 """The Dask worker of a node, and the Dask task that runs a job.
 
-This module is apart from node.py because it imports Dask. The worker unpickles no objects of the
-user: it receives bytes and returns bytes.
+This module imports Dask, but a node must start its forkserver before that. So the module is
+separate from node.py. The worker unpickles no objects of the user: it receives bytes and returns
+bytes.
 """
 
 import asyncio
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 class NodeWorker(ClosedWorker):
     """The Dask worker of a node.
 
-    It fetches large parts from the farm's process and sends results to it.
+    The worker fetches large parts from the farm's process and sends results to this process.
 
     Attributes:
         slots: The job processes of the node.
-        results: Packed outcomes of jobs, by job, that are sent when the job's Dask task ends.
+        results: Outcome of each job whose Dask task is about to end, by the job's name. `_Changes`
+            sends the outcome when the task ends.
     """
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
@@ -80,18 +82,18 @@ class _Changes(WorkerPlugin):
         self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Send the result of a job that has ended, or interrupt a cancelled job; called by Dask."""
+        """Send the result of an ended job, or interrupt a cancelled job. Called by Dask."""
         result = self._worker.results.pop(key, None)
-        if finish == "memory" and result is not None:  # so one message has the result and the end
+        if finish == "memory" and result is not None:  # this message also reports the job's end
             self._worker.log_event(TOPIC, result)
         if finish in ("cancelled", "released"):
             self._worker.slots.cancel(str(key))
 
 
 async def run_job(call: JobCall, parts: list[Part]) -> None:
-    """Run a job in a process of this node; the function of the job's Dask task.
+    """Run a job in a process of this node. This is the function of the job's Dask task.
 
-    The outcome is kept in `NodeWorker.results`, from which `_Changes` sends it to the kernel.
+    Puts the outcome into `NodeWorker.results`, from which `_Changes` sends it to the kernel.
 
     Args:
         call: The job.
@@ -114,5 +116,5 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
 
 def _carried(data: bytes) -> Any:
-    """Return bytes in the form that a Dask message needs; Dask sends large ones separately."""
+    """Return bytes for a Dask message. Wrap large ones, so that Dask sends them separately."""
     return data if len(data) <= INLINE_BYTES else to_serialize(data)

@@ -1,8 +1,8 @@
 """The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
 
-A `Pool` has at most one `PoolConnection`, which leads to one process. A run, or a wait for hosts,
-uses the connection on which it was started until it ends. When the process ends, the connection
-ends, and so does everything that was started on it.
+A `Pool` has at most one `PoolConnection`, a connection to one process. A run keeps the connection
+on which it was started, and so does a wait for hosts. When the process ends, the connection ends.
+Then all runs and waits on this connection end, too.
 
 Every method may be called from any thread of the kernel. The Dask client runs an event loop in a
 thread of its own.
@@ -67,7 +67,7 @@ NAMED_S = 5.0
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
-_PATIENCE_S = 2.0  # if this process was busy, beats that it has not read yet arrive meanwhile
+_PATIENCE_S = 2.0  # after a busy time, this process needs a moment to read the beats
 _MAX_PROCESSES = 3  # one that is just ending, one that does not respond, and a new one
 
 
@@ -82,7 +82,7 @@ class Wait:
     """One wait of this kernel for a pool's process and its hosts.
 
     A wait is over when it is cancelled (`give_up`) or when this kernel ends the pool
-    (`Pool.down`). After that, no process is started for it.
+    (`Pool.down`). A wait that is over starts no process of the pool.
 
     Attributes:
         id: Id by which the pool's process identifies the wait.
@@ -96,7 +96,7 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether the wait was cancelled, or this kernel has ended the pool since it began."""
+        """Whether the wait was cancelled, or this kernel ended the pool during the wait."""
         return self.is_given_up or self._pool.downs != self._downs
 
     def give_up(self) -> None:
@@ -130,12 +130,12 @@ def _connect(place: PoolAddress, check: Callable[[], None]) -> "Client":
     """Return a Dask client that is connected to a pool's process.
 
     Args:
-        check: Called repeatedly during the wait; raises PoolError to stop it. Dask itself would
-            keep trying for `ANSWER_S`, even if the process has ended.
+        check: Called repeatedly while the client connects. If `check` raises PoolError, this call
+            ends. Dask itself would keep trying for `ANSWER_S`, even if the process has ended.
 
     Raises:
         OSError: The process does not respond.
-        PoolError: `check` raised it.
+        PoolError: Raised by `check`.
     """
     from distributed import Client, Security
 
@@ -192,9 +192,9 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
 class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
-    The connection ends when the process ends or the kernel leaves it, and is never restored. Runs
-    and waits for hosts that were started on it end with it, even if another process replaces the
-    pool's process.
+    The connection ends when the process ends or when the kernel closes the connection. It is never
+    restored. All runs and waits for hosts on this connection end with it. If the pool gets another
+    process, that process does not continue them.
 
     Args:
         client: A Dask client that is connected to the process.
@@ -203,8 +203,8 @@ class PoolConnection:
     Attributes:
         id: The Dask client's id, by which the process identifies this kernel.
         config: The pool's settings.
-        process: The process at the other end.
-        why: The reason for the end of the connection; "" while it is open.
+        process: The pool's process at the other end of the connection.
+        why: The reason for which the connection has ended; "" while it is open.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
-        """Ask the process to accept this kernel; return whether it does.
+        """Ask the process to accept this kernel; return whether the process accepts.
 
         A process that has begun to end refuses.
 
@@ -274,7 +274,7 @@ class PoolConnection:
         """Wait until `hosts` hosts can start ranks. For the arguments, see `Pool.open`.
 
         Returns:
-            The response of the pool's process. If the hosts are not available, it holds the error.
+            The response of the pool's process, with an error if the hosts are not available.
 
         Raises:
             ConnectionEnded: The process has ended.
@@ -411,7 +411,8 @@ class PoolConnection:
         The process at the other end may continue, for example for other kernels.
 
         Args:
-            why: The reason, which `ConnectionEnded` tells callers that still use the connection.
+            why: The reason, for the message of `ConnectionEnded`. Callers that still use the
+                connection get this error.
         """
         self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
@@ -425,7 +426,7 @@ class PoolConnection:
             on_look: Called every quarter of a second until the response arrives.
 
         Raises:
-            ConnectionEnded: The process has ended, or this kernel has left it.
+            ConnectionEnded: The process has ended, or this kernel has closed the connection.
             PoolError: The process has sent no beat for `SILENT_S`.
         """
         answer = self._send(request)
@@ -580,14 +581,14 @@ class Pool:
         """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
 
         Args:
-            on_wait: Called with one line for each host that is not ready, at each beat of the
-                pool's process, in the thread of the Dask client.
+            on_wait: Called at each beat of the pool's process, in the thread of the Dask client.
+                Receives a list with one line for each host that is not ready.
             wait: Cancels this call (`Wait.give_up`).
-            has_run: Whether a run is to start on the hosts. It is False if the pool is only being
-                started in advance.
+            has_run: Whether a run is to start on the hosts. False if the user only starts the
+                pool in advance (`%taas warm`).
 
         Returns:
-            The connection to the pool's process, which has the hosts.
+            The connection to the pool's process. The process has the hosts.
 
         Raises:
             ConnectionEnded: The process that requested the hosts has ended.
@@ -654,8 +655,8 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to the pool's process. The caller holds `_joining`.
 
-        If a process ends before it has accepted this kernel, nothing is lost, and the next process
-        is tried. Only if this kernel had started that process, its failure is an error.
+        A process may end before it accepts this kernel. Then no run is lost, and this call tries
+        the next process. The failure of a process that this kernel started is an error.
 
         Args:
             starts: Whether to start a process if none is running.
@@ -687,12 +688,12 @@ class Pool:
         """Connect to a process and ask it to accept this kernel.
 
         Returns:
-            The connection; None if the process ended without a failure before it had accepted.
+            The connection. None if the process ended without a failure before it accepted this
+            kernel.
 
         Raises:
             OSError: The process runs, but does not respond.
-            PoolError: This kernel had started the process and the process failed, or the wait was
-                cancelled.
+            PoolError: The process failed and this kernel had started it, or the wait was cancelled.
         """
         began, is_told = time.monotonic(), False
 
@@ -732,8 +733,8 @@ class Pool:
             The process; None if none is running and `starts` is False.
 
         Raises:
-            PoolError: The wait is over, or another kernel locked the pool's folder but does not
-                start a process.
+            PoolError: The wait is over. Or another kernel locked the pool's folder and did not
+                start a process within `END_S`.
         """
         deadline = time.monotonic() + END_S
         while True:
@@ -753,11 +754,12 @@ class Pool:
         """Wait until a process accepts connections; return its address and keys.
 
         Args:
-            check: Called repeatedly during the wait; raises PoolError to stop it.
+            check: Called repeatedly during the wait. If `check` raises PoolError, the wait ends.
 
         Raises:
-            PoolError: The process was stuck and was killed, or `check` raised it. It counts as
-                stuck if it used no processor time and read nothing for `start_timeout_s`.
+            PoolError: Raised by `check`, or because the process was stuck and was killed. A
+                process is stuck if it used no processor time and read nothing for
+                `start_timeout_s`.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
@@ -786,10 +788,10 @@ class Pool:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')
 
     def down(self) -> None:
-        """End the pool: its runs, its hosts and its process, even if it is just starting.
+        """End the pool: its runs, its hosts and its process.
 
-        All waits of this kernel for the pool end. A process that does not respond is killed, and
-        its hosts end with it.
+        Also ends a process that is just starting. All waits of this kernel for the pool end. A
+        process that does not respond is killed, and its hosts end with it.
         """
         self.downs += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
@@ -812,7 +814,7 @@ class Pool:
             found.close_when_unused()
 
     def is_over(self) -> bool:
-        """Return whether this kernel has no connection to the pool and no child process of it."""
+        """Return whether the connection has ended and none of the pool's processes is our child."""
         return self.connection is None and not self.folder.has_children()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 The controller is a Dask scheduler plugin in the pool's own process and runs on its event loop.
 Kernels send requests to it (`Launch`, `Halt`, … are calls of the scheduler). Agents send events to
-it. Dask calls it when a client or a host is gone.
+it. Dask calls the controller when a client or a host is gone.
 """
 
 import asyncio
@@ -114,14 +114,18 @@ class Kernels:
                 self.give_up(wait)
 
     async def enter(self, request: RegisterKernel) -> bool:
-        """Return whether the pool accepts a kernel. A connected kernel keeps the pool running."""
+        """Return whether the pool accepts a kernel.
+
+        The pool accepts each kernel whose Dask client is connected, until the pool begins to end.
+        While such a client is connected, the pool does not end by itself.
+        """
         return not self.is_ending and request.owner in self.connected
 
     async def ready(self, request: WaitForHosts) -> StartResponse:
         """Wait until the requested number of hosts can start ranks.
 
-        A kernel may have several waits at the same time, for example a cell's wait while the pool
-        is being started in advance.
+        A kernel may have several waits at the same time. For example, a cell may wait while
+        `%taas warm` still waits.
 
         Returns:
             The response for the kernel, with the error if the wait failed or was cancelled.
@@ -148,12 +152,13 @@ class Kernels:
     def why_not_started(self, error: Exception) -> str:
         """Return the message for a kernel whose wait or start failed.
 
-        Hosts report various errors while the pool ends them: the message names the pool's end then.
+        While the pool is ending, its hosts report various errors. Then the message says only that
+        the pool was ended.
         """
         return "a kernel ended the pool (`%taas down`)" if self.is_ending else str(error)
 
     async def give_up_all(self) -> None:
-        """Cancel all waits for hosts, and wait until their kernels have got responses."""
+        """Cancel all waits for hosts, and wait up to `_ANSWERED_S` until the waits have ended."""
         if given_up := [waiting for _, waiting in self._waiting.values()]:
             for waiting in given_up:
                 waiting.cancel()
@@ -169,11 +174,11 @@ class Kernels:
 
 
 class PoolMeter:
-    """Meter of a pool's host hours and GPU hours, which also finds idle hosts.
+    """Meter of a pool's host hours and GPU hours. Also finds idle hosts.
 
     Args:
-        idle_timeout_s: Seconds without a run after which a host is to be returned to the engine;
-            None keeps idle hosts.
+        idle_timeout_s: Seconds without a run after which the pool returns a host to the engine.
+            None: the pool keeps idle hosts.
         clock: Monotonic clock, in seconds.
     """
 
@@ -192,7 +197,7 @@ class PoolMeter:
         """Add the time since the last call to the hours of all hosts, and update idle times.
 
         Returns:
-            Whether a host has been idle for `idle_timeout_s`, so that it is to be returned.
+            Whether a host has been idle for `idle_timeout_s`, so that the pool must return it.
         """
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
@@ -226,9 +231,9 @@ class PoolMeter:
         )
 
     def is_in_use(self, host: PoolHost) -> bool:
-        """Return whether the pool is to keep a host.
+        """Return whether the pool keeps a host.
 
-        It keeps each host that has a run or has been idle for less than `idle_timeout_s`.
+        The pool keeps each host that has a run or has been idle for less than `idle_timeout_s`.
         """
         if host.runs or host.idle_since is None or self._idle_timeout_s is None:
             return True
@@ -247,7 +252,7 @@ END_S = 10.0
 
 
 class Controller(SchedulerPlugin):
-    """The controller of a pool, which starts, follows and ends runs on requests of kernels.
+    """The controller of a pool. Starts, follows and ends runs at the request of kernels.
 
     Args:
         source: The engine that gets hosts.
@@ -303,7 +308,7 @@ class Controller(SchedulerPlugin):
 
     @property
     def over(self) -> asyncio.Event:
-        """Set when the pool is to end."""
+        """Event that is set when the pool must end."""
         return self._kernels.over
 
     async def launch(self, request: Launch) -> StartResponse:
@@ -333,7 +338,8 @@ class Controller(SchedulerPlugin):
 
                 run = PoolRun(spec, owner, self.pool_hosts, publish, over, session)
                 run.send_event = send_event
-                for fetchers in self._fetchers_of_session(run_id):  # of the session's first cell
+                # If this run is a session, the fetchers of its first cell have started before it.
+                for fetchers in self._fetchers_of_session(run_id):
                     run.count_fetchers(fetchers)
                 if session is not None:
                     until_end.enter_context(session.in_use(run))
@@ -392,7 +398,10 @@ class Controller(SchedulerPlugin):
         return ""
 
     async def take_session(self, request: TakeSession) -> SessionState:
-        """Give a detached session to a kernel, and take it away from the kernel that has it."""
+        """Make the requesting kernel the owner of a detached session.
+
+        If another kernel owned the session, that kernel receives `Detached` and loses the session.
+        """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
             return SessionState(error="it has ended")
@@ -418,11 +427,12 @@ class Controller(SchedulerPlugin):
         return session if isinstance(session, PoolRun) and session.stays else None
 
     def _leave(self, share: Share, session: PoolRun) -> None:
-        """Let a detached session, a cell that it runs, or its fetchers continue without the kernel.
+        """Let a part of a detached session continue without the kernel that owned the part.
+
+        The kernel is gone, or another kernel takes the session over.
 
         Args:
-            share: The session itself, the cell, or the fetchers. Its owner, a kernel, is gone, or
-                another kernel takes the session over.
+            share: The part: the session itself, a cell that the session runs, or fetchers.
             session: The session.
         """
         share.owner = ""
@@ -431,19 +441,20 @@ class Controller(SchedulerPlugin):
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
             session.left_cell = share.run_id
-            self._fetchers_of[share.run_id] = _no_fetchers  # the cell's end calls `notify`
+            # An entry marks the cell as detached, so that `_carry_out` calls `notify` at its end.
+            self._fetchers_of[share.run_id] = _no_fetchers
             self._tasks.start(share.refuse_input())
 
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
-        """Send all events of fetchers on this pool to their run, and not to a kernel.
+        """Send all further events of fetchers on this pool to their run instead of a kernel.
 
-        The earlier events are sent again, because the kernel may not have relayed all of them.
+        Sends earlier start and end events again, because the kernel may not have relayed them.
         """
         fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
-        """End the fetchers of a detached run, or those that a session has without a kernel."""
+        """End the fetchers of a detached run, and all fetchers of a session that no kernel owns."""
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
                 await end_fetchers()
@@ -491,11 +502,12 @@ class Controller(SchedulerPlugin):
     ) -> None:
         """Wait for the end of a started run; then write its end to the journal and clean up.
 
-        The kernel gets the end event last. By then, the event is in the journal and the project
-        store is free for the next run.
+        Then sends the end event to the kernel. So when the kernel receives this event, the event is
+        in the journal and the project store is free for the next run.
 
         Args:
-            until_end: Closed when the run has ended: releases the store and closes the journal.
+            until_end: Exit stack that releases the project store and closes the journal. This
+                function closes the stack when the run has ended.
         """
         try:
             ended = await _end_of(run)
@@ -512,10 +524,10 @@ class Controller(SchedulerPlugin):
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
-        """Wait until all interrupted runs of this kernel, or of kernels that are gone, have ended.
+        """Wait for the end of all interrupted runs that belong to no other connected kernel.
 
-        These runs may still own the project store. The wait is bounded: the pool ends a host itself
-        if the host's lease runs out or the host does not end its ranks within `HALT_S`.
+        These runs may still own the project store. The wait is bounded, because the pool drops a
+        host whose lease runs out or that does not end its ranks within `HALT_S`.
 
         Args:
             send_event: Sends a note about the wait to the kernel.
@@ -553,7 +565,7 @@ class Controller(SchedulerPlugin):
         return StartResponse(hosts=hosts)
 
     async def allow_restarts(self, request: AllowRestarts) -> None:
-        """Let the fetchers of a session on this pool start again once more, for its next cell."""
+        """Allow the fetchers of a session on this pool one restart for the session's next cell."""
         for fetchers in self._fetchers_of_session(request.session):
             fetchers.allow_restart()
 
@@ -582,7 +594,7 @@ class Controller(SchedulerPlugin):
         return await share.start()
 
     async def relay(self, request: Relay) -> None:
-        """Pass events of a run's fetchers, which may be on another pool, to the run."""
+        """Pass events of a run's fetchers to the run. The fetchers may be on another pool."""
         run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
             await run.relay(request.events)
@@ -661,7 +673,10 @@ class Controller(SchedulerPlugin):
         self._kernels.remove(client)
 
     async def _beat(self) -> None:
-        """Send beats and update kernels, sessions and hosts. Runs until cancelled."""
+        """Send a beat to all kernels every `BEAT_S`. Runs until cancelled.
+
+        At each beat, also end the pool if it is unused, end idle sessions and return idle hosts.
+        """
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
             self._kernels.end_if_idle(has_runs=bool(self._runs))
@@ -702,7 +717,7 @@ class Controller(SchedulerPlugin):
 
 
 def _journal(folder: RunFolder, send_event: EncodedEventSink) -> Writer:
-    """Open a run's journal. If writing to it fails later, the kernel gets one note about that."""
+    """Open a run's journal. If a write to the journal fails later, the kernel gets one note."""
     loop = asyncio.get_running_loop()
 
     def report_incomplete(why: str) -> None:
@@ -720,7 +735,8 @@ async def _no_fetchers() -> None:
 async def _end_of(run: PoolRun) -> RunEnded:
     """Wait for the end of a started run; return its last event.
 
-    Also returns an event after an unexpected error, because the kernel waits for the last event.
+    The kernel waits for the last event. So this function returns an event even if an unexpected
+    error occurs.
     """
     try:
         return await run.carry_out()

@@ -1,7 +1,7 @@
 """Tasks that a pool's process does for a detached run, because the kernel may be gone.
 
 If the run's fetchers are on another pool, the process relays their events and ends them with the
-run. At the end of the run, it runs the command of the `notify` setting.
+run. When the run has ended, the process executes the command of the `notify` setting.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ async def take_fetchers(
 
 
 def notify(folder: RunFolder, ended: RunEnded) -> None:
-    """Run the user's `notify` command at the end of a detached run, if there is one.
+    """Run the user's `notify` command after a detached run, if taas.toml sets this command.
 
     The command's output goes to `notify.log` in the run folder. Blocks until the command has ended.
     After `NOTIFY_S`, the command is killed.

@@ -1,8 +1,8 @@
 """The pool's side of file transfer: handles hosts' requests for files of a run (`FileServer`).
 
-`host/files.py` sends the requests. Into the run folder, a host may write only files of its own
-ranks or fetchers (`OwnedFiles`). `store/server.py` checks and handles the requests about the
-project store.
+`host/files.py` sends the requests. A host may write only files of its own ranks or fetchers into
+the run folder (`OwnedFiles`). `store/server.py` checks and handles the requests about the project
+store.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class OwnedFiles:
     Attributes:
         numbers: Numbers of the host's ranks, or of its fetchers.
         attempt: The run's current attempt. The host may not write results of earlier attempts.
-        senders: Ranks that may send results.
+        senders: Ranks of the run that may send results, on any host (`plan.senders`).
     """
 
     numbers: Collection[int]
@@ -86,8 +86,9 @@ class FileServer:
         """Handle a host's request for files; return the response.
 
         Args:
-            host_rank: Number of the host among those of the run's ranks, or of its fetchers.
+            host_rank: Number of the host among the hosts of the share.
             owned: Files of the run folder that the host may write.
+            asked: The request.
 
         Raises:
             ProtocolError: The request is invalid, or this host may not send it.
@@ -138,7 +139,11 @@ class FileServer:
         return Manifest(entries, {})
 
     def _read(self, asked: ReadFiles) -> list[bytes | None]:
-        """Return parts of files that `_list` returns."""
+        """Return parts of files.
+
+        Raises:
+            ProtocolError: `_list` does not return one of these files.
+        """
         listed = {entry.path for entry in self._list().entries}
         parts: list[bytes | None] = []
         for name, offset, size in asked.parts:
@@ -150,7 +155,14 @@ class FileServer:
         return parts
 
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
-        """Write files, if the host may write all of them; no path is refused singly."""
+        """Write pieces of files, if the host may write all of these files; else write none.
+
+        Returns:
+            An empty dict: the response never refuses single paths.
+
+        Raises:
+            ProtocolError: The host may not write one of the files.
+        """
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.has(it.path, self._fetches)]
         folders = [it.path for it in entries if it.is_folder]
@@ -162,7 +174,7 @@ class FileServer:
         return {}
 
     def _write_piece(self, host_rank: int, piece: Piece) -> None:
-        """Write a piece of a file beside its path; after the last piece, move the file there."""
+        """Write a piece of a file to a temporary file; after the last piece, rename this file."""
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = Path(f"{path}.part-{host_rank}")
@@ -175,9 +187,9 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Handle a request about the project store; run by the thread of this object.
+        """Handle a request about the project store. Runs in the thread of this object.
 
-        The first request makes the store's server.
+        The first request creates the `StoreServer`.
         """
         if self._store_server is None:
             rule = self._run.plan.store

@@ -1,16 +1,16 @@
 """The pool's Dask scheduler and its port: authentication of peers and checks of their messages.
 
-The pool uses only the membership and the streams of Dask's scheduler. Dask's own listener unpickles
-messages before it checks them, and does not limit the number of unauthenticated connections. `Gate`
-replaces that listener through Dask's own extension points, `Server.listen` and `Server.listeners`.
-`Gate` enforces three rules:
+The pool uses Dask's scheduler for two things only: to know which peers are connected, and to
+exchange messages with them. Dask's own listener unpickles messages before it checks them, and does
+not limit the number of unauthenticated connections. `Gate` replaces that listener through Dask's
+own extension points, `Server.listen` and `Server.listeners`. `Gate` enforces three rules:
 
-- A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. Only the
-  newest `MOST_UNPROVED` connections that have not done so yet are kept. So a flood of silent
-  connections does not prevent others from connecting.
-- A message must be plain data: one frame of msgpack. The gate refuses pickles from every peer, and
-  also data that Dask would only forward, to be unpickled elsewhere.
-- A host may send only the operations in `ALLOWED_OPERATIONS`, and only for itself.
+- A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. If more
+  than `MOST_UNPROVED` connections are still unproved, the gate closes the oldest of them. So a
+  flood of silent connections does not prevent others from connecting.
+- A message must be plain data: one frame of msgpack. The gate refuses pickles from every peer. It
+  also refuses pickles that Dask would forward to another process without unpickling them.
+- A host may send only the operations in `ALLOWED_OPERATIONS`, and only in its own name.
 """
 
 import asyncio
@@ -118,7 +118,8 @@ def size_of(begin: bytes) -> int:
     """Return the size of a message in bytes, from its header.
 
     Raises:
-        ProtocolError: The message has more than one frame, as pickles have, or is too large.
+        ProtocolError: The message is too large, or has more than one frame. Messages with pickles
+            have several frames.
     """
     following, frames, size = _PRELUDE.unpack(begin)
     if frames != 1 or following != size + 16:
@@ -149,10 +150,13 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check(peer: Peer, message: Any) -> None:
-    """Check that `peer` may send `message`: the operation, and for a host also the host's name.
+    """Check that `peer` may send `message`.
+
+    A host or vehicle may send only the operations of its role, and only in its own name. A kernel
+    may send every message.
 
     Raises:
-        ProtocolError: `peer` may not send it.
+        ProtocolError: `peer` may not send `message`.
     """
     may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
@@ -174,7 +178,8 @@ class Gate(Listener):
     """Dask listener on the pool's port, which authenticates each connection.
 
     Args:
-        admit: Called with each authenticated connection; serves it until it ends.
+        admit: Coroutine function that serves one authenticated connection until the connection
+            ends.
         handshake: Extra fields of Dask's handshake message.
     """
 
@@ -322,7 +327,7 @@ class PoolScheduler(Scheduler):
 
     @property
     def refused(self) -> int:
-        """Number of connections that the port refused, or closed for a forbidden message."""
+        """Number of connections that failed to authenticate or sent a forbidden message."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(
@@ -349,7 +354,8 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register an agent or a vehicle. `check` has already verified the agent's name.
 
-        Fields outside `JOINS_WITH` are replaced, because Dask uses them when other workers join.
+        Replaces all fields outside `JOINS_WITH` by constants, because Dask would use a worker's
+        values of these fields when other workers join.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

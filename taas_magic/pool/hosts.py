@@ -120,14 +120,15 @@ class Tasks:
 class PoolHosts(SchedulerPlugin):
     """The hosts of a pool that have joined.
 
-    Requests hosts from the engine, sends requests to their agents, and drops those that are lost.
+    Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
 
     Args:
         source: The engine that gets the hosts.
         start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
-        on_lost: Called with each host that is gone, for whatever reason, and the reason.
-        are_local: Whether the hosts are the notebook's machine.
+        on_lost: Called with each host that is gone, and the reason. Not called for a host that
+            ended by itself before it could start ranks.
+        are_local: Whether all hosts run on the notebook's machine.
     """
 
     name = "taas-hosts"
@@ -168,7 +169,7 @@ class PoolHosts(SchedulerPlugin):
         return [host for host in coming if host is not None]
 
     def named(self, agent: str) -> PoolHost | None:
-        """Return the host whose agent has that name; None if the pool has no such host."""
+        """Return the host whose agent is named `agent`; None if the pool has no such host."""
         return next((it for it in self._hosts.values() if it.agent == agent), None)
 
     async def acquire(
@@ -180,9 +181,9 @@ class PoolHosts(SchedulerPlugin):
     ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
 
-        If more hosts are there, returns those in `preferred` and then those with the fewest runs.
-        Each returned host has just responded to a request, because the list may still contain a
-        host that died a moment ago.
+        If the pool has more hosts, chooses hosts in `preferred`, then hosts with the fewest runs.
+        A host that died a moment ago may still count as joined. So each chosen host must first
+        respond to a request.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -191,8 +192,8 @@ class PoolHosts(SchedulerPlugin):
             has_run: Whether a run is to start on the hosts.
 
         Raises:
-            PoolError: The hosts did not join in time, or a requested host will not come. All hosts
-                without a run are then returned to the engine.
+            PoolError: The hosts did not join in time, or the engine cannot provide a host. Then all
+                hosts without a run are returned to the engine.
         """
         while True:
             self._runs_waiting += has_run
@@ -206,9 +207,10 @@ class PoolHosts(SchedulerPlugin):
                 return taken
 
     async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
-        """Wait until a host responds to `Greet` or is gone. Send a line to `on_wait` if it is slow.
+        """Wait until a host responds to `Greet` or is gone.
 
-        Drops the host if it responds that no run can start there.
+        If the response is late, sends a line to `on_wait`. Drops the host if the host responds with
+        an error, or not at all.
         """
 
         def report_wait() -> None:
@@ -290,8 +292,8 @@ class PoolHosts(SchedulerPlugin):
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
 
-        The host has `CALL_S` for its response. A host that cannot start ranks yet has no limit:
-        the wait ends when it responds or is gone.
+        The host must respond within `CALL_S`. There is no limit for a host that cannot start ranks
+        yet: the wait ends when the host responds or is gone.
 
         Raises:
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
@@ -332,9 +334,9 @@ class PoolHosts(SchedulerPlugin):
                     await self.drop(host.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Remove a host because it is lost or useless, for the reason `why`.
+        """Remove a host that is lost or has failed, for the reason `why`.
 
-        The engine then ends what is left of the host.
+        The engine then ends the host, if anything of the host still runs.
         """
         if host := self._hosts.get(address):
             host.why_lost = why
@@ -350,10 +352,10 @@ class PoolHosts(SchedulerPlugin):
             self._tasks.start(self._greet(host))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Remove a host that is gone, for whatever reason. Called by Dask.
+        """Remove a host that is gone. Called by Dask.
 
-        `on_lost` is not called for a host that ended by itself before it could start ranks: its
-        engine reports why.
+        If the host ended by itself before it could start ranks, `on_lost` is not called: the engine
+        reports this failed start.
         """
         host = self._hosts.pop(worker, None)
         if host is None:
@@ -371,12 +373,12 @@ class PoolHosts(SchedulerPlugin):
         self._on_lost(host, f"{why}; {detail}" if detail else why)
 
     async def _greet(self, host: PoolHost) -> None:
-        """Send `Greet` to a new host, and mark it as ready when it responds.
+        """Send `Greet` to a new host, and mark the host as ready when it responds.
 
-        Its response has its name, address and GPUs.
+        The response has the host's name, address and GPUs.
 
-        The wait has no time limit, since imports may be slow: a host that is alive sends beats, and
-        ends itself if its imports are stuck. Drops a host that responds with an error.
+        The wait has no time limit, because imports may be slow. A host that is alive sends beats.
+        A host whose imports are stuck ends itself. Drops a host that responds with an error.
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
@@ -394,11 +396,13 @@ class PoolHosts(SchedulerPlugin):
     async def _have_joined(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
-        Calls the engine every `ASK_AGAIN_S`, so that it replaces a requested host that has died.
+        Calls the engine every `ASK_AGAIN_S`, so that the engine replaces requested hosts that died.
 
         Raises:
-            asyncio.TimeoutError: For `start_timeout_s`, no host was known to be starting.
-            PoolError: A requested host will not come, or `FAILED_STARTS` hosts failed to start.
+            asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not
+                respond in that time.
+            PoolError: The engine cannot provide a host, or `FAILED_STARTS` hosts were lost before
+                they could start ranks.
         """
 
         async def change(known: int) -> None:

@@ -50,7 +50,7 @@ class PoolSettings(Struct):
 
     Attributes:
         folder: Path of the pool's folder.
-        project: Path of the notebook's project.
+        project: Path of the project folder (the notebook's folder).
         linger_s: Seconds for which the process stays after its last kernel and run are gone.
         lock: File descriptor of the folder's lock, which the process inherits.
     """
@@ -254,15 +254,15 @@ class PoolFolder:
         return found
 
     def has_children(self) -> bool:
-        """Forget child processes that have ended. Return whether any still runs."""
+        """Forget child processes that have ended. Return whether a child process still runs."""
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return bool(self._children)
 
 
 def main() -> int:
-    """Run the pool's process until a kernel ends it or no kernel and no run needs it any more."""
-    gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
+    """Run the pool's process until a kernel ends the pool, or no kernel and no run is left."""
+    gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
     words = unpack(sys.stdin.buffer.readline(), PoolSettings)
     folder = Path(words.folder)
     os.set_inheritable(words.lock, False)

@@ -22,10 +22,10 @@ class FetcherRestarts:
         self._last: FetcherEnded | None = None
 
     def allow_one(self) -> tuple[list[Event], bool]:
-        """Allow one restart from now on, however many there were.
+        """Allow one restart from now on. Earlier restarts do not count.
 
         Returns:
-            As `record`. If all fetchers ended earlier, they start again now.
+            As `record`. If all fetchers have already ended, the caller must start them now.
         """
         self._used, self._most = 0, 1
         if self._last is None or not self._may_start_again():
@@ -40,7 +40,8 @@ class FetcherRestarts:
         """Record an event of a fetcher.
 
         Returns:
-            The events to publish in its place, and whether the caller must start all fetchers.
+            The events to publish instead of `event`, and whether the caller must start all
+            fetchers again.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

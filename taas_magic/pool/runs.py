@@ -3,7 +3,7 @@
 Ranks and fetchers have the same lifecycle (`Share`). A `Share` takes hosts of the pool and starts
 its ranks or fetchers on them. It accepts events and requests only from these hosts. It continues
 without a host that is lost. If the user halts the run and a host does not end its ranks or fetchers
-in time, the pool ends the host itself.
+in time, the pool drops this host.
 
 `PoolRun` is the `Share` of the ranks. Each host reports how its ranks ended. `decide`, a pure
 function, derives the outcome of the attempt from the reports. Then the pool tells all hosts whether
@@ -163,12 +163,14 @@ class AttemptOutcome:
 def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     """Return the outcome of an attempt; None if the attempt continues.
 
-    The first failure that is reported may not be the first that happened: if a rank dies, ranks of
-    other hosts fail as a consequence, and their hosts may report earlier. So if all reported
-    failures are consequences, the attempt continues until each host without a report has sent a
-    beat at least `LATE_S` after the first report. A host's messages arrive in order, so its report
-    would have arrived before that beat. If a host sends no beats, the pool soon drops it as lost
-    and records this as the host's report.
+    If a rank dies, ranks of other hosts fail as a consequence. Their hosts may report earlier than
+    the host of the dead rank. So if all reported failures are consequences, the attempt continues
+    for a while, because the cause may still arrive.
+
+    The wait ends when each host without a report has sent a beat later than `LATE_S` after the
+    first report. A host's messages arrive in order, so a report of the host would have arrived
+    before this beat. If a host sends no beats, the pool soon drops the host. Then the loss of the
+    host counts as its report.
 
     Args:
         hosts: All hosts of the attempt, with their reports.
@@ -218,7 +220,10 @@ def _is_own(report: HostReport) -> bool:
 
 
 def worst(states: Iterable[str]) -> str:
-    """Return the worst of the hosts' states. It is the state of the whole run."""
+    """Return the worst of the hosts' states, which becomes the state of the whole run.
+
+    From best to worst, the states are SUCCEEDED, INTERRUPTED, FAILED and LOST.
+    """
     return max(states, key=_WORST_LAST.index)
 
 
@@ -231,7 +236,8 @@ class Share(ABC):
         publish: Called with each event of these ranks or fetchers.
 
     Attributes:
-        run_id: Id of the run; of fetchers, the id of their share.
+        run_id: Id of the run, if these are ranks. If they are fetchers, the id of their share
+            (`host.spec.share_id`).
     """
 
     fetches: bool
@@ -253,7 +259,7 @@ class Share(ABC):
 
     @abstractmethod
     async def start(self) -> list[str]:
-        """Take hosts, and start the ranks or fetchers on them.
+        """Get hosts from the pool, and start the ranks or fetchers on them.
 
         Returns:
             The names of the hosts.
@@ -273,7 +279,7 @@ class Share(ABC):
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send `event`: it must concern the host's own processes only."""
+        """Return whether a host may send `event`. It must not concern other hosts' processes."""
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
@@ -347,8 +353,8 @@ class Share(ABC):
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
 
-        Returns before the ranks or fetchers have ended. A host that has not ended them within
-        `HALT_S` is ended itself.
+        Returns before the ranks or fetchers have ended. The pool drops each host that has not ended
+        them within `HALT_S`.
 
         Args:
             how: "interrupt" or "kill".
@@ -358,7 +364,7 @@ class Share(ABC):
         await self._order_end(how)
 
     async def _order_end(self, how: str) -> None:
-        """Order all hosts to end the ranks or fetchers; end a host itself that does not obey."""
+        """Tell all hosts to end the ranks or fetchers. Drop each host that does not do so."""
         self._tasks.start(self._end_late(HALT_S))
         await self._send_to_all(Halt(self.run_id, how))
 
@@ -386,7 +392,7 @@ class Share(ABC):
         return stacks
 
     def _part(self, address: str) -> HostPart | None:
-        """Return the state on one host; None if no rank or fetcher is there (any more)."""
+        """Return the `HostPart` of a host; None if no rank or fetcher is there (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
@@ -402,8 +408,8 @@ class Share(ABC):
         Publishes notes about the wait.
 
         Args:
-            preferred: Addresses of hosts that must be among them.
-            patience_s: Seconds for which to try again if hosts are not available.
+            preferred: Addresses of hosts that are chosen first.
+            patience_s: Seconds for which this call tries again if hosts are not available.
 
         Raises:
             PoolError: Too few hosts are available, a host lacks a module or version, or the run was
@@ -501,9 +507,8 @@ class Share(ABC):
         """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
-            limit_s: Seconds for each host, counted from this call or from the host's last event or
-                request, whichever is later. A host that still sends files back sends requests, so
-                it is not dropped.
+            limit_s: Seconds for each host, counted from this call. They are counted anew from each
+                event or request of the host. So a host that still sends files is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -519,7 +524,7 @@ class Share(ABC):
 class PoolFetchers(Share):
     """The fetchers of a run, on one pool.
 
-    If all of them have ended, they start again, up to `--max-restarts` times. In a session, they
+    If all of them have ended, they start again, up to `--max-restarts` times. A session's fetchers
     stay until they are halted, and start again at most once for each cell (`allow_restart`).
     """
 
@@ -548,7 +553,7 @@ class PoolFetchers(Share):
         Raises:
             OSError: The run folder cannot be read.
         """
-        if self._run.session:  # the fetchers may start again when their cell has ended long ago
+        if self._run.session:  # the fetchers may start again long after their cell has ended
             await asyncio.to_thread(self._keeping.enter_context, self.folder.in_use())
         return await self._start_all()
 
@@ -564,7 +569,7 @@ class PoolFetchers(Share):
         return [host.name for host in chosen]
 
     async def carry_out(self) -> None:
-        """Wait until the fetchers have ended and will not start again; then refuse requests."""
+        """Wait until the fetchers have ended for good; then refuse requests about the store."""
         while self._running() or self._may_start_again():
             self._changed.clear()
             await self._changed.wait()
@@ -601,10 +606,10 @@ class PoolFetchers(Share):
     async def halt(self, how: str) -> None:
         """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
 
-        A host that has not ended them within `HALT_S` is ended itself.
+        The pool drops each host that has not ended its fetchers within `HALT_S`.
 
         Args:
-            how: Ignored: "interrupt" kills the fetchers too.
+            how: Ignored, because "interrupt" kills the fetchers too.
         """
         self._restarts.refuse()
         await super().halt("kill")
@@ -689,8 +694,8 @@ class PoolRun(Share):
     its own, which uses the ranks of the session.
 
     Args:
-        over: Event that the caller sets when the run has ended on all hosts and in the pool's
-            process.
+        over: Event that the caller sets at the end: when the run has ended on all hosts, its
+            journal is closed and the project store is free.
         session: The session whose hosts and ranks the run uses; None if the run is not a cell of a
             session.
     """
@@ -861,7 +866,7 @@ class PoolRun(Share):
         await self._send_to_all(answer)
 
     async def refuse_input(self) -> None:
-        """Tell the ranks that wait for the user that nobody can type."""
+        """Refuse all open requests for the user's input, because no user can answer."""
         for rank, number in list(self._open_requests.items()):
             await self.answer_input(AnswerInput(self.run_id, rank, number, is_refused=True))
 
@@ -927,7 +932,7 @@ class PoolRun(Share):
         self._tasks.start(self._close_requests(self._numbers(part)))
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
-        """Record how a host's ranks ended. Ignore it if the host has a report for this attempt.
+        """Record how a host's ranks ended, unless the host has a report for this attempt already.
 
         In a federation, only the first host's failure or loss fails the run. For any other host,
         the failure is published as a note and the host counts as succeeded.
