@@ -2,7 +2,7 @@
 
 work.py               the two kinds of work: a cell, and the call of a function
 names.py              find the names and modules that a cell uses; pure
-modules.py            ship the project's own modules as source; find the installed ones needed
+modules.py            send the project's own modules as source; list the needed installed modules
 pickling.py           convert values to bytes and shared memory, and back
 reducers.py           reduce objects that pickle handles badly; torch's storages; paths
 culprit.py            find the path to an object that cannot be pickled

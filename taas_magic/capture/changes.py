@@ -1,8 +1,8 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies, so
-the user gets a note with the changed names, once a run. A value is not compared if that would cost
-too much or would run the user's code.
+A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies. So
+each run gives the user at most one note, with the changed names. Values are not compared if the
+comparison would cost too much or would run the user's code.
 """
 
 import functools
@@ -48,8 +48,8 @@ State = tuple[Any, ...]
 class ChangeDetector:
     """Detector of captured values that a cell changes.
 
-    It makes a digest of each value before the cell runs. `notes` compares these digests with the
-    values after the cell.
+    The constructor makes a digest of each value, before the cell runs. `notes` makes the digests
+    again after the cell, and compares them.
 
     Args:
         values: The notebook's values by name, small ones first.
@@ -111,7 +111,7 @@ class ChangeDetector:
 
 
 def _sentence(names: list[str]) -> str:
-    """Return the part of the note about changed values, without classes."""
+    """Return the part of the note that names changed values other than classes."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -126,7 +126,7 @@ class _TooCostlyError(Exception):
 
 
 class _Budget:
-    """Rest of the cost limit `_BUDGET`."""
+    """The part of the cost limit `_BUDGET` that is not spent yet."""
 
     def __init__(self) -> None:
         self._left = _BUDGET
@@ -152,7 +152,13 @@ class _Digest:
 
 
 def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
-    """Return a digest of a value's content, or None if it costs too much or raises an error."""
+    """Return a digest of a value's content; None if this costs too much or raises an error.
+
+    Args:
+        value: The value.
+        known: Ids of objects that `--out` returns. Their content is not compared.
+        budget: The remaining cost limit. The call spends from it.
+    """
     digest = _Digest(budget)
     try:
         _Describer(digest, known, budget).dump(value)
@@ -183,16 +189,19 @@ class _Describer(pickle.Pickler):
 
 
 def _loaded(*described: Any) -> None:
-    """Act as the constructor in the pickled description of a value; it is never called."""
+    """Stand for the constructor in the pickled description of a value.
+
+    Never called, because no description is unpickled.
+    """
 
 
 def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
 
     Returns:
-        The name of the object's class and the compared parts. For a class that is not handled
-        here, only the name, so that changes inside the object are not noticed. NotImplemented if
-        the object's ordinary pickle is compared.
+        A tuple: the name of the object's class, then the compared parts. If this function does not
+        know the class, the tuple has only the name, and changes inside the object go unnoticed.
+        The value NotImplemented means that the object's ordinary pickle is compared.
     """
     import torch
 
@@ -222,7 +231,7 @@ def _description(obj: Any) -> Any:
             return name, obj.__wrapped__
         case _ if name == "numpy.ndarray":
             return name, obj.dtype.str, obj.shape, _sample_of_array(obj)
-        # a cell that draws random numbers changes the generator, which is not worth a note
+        # Drawing random numbers changes the generator. Such a change is not worth a note.
         case _ if kind.__module__.startswith("numpy.random"):
             return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
@@ -238,7 +247,11 @@ def is_user_class(kind: type) -> bool:
 
 
 def _sample_of_tensor(tensor: Any) -> State:
-    """Return bytes of a tensor's elements: all, or about `_SAMPLES` of a large tensor."""
+    """Return the bytes of a tensor's elements, in a tuple.
+
+    The bytes are those of all elements, or of about `_SAMPLES` elements if the tensor is large. The
+    tuple is empty for a sparse, quantized or meta tensor.
+    """
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -259,7 +272,7 @@ def _sample_of_array(array: Any) -> Any:
 def _parts_of_module(module: Any) -> State:
     """Return the parts of a torch module that are compared.
 
-    They are its tensors, its child modules and its other attributes, except `training`.
+    These are the module's tensors, its child modules and its other attributes, except `training`.
     """
     own = {
         name: value
@@ -274,7 +287,7 @@ def _parts_of_module(module: Any) -> State:
 def _parts_of_function(function: types.FunctionType) -> State:
     """Return the parts of a function that are compared.
 
-    They are the variables of its closure, its attributes and its defaults.
+    These are the variables of the function's closure, its attributes and its defaults.
     """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)

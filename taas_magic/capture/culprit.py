@@ -1,7 +1,7 @@
 """Find the path from a variable to the innermost object in it that cannot be sent to a rank.
 
-An object cannot be sent to another process if pickling it fails, or if it works only in the process
-that made it.
+An object cannot be sent to another process if the pickling of the object fails, or if the object
+works only in the process that made it.
 """
 
 import functools
@@ -75,10 +75,10 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Return the error that names the part of a variable's value that cannot be sent.
+    """Return an error that names the part for which a variable's value cannot be sent.
 
     Args:
-        name: Name of the variable; the path in the message starts with it.
+        name: Name of the variable. The path in the message starts with this name.
         value: The variable's value, which cannot be pickled.
         probe: Function that pickles an object, and raises if it cannot be pickled.
         error: Exception that `probe` raised for `value`. The message may quote it.
@@ -113,8 +113,11 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Returns:
-        The path to that part (`config['a'][3].db`), and the part itself. The search ends at a part
-        that cannot be pickled although each of its own parts can, and at `_BUDGET_S` or `_DEPTH`.
+        The path to that part (`config['a'][3].db`), and the part itself.
+
+    The search goes from a value into its first part that cannot be pickled, and so on. It ends if
+    all parts of a value can be pickled. It also ends after `_BUDGET_S` or `_DEPTH` steps, and at
+    objects that are bound to one process, such as a thread.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives
@@ -187,7 +190,7 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield a function's closure, defaults, attributes and globals, each after its path step."""
+    """Yield (path step, object) for a function's closure, defaults, attributes and globals."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -204,7 +207,10 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of any other object: those that its `__reduce_ex__` returns."""
+    """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
+
+    `_parts` calls this function for all objects without a case of their own.
+    """
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # this object itself cannot be pickled
@@ -222,9 +228,9 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, value) of attributes, as the user writes them.
+    """Yield (path step, value) for each attribute in the pickled state of an object.
 
-    A torch module's children, parameters and buffers appear as its attributes.
+    The children, parameters and buffers of a torch module appear as its attributes.
     """
     if not isinstance(state, dict):
         yield ".<state>", state
@@ -237,14 +243,17 @@ def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's class, with its module unless it is built in or `__main__`."""
+    """Return the name of a value's class.
+
+    The module's name precedes it, except for built-in classes and classes of `__main__`.
+    """
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
-    """Return what to do instead of sending an object to the ranks; None if nothing is known."""
+    """Return the advice for an object that cannot be sent to the ranks; None if there is none."""
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):
@@ -255,7 +264,7 @@ def _advice(value: Any, names: list[str]) -> str | None:
 
 
 def _is_compiled(value: Any) -> bool:
-    """Return whether `torch.compile` made this function."""
+    """Return whether `value` is a function that `torch.compile` made."""
     scope = value.__globals__ if isinstance(value, FunctionType) else {}
     return scope.get("__name__") == "torch._dynamo.eval_frame"
 
@@ -342,7 +351,10 @@ def is_process_bound(kind: type) -> bool:
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class select, or are, the part of the data for one rank."""
+    """Return whether instances of a class select or mark one rank's part of the data.
+
+    For example, a DistributedSampler selects such a part.
+    """
     return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
 
 

@@ -21,11 +21,12 @@ def plain_digest(value: Any) -> str:
 
 
 def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
-    """Return whether values are plain and few.
+    """Return whether values are plain, and the number of objects is at most `_MOST_PARTS`.
 
     Args:
         values: The values.
-        counted: List with one number: the values that were looked at so far. It is increased.
+        counted: List with one number: the number of objects counted so far. The call adds the
+            objects in `values`.
     """
     for value in values:
         counted[0] += 1

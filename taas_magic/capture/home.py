@@ -1,8 +1,9 @@
 """Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A returned function gets the notebook's namespace as its globals, as if the cell had run there. The
-notebook's variables that the function uses are not sent. The cell's variables that it uses are sent
-with it. The notebook sets such a variable if it has no variable of that name.
+A returned function gets the notebook's namespace as its globals, as if the cell had run in the
+notebook. The notebook's variables that the function uses are not sent. The cell's variables that
+the function uses are sent with it. Each of them is set in the notebook, unless the notebook has a
+variable of that name already.
 """
 
 import builtins
@@ -66,7 +67,7 @@ class LoadedResults:
 
 
 class ResultPickler(ValuePickler):
-    """Pickler for results. It adds the cell's variables that a result uses before the result.
+    """Pickler for results. Before each result, it adds the cell's variables that the result uses.
 
     Attributes:
         problems: Reasons why variables that a result uses could not be sent, by name.
@@ -88,7 +89,10 @@ class ResultPickler(ValuePickler):
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Replace an object that the notebook still has by its name there; called by pickle."""
+        """Replace an object that the notebook still has by its name in the notebook.
+
+        Called by pickle.
+        """
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
@@ -103,7 +107,10 @@ class ResultPickler(ValuePickler):
         return mine | set(self._storages) | set(self.filled)
 
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
-        """Add a value, after the cell's variables that it needs; a trial pickle finds these.
+        """Add the cell's variables that a value needs, then add the value.
+
+        The value is first pickled on trial, to find these variables. If there are any, the trial is
+        undone.
 
         Args:
             value: Function that returns the value.
@@ -135,7 +142,11 @@ class ResultPickler(ValuePickler):
             del self.coming[name]
 
     def _kept_name(self, obj: Any) -> str | None:
-        """Return the notebook's name of an object that cannot have changed there, else None."""
+        """Return the name under which the notebook has the same object; None if there is none.
+
+        Only objects that cannot have changed count: sentinels, functions without state and cached
+        functions.
+        """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
             return next((n for n in scope.kept if scope.names.get(n) is obj), None)
@@ -178,8 +189,8 @@ def load(
     Args:
         stream: The pickle.
         buffers: Its out-of-band buffers.
-        namespace: Namespace of the notebook. Variables of the cell that were sent with a result
-            are set in it if their name is free.
+        namespace: Namespace of the notebook. A variable of the cell that was sent with a result is
+            set in this namespace if its name is free.
         out: Names of all results, which replace the notebook's variables anyway.
 
     Raises:
@@ -204,7 +215,7 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equal. Functions are equal if their code does the same."""
+    """Return whether two values are equal. Functions count as equal if their code is the same."""
     if here is there:
         return True
     if type(here) is not type(there):
@@ -218,7 +229,10 @@ def _is_same(here: Any, there: Any) -> bool:
 
 
 def _code_parts(code: CodeType) -> Iterator[Any]:
-    """Yield the parts of a code object that define what it does, without file and lines."""
+    """Yield the parts of a code object that define what the code does.
+
+    The name of its file and the line numbers do not count.
+    """
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

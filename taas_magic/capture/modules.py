@@ -1,4 +1,4 @@
-"""Ship the project's modules as source, find the installed modules needed, and provide `taas`.
+"""Send the project's modules as source, list the needed installed modules, and provide `taas`.
 
 The source of the project's own modules is read from disk when the cell starts, and sent to the
 ranks. A module is local if its file is in the project folder, or below an entry of `sys.path` that
@@ -138,8 +138,8 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
 def install(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from their shipped source.
 
-    They take precedence over everything else on the import path. Tracebacks show the shipped text
-    even if the file has changed since.
+    These modules take precedence over everything else on the import path. Tracebacks show the
+    shipped text, even if the file has changed since.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
@@ -149,14 +149,14 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 
 
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
-    """Return notes on constants of the project's modules that differ in the notebook.
+    """Return notes on constants of modules whose value in the notebook differs from the file.
 
-    Ranks import the files. The notebook has another value if a cell has set it, or if the file was
-    edited and not imported again.
+    Ranks import the project's files. The notebook has another value if a cell has set the constant,
+    or if the file was edited after the notebook imported the module.
 
     Args:
         modules: The modules that are sent to the ranks, by name.
-        cell: Text of the cell. Constants that it sets itself are left out.
+        cell: Text of the cell. There is no note on a constant that the cell sets.
     """
     found = []
     for name, module in modules.items():
@@ -182,14 +182,14 @@ def patches(
     namespace: Mapping[str, Any],
     cell: str,
 ) -> Iterator[str]:
-    """Yield notes on functions of modules and classes that the notebook has replaced by its own.
+    """Yield a note on each function of a module or class that the notebook has replaced.
 
     Args:
         modules: Modules that the cell uses.
         classes: Library classes that the captured values use.
         attributes: Attribute names that the cell, or a captured function, looks up.
         namespace: Namespace of the notebook.
-        cell: Text of the cell. Functions that it replaces itself are left out.
+        cell: Text of the cell. There is no note on a function that the cell replaces.
     """
 
     def is_notebooks(value: Any) -> bool:
@@ -233,8 +233,8 @@ def is_shipped(name: str) -> bool:
 def claim_taas() -> bool:
     """Make `import taas` give `taas_magic.api` in this process and its forks.
 
-    Ranks, fetchers and the kernel call it before any of the user's code runs. If `taas_magic.api`
-    is already imported, the call costs one lookup in `sys.modules`.
+    Ranks, fetchers and the kernel call this function before any of the user's code runs. If
+    `taas_magic.api` is already imported, the call costs one lookup in `sys.modules`.
 
     Returns:
         Whether another package was imported as `taas` before.
@@ -252,7 +252,7 @@ def release_taas() -> None:
 
 
 class _ShippedFinder(importlib.abc.MetaPathFinder):
-    """Finder of the project's modules, whose source came from the notebook."""
+    """Finder for the project's modules. Their source came from the notebook."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self._modules = modules
@@ -343,7 +343,7 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse a source. Return an empty tree if it is not Python: it fails later, when it runs."""
+    """Parse a source. If it is not Python, return an empty tree: running it fails later anyway."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -355,9 +355,9 @@ class _Text:
     """Results of parsing a module's source.
 
     Attributes:
-        imports: Modules that it imports, anywhere in it.
-        needs: Top-level modules without which it cannot be imported.
-        constants: Names that it sets once, at its top level, to a plain value.
+        imports: Modules that any statement of the module imports.
+        needs: Top-level modules that are imported whenever the module is imported.
+        constants: Names that the module sets once, at its top level, to a plain value.
     """
 
     source: str
@@ -457,7 +457,8 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
     Args:
         source: Python.
         functions: Whether to include imports inside functions.
-        branches: Whether to include imports inside a branch or a `try` that has handlers.
+        branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
+            a `try` with handlers.
     """
     return _imported(_tree(source), functions, branches)
 
@@ -478,9 +479,9 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether an import would find a loaded module again.
+    """Return whether an import finds a module.
 
-    It would not find a module that the program made at run time.
+    The result is False for a module that the program made at run time, even if it is loaded.
     """
     try:
         return importlib.util.find_spec(name) is not None

@@ -120,7 +120,11 @@ def _imported(module: str, from_names: object) -> Iterator[str]:
 
 
 def _shell_names(texts: list[str]) -> set[str]:
-    """Return names that IPython reads from the strings of `!command {x} $y` and `%time f(x)`."""
+    """Return names in strings that IPython evaluates, such as `!command {x} $y` or `%time f(x)`.
+
+    Args:
+        texts: All string constants of the code.
+    """
     runs_code = not _CODE_MAGICS.isdisjoint(texts)
     found: set[str] = set()
     for text in texts:
@@ -165,8 +169,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that `source` may read.
 
-    A name is left out if the cell certainly assigns it before any possible read. `UsedNames`
-    describes from which statement on the names in a function's code count.
+    A name is left out if the cell certainly assigns it before any possible read. The names in a
+    function's code count as read when a statement first loads the function; see `UsedNames`.
 
     Args:
         source: Python, after IPython's transformers; top-level `await` is allowed.
@@ -344,8 +348,8 @@ class UsedNames:
     def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
-        If a name is a function of the cell, its code may run from now on. So the names that its
-        code reads are recorded as well.
+        If a name is a function of the cell, the function's code may run from now on. So this method
+        also records the names that this code reads.
         """
         for name in sorted(names):
             if name not in self._defined:
@@ -387,7 +391,10 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 
 
 def _may_swallow(context: ast.expr) -> bool:
-    """Return whether a context manager may swallow exceptions, so that its body ends early."""
+    """Return whether a context manager may swallow exceptions.
+
+    If it does, its body may end early, and the names that the body sets may be missing.
+    """
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
@@ -435,7 +442,13 @@ def unknown_result(
 
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
-    """Return the message about a name of `--out` that no rank will have."""
+    """Return the message about a name in `--out` that no rank will have.
+
+    Args:
+        name: The name.
+        has: Names that the ranks will have.
+        is_in_notebook: Whether the notebook has a variable of this name.
+    """
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
     if near:
         possible = f"did you mean {' or '.join(near)}?"

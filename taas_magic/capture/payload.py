@@ -106,7 +106,11 @@ class _Gathering:
         """Names of the only variables that are pickled; None for no restriction."""
 
     def pickle_variables(self, names: Mapping[str, str]) -> None:
-        """Pickle variables, given as name -> reason, that were not pickled before."""
+        """Pickle those variables that are not pickled yet.
+
+        Args:
+            names: Reason for the capture of each variable, by name.
+        """
         for name, why in names.items():
             if name in self._met or not self._travels(name):
                 continue
@@ -142,8 +146,11 @@ class _Gathering:
         runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
 
         Args:
-            values: The values, each after its name.
-            why: Reason for their capture.
+            values: Pairs of name and value.
+            why: Reason for the capture of the values.
+
+        Returns:
+            A record of each value.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -161,7 +168,16 @@ class _Gathering:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[Captured], dict[str, str]]:
-        """Pickle values; return them, and the reason for each variable that they need first."""
+        """Pickle values.
+
+        Args:
+            values: Pairs of name and value.
+            why: Reason for the capture of the values.
+
+        Returns:
+            A record of each value; and the variables that must be pickled before these values, with
+            the reason for the capture of each variable.
+        """
         captured: list[Captured] = []
         missing: dict[str, str] = {}
         note = "" if why in (THE_CELL, THE_CALL) else why
@@ -258,10 +274,12 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         loaders: The registered loaders that the work uses, packed, by name.
         call: The function and the arguments of a call, with their sizes; empty for a cell.
         notes: Notes for the user about objects that are not sent to the ranks.
-        data: The pickled process state of the notebook, then the values in the order of
-            `captured`, then the function and the arguments of a call, with their buffers.
+        data: A pickle of several values, with its buffers. First comes the process state of the
+            notebook, then the values in the order of `captured`. A call's function and arguments
+            come last.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
-        state: Process state of the notebook, also if the ranks of a session have it already.
+        state: The whole process state of the notebook. The state in `data` is empty if the ranks
+            of a session have it already.
     """
 
     requires: tuple[str, ...]
@@ -274,7 +292,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the values, process state and modules; must not exceed `[capture] limit`."""
+        """Bytes of the values, process state and modules; must not exceed `[capture] limit`."""
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
@@ -291,19 +309,22 @@ class Settings:
     state: process_state.State
 
     def apply(self) -> None:
-        """Apply the settings to this process, a fetcher, which runs loaders and no cell."""
+        """Apply the settings to this process, which must be a fetcher.
+
+        Sets no default device of torch, because the processes of a fetcher cannot share a GPU.
+        """
         install(self.modules)
         process_state.apply_filters(self.state)
         process_state.apply(process_state.without_device(self.state))
 
 
 class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
-    """A payload that a rank has read; the user's values are not unpickled yet."""
+    """A payload that a rank has read. The user's values are not unpickled yet."""
 
     archive: Archive
 
     def load_settings(self) -> Settings:
-        """Install the project's modules, and return them with the notebook's process state."""
+        """Install the project's modules. Return the modules and the notebook's process state."""
         install(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         return Settings(self.modules, state)
@@ -311,8 +332,9 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     def load_into(self, namespace: dict[str, Any]) -> Work:
         """Apply the notebook's process state and load the captured values into `namespace`.
 
-        Call it once per payload, immediately before the work runs, as it may seed torch. Values are
-        writable. They share the file's pages with the other ranks of the host until written to.
+        Call this once per payload, immediately before the work runs, because the process state may
+        seed torch. The values are writable. The ranks of a host share the pages of the payload's
+        file; a rank that writes to a page gets a copy of this page.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -344,7 +366,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
 
         Args:
             namespace: The rank's namespace.
-            out: Names in `--out`, which come back anyway.
+            out: Names in `--out`. Their values return to the notebook, so they are not compared.
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
@@ -372,28 +394,29 @@ def capture(
     needs: Collection[str] = (),
     imports: Collection[str] = (),
 ) -> Payload:
-    """Find and pickle the notebook objects that a cell or a function uses; runs in the kernel.
+    """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
     Args:
         work: The cell, or the call of the function.
-        namespace: The notebook's own dict, not a copy: functions of the notebook are recognised
-            by having it as their globals.
+        namespace: The notebook's own dict, not a copy. A function whose globals are this dict
+            counts as a function of the notebook.
         project: The notebook's folder.
         limit_bytes: Limit on the payload's size.
-        source_of: Function that returns the text of the cell that the kernel compiled under a
-            filename, or None if the file is no cell.
-        problems: List that receives the messages of refused values instead of an exception, so
-            that --dry-run can report all of them.
-        to: Destination of the values. Registered loaders are sent to `jobs` unchanged.
+        source_of: Function that returns the cell that the kernel compiled under a filename; None if
+            the file is no cell.
+        problems: List that receives the messages of refused values, so that --dry-run can report
+            all of them. None: the first refused value raises CaptureError.
+        to: Destination of the values. `ranks` get a remote loader in place of a registered loader;
+            `jobs` get the loader itself.
         known: Record of the variables that the session's ranks have; None if the ranks are new.
-        send: Names whose values are sent to a session's ranks although its cells have assigned
-            them.
+        send: Names that are sent to a session's ranks even if its cells have assigned them.
         needs: Further variables of the notebook that are captured.
-        imports: Further modules, of which the project's own are captured.
+        imports: Further modules. The project's own modules among them are captured.
 
     Raises:
         CaptureError: A value cannot be sent (the message has the path to it), the values are too
-            large, or a module cannot be read. With `problems`, only the last is raised.
+            large, or a module cannot be read. If `problems` is given, only a module that cannot be
+            read raises the error.
         SyntaxError: The cell is not Python.
     """
     gathering = _Gathering(namespace, problems, to)
@@ -442,7 +465,7 @@ def capture(
 def _used_by(work: Work) -> UsedNames:
     """Return the names that a cell's text uses.
 
-    A function has no text. The names that it uses are found while it is pickled.
+    The result is empty for a function. The names that a function uses are found when it is pickled.
     """
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())
@@ -455,7 +478,7 @@ def _definitions(
     """Return the texts of the cells that defined functions, by filename.
 
     Args:
-        filenames: Files of captured functions, which need not be cells.
+        filenames: Files of captured functions. Files that are no cells are left out.
         source_of: As in `capture`.
     """
     found = {name: source_of(name) for name in sorted(filenames)}
@@ -497,7 +520,7 @@ def write_settings(payload: Payload, path: Path) -> None:
 
 
 def read(path: Path) -> LoadedPayload:
-    """Read a payload without unpickling the user's values; the file may be removed afterwards.
+    """Read a payload without unpickling the user's values. The file may be removed afterwards.
 
     Raises:
         CaptureError: The file is no payload.
@@ -524,7 +547,7 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
-    """Return the error for a payload above the limit; it names the largest parts."""
+    """Return the error for a payload above the limit. The message names the largest parts."""
     sizes = Counter[str]()
     for part in (*payload.captured, *payload.call):
         sizes[f"`{part.name}`"] += part.size_bytes

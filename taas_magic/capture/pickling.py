@@ -75,7 +75,7 @@ class Pickled:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that is mapped into memory; nothing in it is decoded yet.
+    """An archive that is mapped into memory. Nothing in the archive is decoded yet.
 
     Attributes:
         meta: Description of the content, as `messages.pack` encodes it.
@@ -127,7 +127,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 
 
 def read_archive(path: Path) -> Archive:
-    """Map an archive into memory; the file may be removed afterwards.
+    """Map an archive into memory. The file may be removed afterwards.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -197,7 +197,7 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Load one value that `dump` pickled; its arrays and tensors use `buffers` without a copy.
+    """Load one value that `dump` pickled. Its arrays and tensors use `buffers` without a copy.
 
     Raises:
         CaptureError: The value needs a notebook's class that this process does not have.
@@ -232,9 +232,9 @@ class ValuePickler(cloudpickle.Pickler):
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
-        needs: Names of the namespace that the added functions look up when they run, and names of
-            the added functions and classes themselves. For `fetchers`, only the names of the added
-            functions and classes, in this process's `__main__`.
+        needs: Names in `namespace` that the added functions look up when they run, and the names of
+            the added functions and classes themselves. If the destination is `fetchers`, only the
+            names of added functions and classes that are defined in this process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names of the namespace that the added functions set by `global`.
@@ -274,14 +274,14 @@ class ValuePickler(cloudpickle.Pickler):
         self._handlers: dict[type, Handler | None] = {}
 
     def add(self, value: Any) -> int:
-        """Pickle one more value; return the number of bytes that it adds, with its buffers."""
+        """Pickle one more value. Return the bytes that it adds to the pickle and to the buffers."""
         at, first_buffer = self._file.tell(), len(self.buffers)
         self.dump(value)
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
 
     def pickle_variable(self, name: str, value: Any, note: str = "") -> int:
-        """Pickle the value of a variable; return the number of bytes that it adds.
+        """Pickle the value of a variable. Return the number of bytes that the value adds.
 
         Args:
             name: Name of the variable, for the message of a CaptureError.
@@ -324,7 +324,7 @@ class ValuePickler(cloudpickle.Pickler):
         """Add a dict of the functions and classes of `__main__` that the added values use.
 
         A fetcher puts this dict into its own `__main__`. So a dataset in the fetcher can pickle
-        these functions, and instances of these classes, by name, for example to send them to a
+        these functions and instances of these classes by name. For example, it may send them to a
         process pool.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
@@ -346,14 +346,17 @@ class ValuePickler(cloudpickle.Pickler):
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
     def probe(self, value: Any) -> None:
-        """Pickle a value by the same rules and discard the result; raise if it cannot be sent."""
+        """Pickle a value by the same rules and discard the pickle.
+
+        Raises an exception of any class if the value cannot be sent.
+        """
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
         pickler.coming = self.coming
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce objects that need other rules than pickle's; called by pickle."""
+        """Reduce objects that need other rules than pickle's. Called by pickle."""
         kind = type(obj)
         try:
             handler = self._handlers[kind]
@@ -433,10 +436,10 @@ class ValuePickler(cloudpickle.Pickler):
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function that keeps the cells of its closure.
 
-        cloudpickle gives each function new cells, so functions that share a variable would no
-        longer share it. Here, such functions keep the same cells. A cell may contain the function
-        itself, so cells are pickled empty. The state of the first function that uses a cell fills
-        the cell.
+        cloudpickle would give each function new cells, so that functions could not share a
+        variable. Here, functions that share a cell keep sharing it. A cell may contain the function
+        itself, so all cells are pickled empty. The state of the first function that uses a cell
+        fills the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -446,7 +449,7 @@ class ValuePickler(cloudpickle.Pickler):
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
 
     def _reduce_cell(self, cell: CellType) -> Any:
-        """Reduce a closure cell; leave out its content if the pickle already has the content."""
+        """Reduce a closure cell. Leave out its content if the pickle already has the content."""
         if id(cell) in self.filled:
             return make_cell, ()
         self.filled[id(cell)] = cell
@@ -506,10 +509,10 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with its file name, by which tracebacks find the notebook's cell.
+    """Reduce a code object, and keep its file name: by this name, tracebacks find the cell.
 
-    Since 3.1.3, cloudpickle replaces all file names by one, so that equal functions have equal
-    pickles.
+    cloudpickle 3.1.3 and later replace all file names by one constant name, so that equal functions
+    have equal pickles.
     """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return _make_code, (make, args, code.co_filename)

@@ -4,8 +4,8 @@ Plain data are tensors, arrays, numbers, strings, bytes, None, dates, paths, and
 A value becomes a table of nodes, with the memory of large tensors and arrays in separate buffers.
 Reading the table calls only the constructors in this module, while a pickle may call anything.
 
-As in a pickle, an object that a value holds twice stays one object, containers may hold themselves,
-and tensors that share a storage still share it.
+The structure of a value is kept, as in a pickle. An object that the value holds twice stays one
+object. A container may hold itself. Tensors that share a storage still share it.
 """
 
 import sys
@@ -95,7 +95,7 @@ class PlainWriter:
         self.buffers: list[PickleBuffer] = []
 
     def add(self, value: Any) -> None:
-        """Write `value` as the value of the table; call it once.
+        """Write `value` as the value of the table. Must be called only once.
 
         Raises:
             NotPlainError: The value is not, or not only, plain data.
@@ -118,7 +118,7 @@ class PlainWriter:
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
-        """Return a value as a part of a node: itself if simple, else the number of its node."""
+        """Return a value as a part of a node: itself if simple, or the number of its own node."""
         kind = type(value)
         if value is None or kind is bool or kind is float:
             return value  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node; write the node if the table has none yet."""
+        """Return the number of a value's node. If the table has no such node yet, write it."""
         known = self._numbers.get(id(value))
         if known is not None:
             return known
@@ -148,7 +148,7 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
-        """Write the nodes of a value and its parts; return the number of the value's node."""
+        """Write the nodes of a value and its parts. Return the number of the value's node."""
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
@@ -178,7 +178,7 @@ class PlainWriter:
         return number
 
     def _write_torch(self, value: Any) -> int | None:
-        """Write the node of a torch object; return its number, or None if it is not plain."""
+        """Write a torch object. Return the number of its node; None if the object is not plain."""
         import torch
 
         if isinstance(value, torch.dtype):
@@ -203,7 +203,7 @@ class PlainWriter:
         return self._append(Node(kind, [(number,), *form]))
 
     def _write_numpy(self, value: Any) -> int | None:
-        """Write the node of a numpy object; return its number, or None if it is not plain."""
+        """Write a numpy object. Return the number of its node; None if the object is not plain."""
         import numpy
 
         if isinstance(value, numpy.dtype) and _is_simple(value):
@@ -312,7 +312,8 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    It does not for a dtype of objects, with fields, with metadata, or of an extension.
+    The result is False for dtypes of Python objects, dtypes with fields or metadata, and dtypes
+    that an extension defines.
     """
     import numpy
 
@@ -410,7 +411,11 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
-    """Make a tensor from plain data; raise ValueError if the tensor would exceed its storage."""
+    """Make a tensor from plain data.
+
+    Raises:
+        ValueError: The tensor would exceed its storage, or the data describe no tensor.
+    """
     import torch
 
     storage, name, requires_grad, offset, *form = items

@@ -1,8 +1,8 @@
-"""Copy to the ranks those settings of the kernel's process that differ from the defaults.
+"""Copy changed settings of the kernel's process to the ranks.
 
-The notebook's cells have changed them. `collect` reads the settings in the kernel when a `%%taas`
-cell starts. `apply` sets them in a rank after the cell's values are loaded. docs/capture.md lists
-the settings that are copied.
+The notebook's cells have changed these settings, so they differ from the defaults. When a `%%taas`
+cell starts, `collect` reads them in the kernel. `apply` sets them in a rank after the cell's values
+are loaded. docs/capture.md lists the settings that are copied.
 
 The settings are sent as plain values. So a rank imports no library for them, except matplotlib if
 the notebook changed its rcParams.
@@ -52,7 +52,7 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 def collect() -> State:
     """Read the settings of this process (the kernel) that differ from the defaults.
 
-    It imports no library.
+    Imports no library. Settings of a library that is not imported have their defaults.
     """
     return {name: found for name, part in _PARTS.items() if (found := part.collect())}
 
@@ -60,7 +60,7 @@ def collect() -> State:
 def apply_filters(state: State) -> None:
     """Set the notebook's warning filters in this process (a rank).
 
-    Call it before importing modules that may warn.
+    Must be called before the import of modules that may warn.
     """
     _apply_filters(state.get("warnings", ()))
 
@@ -81,9 +81,9 @@ def without_device(state: State) -> State:
 
 
 class _Filter(NamedTuple):
-    """An entry of `warnings.filters` that can be sent.
+    """An entry of `warnings.filters` in a form that can be sent.
 
-    It has strings instead of patterns, and the module and name of the warning's class.
+    Patterns are strings, and `category` is the module and the name of the warning's class.
     """
 
     action: str
@@ -107,10 +107,10 @@ def _text(pattern: Any) -> str:
 
 
 def _apply_filters(filters: Sequence[_Filter]) -> None:
-    """Insert the filters that this process lacks before its own, in the given order.
+    """Insert those of `filters` that this process does not have, before its own filters.
 
-    A filter for a category of a library that is not imported here is skipped: nothing can issue
-    such a warning yet.
+    Skips filters for warning classes of libraries that are not imported here, because nothing can
+    issue such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):
@@ -128,10 +128,11 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """Settings of a logger; for a library's logger, only the level is used.
+    """Settings of a logger. Of a library's logger, only the level is used.
 
     Attributes:
-        is_own: Whether a cell probably made the logger. Libraries name loggers after a module.
+        is_own: Whether a cell, and not a library, probably made the logger. Libraries name their
+            loggers after their modules.
         handlers: Stream name, level and pickled formatter of each handler.
     """
 
@@ -185,7 +186,7 @@ def lost_loggers(collected: State) -> list[str]:
 
 
 def _shows(handler: logging.Handler) -> bool:
-    """Return whether a handler writes its records somewhere and is not the kernel's own."""
+    """Return whether a handler shows log records and is not one of the kernel's own handlers."""
     is_kernels = type(handler.formatter).__module__.startswith("traitlets")
     return not isinstance(handler, logging.NullHandler) and not is_kernels
 
@@ -206,7 +207,8 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Set levels and handlers of loggers.
 
-    Loggers of libraries that are not imported here are skipped: a library sets up its own.
+    Skips loggers of libraries that are not imported here, because a library sets up its own
+    loggers when it is imported.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -231,7 +233,7 @@ def _collect_argv() -> list[str]:
 
 
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Return whether `sys.argv` is unchanged since the interpreter set it.
+    """Return whether `sys.argv` still has the value that the interpreter set at its start.
 
     For example, `python -m ipykernel_launcher -f …` gives
     `['/…/ipykernel_launcher.py', '-f', '…']`.
@@ -347,9 +349,9 @@ def _apply_matplotlib(pickled: bytes) -> None:
 
 
 def _imported(name: str) -> Any:
-    """Return a module that this process has imported, or None.
+    """Return a module that this process has imported; None if it has not imported the module.
 
-    If a thread is just importing the module, wait until it is complete.
+    If a thread is just importing the module, wait until this import is complete.
     """
     return importlib.import_module(name) if name in sys.modules else None
 

@@ -1,9 +1,9 @@
 """Reducers for objects that pickle would save by name, not at all, or with too much content.
 
-A reducer returns what the pickle has in place of an object: a function that makes the object again,
-its arguments, and the object's state. There are reducers for the notebook's classes, streams and
-namespace, and for objects that functools and typing made from the notebook's functions. Torch's
-storages become buffers outside of the pickle. A path in the project becomes the path of the host's
+A reducer returns what pickle saves for an object: a function that makes the object again, the
+arguments of this function, and the object's state. There are reducers for the notebook's classes,
+streams and namespace, and for objects of functools and typing that belong to the notebook. Torch's
+storages become buffers outside of the pickle. A path in the project becomes the path in the host's
 copy.
 """
 
@@ -40,10 +40,13 @@ _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
-    """Reduce a class so that it keeps its identity from process to process and back.
+    """Reduce a class of the notebook by value, with an id.
+
+    A process that has a class with this id uses its own class instead of making a copy. So objects
+    that return to the notebook have the notebook's class.
 
     Args:
-        cls: A class of the notebook.
+        cls: The class.
         reduced: The class as cloudpickle reduces it.
         coming_home: Whether the class is sent to the notebook, which may have defined it.
     """
@@ -55,7 +58,7 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
     if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
-        # cloudpickle would set it after the class is made, when it has no effect
+        # cloudpickle would set `__slots__` only after the class is made. That has no effect.
         args[3]["__slots__"] = vars(cls)["__slots__"]
     attributes = {name: state[0][name] for name in vars(cls) if name in state[0]}
     state = (attributes | state[0], *state[1:])  # restores the order: cloudpickle sorts by name
@@ -63,11 +66,10 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
 
 
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the class with this id if this process has it, else make it.
+    """Return the class with this id if this process has the class, else make it.
 
-    So if a rank returns an object of a class that the notebook defined, the object has the
-    notebook's class, and not a copy of it. Making a copy would also call the base classes'
-    `__init_subclass__` again.
+    If a rank returns an object of a class that the notebook defined, the object gets the notebook's
+    class and not a copy. A copy would also call the base classes' `__init_subclass__` again.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known
@@ -83,7 +85,7 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
 
 
 def _known_class(class_id: str, name: str) -> type:
-    """Return the class with this id, which this process sent to the ranks.
+    """Return the class with this id. This process has sent the class to the ranks.
 
     Raises:
         CaptureError: This process does not have the class.
@@ -98,7 +100,7 @@ def _known_class(class_id: str, name: str) -> type:
 
 
 def make_cell() -> CellType:
-    """Make an empty closure cell: the object that holds a variable which closures share."""
+    """Make an empty closure cell, the object that holds a variable of a closure."""
     return CellType()
 
 
@@ -116,7 +118,8 @@ def fill_function(
 ) -> None:
     """Set the state of a function, and fill the closure cells that were pickled with it.
 
-    The function's globals may be the notebook's namespace: names that exist there are kept.
+    The function's globals may be the notebook's namespace. A name that exists in it keeps its
+    value.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
@@ -155,11 +158,11 @@ They are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13)
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce an instance of a type in `MADE_ANEW` without the attributes that are made again.
+    """Reduce an instance of a type in `MADE_ANEW`, without the attributes listed there.
 
     Args:
         kind: The type in `MADE_ANEW`.
-        descriptor: An instance of it, or of a class derived from it.
+        descriptor: An instance of `kind`, or of a class derived from `kind`.
     """
     state = {name: v for name, v in vars(descriptor).items() if name not in MADE_ANEW[kind]}
     return _make_descriptor, (type(descriptor), kind), state
@@ -222,7 +225,7 @@ _target: ContextVar[dict[str, Any] | None] = ContextVar("_target", default=None)
 class NotebookNamespace(dict[str, Any]):
     """Placeholder for the notebook's namespace in a pickle.
 
-    It is replaced by the namespace given to `loading_into` when the pickle is loaded.
+    When the pickle is loaded, the namespace given to `loading_into` replaces the placeholder.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -248,7 +251,7 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str) -> Any:
-    """Return the notebook's object called `name`, to which a result refers by its name.
+    """Return the notebook's object named `name`. A result refers to the object by this name.
 
     Raises:
         CaptureError: The notebook has no such variable any more.
@@ -260,7 +263,7 @@ def notebooks_own(name: str) -> Any:
 
 
 def stream_name(file: Any) -> str | None:
-    """Return `stdout` or `stderr` if a file is that stream of this process, else None."""
+    """Return "stdout" or "stderr" if `file` is this stream of the process, else None."""
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
             return stream
@@ -301,9 +304,9 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
     """Reduce a storage to a buffer over its bytes.
 
     Args:
-        storage: Storage on any device; it is copied to the CPU if it is elsewhere.
-        storages: Storages in this pickle, by `_cdata`: torch may have several Python objects for
-            one storage.
+        storage: Storage on any device. A storage on another device is copied to the CPU.
+        storages: Storages in this pickle, by `_cdata`. Torch may have several Python objects for
+            one storage; they have the same `_cdata`.
     """
     first = storages.setdefault(storage._cdata, storage)
     if first is not storage:
@@ -320,9 +323,10 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor with one of torch's newer dtypes (uint16 …); leave all others to torch.
+    """Reduce a tensor with one of torch's newer dtypes (uint16 …). Leave all others to torch.
 
-    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed one.
+    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed
+    storage.
     """
     import torch
 
@@ -335,8 +339,8 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     """Rebuild a storage from its bytes.
 
-    The storage uses the memory of `buffer`. Only if `device` is "cuda" and this process is a rank
-    with CUDA, the storage is a copy on the rank's GPU.
+    The storage uses the memory of `buffer`. There is one exception: if `device` is "cuda" and this
+    process is a rank with CUDA, the storage is a copy on the rank's GPU.
 
     Args:
         buffer: The storage's bytes.
@@ -359,7 +363,7 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 
 
 def target_device(device: str) -> str:
-    """Return this process's device for a value that was on `device` when it was pickled."""
+    """Return this process's device for a value that was pickled on `device`."""
     import torch
 
     local_rank = os.environ.get("LOCAL_RANK")
@@ -369,9 +373,9 @@ def target_device(device: str) -> str:
 
 
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
-    """Make a generator and set its state, unless it is now on another type of device.
+    """Make a generator on this process's device, and set its state.
 
-    A generator's state has no meaning on another type of device.
+    If the type of the device has changed, the state is not set, because it has no meaning there.
     """
     import torch
 
@@ -416,7 +420,7 @@ def _reduce_script(script: Any) -> Reduced:
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
-    """Load a module of `torch.jit`; a function becomes a module that is called in the same way."""
+    """Load a module of `torch.jit`. A function becomes a module that is called in the same way."""
     import torch
 
     with warnings.catch_warnings():
@@ -461,7 +465,7 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
 
 def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Restore a scheduler's state, and replace `step` of its optimizer; see `_reduce_scheduler`."""
+    """Restore a scheduler's state, and its optimizer's method `step`; see `_reduce_scheduler`."""
     import torch.optim.lr_scheduler
 
     vars(scheduler).update(state)
@@ -472,17 +476,17 @@ def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     for group, (values, rate) in zip(groups, before, strict=True):
         group.clear()
         group.update(values)
-        if isinstance(rate, torch.Tensor):  # the scheduler has set it in place
+        if isinstance(rate, torch.Tensor):  # the scheduler has changed this tensor in place
             group["lr"].copy_(rate)
 
 
 def storage_id(storage: "torch.UntypedStorage") -> int:
-    """Return an id of a storage that all of torch's objects for this storage share."""
+    """Return an id of a storage. All Python objects for the same storage have the same id."""
     return int(storage._cdata)
 
 
 def bytes_of_storage(storage: "torch.UntypedStorage") -> Any:
-    """Return the memory of a storage on the CPU, as a buffer that keeps the storage alive."""
+    """Return the memory of a CPU storage as a buffer. The buffer keeps the storage alive."""
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     array._storage = storage  # type: ignore[attr-defined]  # keeps the memory alive
     return array
@@ -494,8 +498,8 @@ def _same(value: Any) -> Any:
 
 # Path objects in the project are pickled as paths on the notebook's machine, and load as paths of
 # the host's copy. On a host that does not share the project, the environment of ranks and fetchers
-# has both folders. Strings stay unchanged, as they may mean anything. The exception is the path of
-# a zarr store in the file system, which is known to be a path.
+# has both folders. Strings stay unchanged, because a string may mean anything. The exception is the
+# string in a zarr `DirectoryStore`, because this string is always a path.
 
 _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
@@ -516,7 +520,7 @@ def project_home() -> str:
 
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
-    """Reduce a path; a path in the project loads as a path in the loading host's copy."""
+    """Reduce a path. A path in the project loads as a path in the loading host's copy."""
     return _path, (type(path), path_to_home(str(path)))
 
 
@@ -547,7 +551,7 @@ def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _moved(path: str, source: str, target: str) -> str:
-    """Convert a path below one folder to the same path below another; leave other paths as is.
+    """Convert a path below one folder to the same path below another. Leave other paths unchanged.
 
     Args:
         path: The path.

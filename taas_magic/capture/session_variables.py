@@ -1,8 +1,8 @@
-"""Record the variables that a session's ranks have, and choose which of the notebook's to send.
+"""Record the variables that a session's ranks have, and choose the notebook's variables to send.
 
 A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
-notebook, and is sent again only if its value has changed. Values are compared by digests of their
-pickles.
+notebook. Its value is sent again only if the value has changed. Values are compared by digests of
+their pickles.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ class Sent:
     """Record of a value that was sent to the ranks.
 
     Attributes:
-        digest: Digest of its pickle.
-        shared: Ids of the objects in it that other variables may also hold.
+        digest: Digest of the value's pickle.
+        shared: Ids of the objects in the value that other variables may also hold.
     """
 
     digest: bytes
@@ -88,13 +88,13 @@ class RankVariables:
         self._sent[_STATE] = Sent(_digest_of(_pickled(state)))
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
-        """Record what the ranks of a session have that another kernel has started.
+        """Record the variables of the ranks when this kernel takes over another kernel's session.
 
         Args:
-            variables: Digests (`plain_digest`) of the ranks' variables by name, "" for a variable
-                that is not plain. The ranks keep their values.
-            code: Names of the ranks' functions, classes and modules. The notebook's ones are sent
-                if a cell uses them.
+            variables: Digests (`plain_digest`) of the ranks' variables by name; "" for a variable
+                that is not plain. The ranks keep these values.
+            code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
+                the notebook sends its own object of this name.
         """
         self.owned |= variables
         self._code = set(code)
@@ -112,7 +112,7 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        Call `record_sent` after the ranks have received them.
+        When the ranks have received these variables, the caller must call `record_sent`.
 
         Args:
             used: Names that the cell uses.
@@ -120,8 +120,9 @@ class RankVariables:
             state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
             to: Destination of the values.
-            travels: Function that returns whether a name may be sent: it is a variable of the user.
-            refuse: Function that is called with the error of each value that cannot be sent.
+            travels: Function that returns whether a name is a variable of the user. Only such
+                variables are sent.
+            refuse: Called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
@@ -176,8 +177,9 @@ class RankVariables:
             refuse: As in `choose`.
 
         Returns:
-            Two values: the record and the reason of each pickled variable, by name, in the order of
-            pickling; and the names whose value belongs to the ranks but is new in the notebook.
+            A tuple of two values. The first has the record and the reason of each pickled variable,
+            by name, in the order of pickling. The second lists names that belong to the ranks, but
+            have a new value in the notebook.
         """
         needed: dict[str, tuple[Sent, str]] = {}
         kept: list[str] = []
@@ -205,7 +207,7 @@ class RankVariables:
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
             if name not in choice.sent and sent.shared & fresh:
-                del self._sent[name]  # the ranks have a new copy of an object in its value
+                del self._sent[name]  # the ranks have a new copy of an object in this value
         for name, sent in choice.sent.items():
             self._sent[name] = sent
             self.owned.pop(name, None)
@@ -313,7 +315,8 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
     """Return `names`, and all names whose values share an object with the values of `names`.
 
-    A value may share an object directly, or by way of the values of other names.
+    Sharing may be indirect: if `a` shares an object with `b`, and `b` shares another object with
+    `c`, then `a` adds both `b` and `c`.
     """
     found = set(names)
     while True:

@@ -27,8 +27,8 @@ class CellWork(Struct, frozen=True, tag="cell"):
 
     Attributes:
         raw: Whole text of the cell, as the user sees it.
-        python: Text that runs: `source` after IPython's transformers. The kernel transforms it,
-            because the user may have added transformers there.
+        python: Text that runs on the ranks: `source` after IPython's transformers. The kernel
+            transforms the text, because the user may have added transformers to the kernel.
         filename: File name under which the kernel compiles this cell.
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if it has none yet.
@@ -79,15 +79,15 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     @property
     def python(self) -> str:
-        """Text that runs on the ranks: none."""
+        """Text that runs on the ranks; always "", because a function has no text."""
         return ""
 
     def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
-        """Return the call.
+        """Return the call of `function` with its arguments.
 
         Args:
             function: The function.
-            values: Iterator whose next values are the positional and then the keyword arguments.
+            values: Iterator that yields the positional arguments, then the keyword arguments.
         """
         args = tuple(next(values) for _ in range(self.n_args))
         kwargs = {name: next(values) for name in self.names}

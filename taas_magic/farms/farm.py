@@ -164,7 +164,8 @@ class Job(JobState):
     def cancel(self) -> bool:
         """Cancel the job, unless the job has ended.
 
-        A running job gets SIGINT. If it has not ended `node.GRACE_S` later, its process is killed.
+        A running job gets SIGINT. If the job has not ended `node.GRACE_S` later, its process is
+        killed.
 
         Returns:
             Whether the job was cancelled. False if the job had already ended.
@@ -317,7 +318,7 @@ class Farm:
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Run the block; if the user interrupts it, cancel those of `jobs` that have not ended.
+        """Run the block. If the user interrupts the block, cancel all `jobs` that have not ended.
 
         Raises:
             KeyboardInterrupt: The user interrupted the block.
@@ -654,8 +655,8 @@ class _PackedCall:
 
     Attributes:
         work: The function and its arguments, not pickled.
-        parts: First the pickled arguments, then the memory of each array and tensor among them,
-            which is not copied into the pickle.
+        parts: First the pickled arguments, then the memory of each array and tensor among them. The
+            pickle has no copy of this memory.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """

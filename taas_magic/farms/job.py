@@ -158,7 +158,7 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
     """Run a job.
 
     Returns:
-        The outcome, and the parts of the result: its pickle, then the buffers that it refers to.
+        The outcome, and the parts of the result: its pickle, then the buffers of this pickle.
     """
     os.environ[SAVES] = told.saves
     process = os.getpid()

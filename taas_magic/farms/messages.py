@@ -202,10 +202,10 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
             if the job returned.
         took_s: Seconds that the call took.
-        parts: A pickle of the result, and the buffers that the pickle refers to. The job's process
-            leaves it empty if it sends them after this message (`sends`).
-        files: The path of each saved file in the job's folder, which need not be UTF-8, and the
-            file's content.
+        parts: A pickle of the result, and the buffers of this pickle. The list is empty if the
+            job's process sends the parts after this message (`sends`).
+        files: Path and content of each saved file. The path is relative to the job's folder, and
+            need not be UTF-8.
         again: Whether the job's process may run another job.
         sends: Number of large parts of the result that the process sends after this message, on
             the same pipe.
@@ -240,7 +240,7 @@ class NodeUpdate(Struct, tag="node"):
 
 
 class JobUpdate(Struct, tag="job"):
-    """A change of a job: it runs, it has failed, or it has printed something.
+    """A change of a job: the job runs, has failed, or has printed something.
 
     Attributes:
         state: "running", "erred" (the job's Dask future has the error), or "" for output only.

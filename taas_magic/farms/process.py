@@ -1,4 +1,4 @@
-"""The farm's process: a Dask scheduler for jobs, which starts and ends nodes as jobs need them.
+"""The farm's process: a Dask scheduler for jobs. Starts and ends nodes as the jobs need them.
 
 The kernel starts this process and holds its standard input open. When the kernel closes the input,
 the farm ends. Each node is a run of one rank in a pool. So the pool handles the node's host, lease,

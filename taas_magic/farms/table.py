@@ -34,7 +34,7 @@ class JobState:
         last_line: The last line that the job printed.
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
-        outcome: The result or the exception. If several threads set it, the first one counts.
+        outcome: The result or the exception. If several threads set the outcome, the first counts.
         ended: Cache of `state`, because a table of many jobs reads `state` often. None until the
             job ends, then "" until `state` is read for the first time.
     """

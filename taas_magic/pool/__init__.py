@@ -9,5 +9,5 @@ runs.py        the ranks of a run in all its attempts, and its fetchers, on all 
 restarts.py    decides whether fetchers that have ended start again
 files.py       responds to hosts' requests for files of the run folder and the project store
 hosts.py       the pool's hosts: membership, leases, requests to their agents
-detached.py    work for a detached run that its kernel would otherwise do
+detached.py    for detached runs: tasks that the kernel does for other runs
 """

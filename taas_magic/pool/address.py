@@ -14,7 +14,7 @@ class PoolAddress(Struct):
 
     Attributes:
         address: Address of the process's Dask scheduler, as "tls://host:port".
-        security: Keyword arguments for Dask's `Security`; they hold a private key.
+        security: Keyword arguments for Dask's `Security`, including a private key.
         project: Path of the project folder (the notebook's folder).
         made_of: Versions of Python, torch and taas-magic that the process uses.
         pid: Id of the process that wrote the file.

@@ -193,8 +193,8 @@ class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
     The connection ends when the process ends or when the kernel closes the connection. It is never
-    restored. All runs and waits for hosts on this connection end with it. If the pool gets another
-    process, that process does not continue them.
+    restored. All runs and waits for hosts on this connection end at the same time. If the pool gets
+    another process, that process does not continue them.
 
     Args:
         client: A Dask client that is connected to the process.
@@ -751,7 +751,7 @@ class Pool:
             time.sleep(_POLL_S)
 
     def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
-        """Wait until a process accepts connections; return its address and keys.
+        """Wait until a process accepts connections. Return the address and keys of the process.
 
         Args:
             check: Called repeatedly during the wait. If `check` raises PoolError, the wait ends.

@@ -487,8 +487,8 @@ class Controller(SchedulerPlugin):
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
-            The start and end events of the fetchers so far; None if these fetchers are not on this
-            pool (any more) or the other process is not connected.
+            The start and end events of the fetchers so far. None if these fetchers are not (or no
+            longer) on this pool, or if the other process is not connected.
         """
         fetchers = self._runs.get(request.run_id)
         if not isinstance(fetchers, PoolFetchers) or request.owner not in self._kernels.connected:

@@ -55,8 +55,8 @@ class PoolHost:
         runs: Ids of the runs that use the host.
         is_returned: Whether the host is being returned to the engine.
         had_s: Seconds for which the pool has held the host.
-        idle_since: Time, on this process's monotonic clock, at which `PoolMeter` first saw the host
-            without a run; None while the host has a run or has just been chosen for one.
+        idle_since: Time on this process's monotonic clock at which `PoolMeter` first found the host
+            without a run. None while the host has a run or has just been chosen for a run.
         known_modules: Modules that an earlier check has found on the host; None before the first
             check.
         pending: Futures of requests that the host has not answered yet, by request number.

@@ -162,7 +162,7 @@ class PoolFolder:
         return not is_free(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the running process; None if none runs or it has not written its pid yet."""
+        """Return the running process; None if there is none or its pid is not written yet."""
         self.has_children()
         path = self.path / "lock"
         written = path.read_text() if self.is_locked else ""

@@ -344,7 +344,7 @@ class Share(ABC):
         return await self._files.answer(part.host_rank, self._owned(part), request)
 
     def lose(self, host: PoolHost, why: str) -> None:
-        """Record that a host is gone. Does nothing if it had none of these ranks or fetchers."""
+        """Record that a host is gone. Ignore a host that had none of these ranks or fetchers."""
         part = self._part(host.address)
         if part is not None:
             self._lost(part, why)
@@ -467,7 +467,7 @@ class Share(ABC):
             again: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
-            The port of the ranks' rendezvous if it is on this host, else 0.
+            The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
 
         Raises:
             PoolError: The host could not start them.
@@ -1020,7 +1020,8 @@ class PoolRun(Share):
             master_port: Port of the rendezvous; 0 for the first host, which chooses the port.
 
         Returns:
-            The port of the ranks' rendezvous if it is on this host; 0 if not, or after a failure.
+            The port of the ranks' rendezvous if this host runs the rendezvous. 0 for other hosts,
+            and after a failure.
         """
         try:
             reach = ""
