@@ -75,7 +75,7 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Return an error that names the part for which a variable's value cannot be sent.
+    """Return the error for a variable whose value cannot be sent. It names the part at fault.
 
     Args:
         name: Name of the variable. The path in the message starts with this name.
@@ -112,12 +112,12 @@ def refusal(
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
+    The search goes from a value into its first part that cannot be pickled, and so on. It ends if
+    all parts of a value can be pickled. It also ends after `_BUDGET_S` seconds, after `_DEPTH`
+    steps, and at an object that is bound to one process, such as a thread.
+
     Returns:
         The path to that part (`config['a'][3].db`), and the part itself.
-
-    The search goes from a value into its first part that cannot be pickled, and so on. It ends if
-    all parts of a value can be pickled. It also ends after `_BUDGET_S` or `_DEPTH` steps, and at
-    objects that are bound to one process, such as a thread.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives

@@ -465,7 +465,7 @@ def capture(
 def _used_by(work: Work) -> UsedNames:
     """Return the names that a cell's text uses.
 
-    The result is empty for a function. The names that a function uses are found when it is pickled.
+    The result is empty for a call of a function. The function's names are found by pickling it.
     """
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())

@@ -107,10 +107,12 @@ def _text(pattern: Any) -> str:
 
 
 def _apply_filters(filters: Sequence[_Filter]) -> None:
-    """Insert those of `filters` that this process does not have, before its own filters.
+    """Insert `filters`, in their order, before the filters of this process.
 
-    Skips filters for warning classes of libraries that are not imported here, because nothing can
-    issue such a warning yet.
+    Skips filters that this process already has.
+
+    Also skips filters for warning classes of libraries that are not imported here, because nothing
+    can issue such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):

@@ -155,7 +155,7 @@ class Job(JobState):
         return self.state == "cancelled"
 
     def add_done_callback(self, function: Callable[["Job"], object]) -> None:
-        """Call a function with this job when the job ends. If the job has ended, call it now.
+        """Call a function with this job when the job ends, or now if the job has already ended.
 
         The thread that ends the job makes the call. An exception of the function is logged.
         """
@@ -612,7 +612,7 @@ class _StoredParts:
 
         Args:
             part: Memory with one part of a job's payload or arguments.
-            is_shared: Whether several jobs use the part. Then it is stored even if it is small.
+            is_shared: Whether several jobs use the part. A shared part is always stored.
 
         Returns:
             The value to send with the job: the name of the stored part, or the bytes of a part that
@@ -708,8 +708,8 @@ def farm(
     Args:
         pool: Name of the pool, or names of several pools.
         gpus: CUDA devices that each job has for itself.
-        cpus: Processors of each job. The processors and devices of a host limit the number of jobs
-            that it runs at a time.
+        cpus: Processors of each job. A host runs several jobs at a time, if it has enough
+            processors and devices for them.
         nodes: Number of hosts: a fixed number, or a tuple with the smallest and the largest number.
             None: as many as the jobs need, up to all hosts of the pools.
 

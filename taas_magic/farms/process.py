@@ -231,7 +231,7 @@ class NodeManager(SchedulerPlugin):
         """Return the number of nodes that the farm needs now.
 
         The result is large enough for all unfinished jobs, and at least the number of nodes that
-        run jobs. But it never exceeds the farm's limits (`least` and `most`).
+        run jobs. But it stays within the farm's limits (`least` to `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())

@@ -814,7 +814,7 @@ class Pool:
             found.close_when_unused()
 
     def is_over(self) -> bool:
-        """Return whether the connection has ended and none of the pool's processes is our child."""
+        """Return whether this kernel has no connection to the pool, and no child process of it."""
         return self.connection is None and not self.folder.has_children()
 
     def close(self) -> None:

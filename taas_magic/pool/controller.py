@@ -503,7 +503,8 @@ class Controller(SchedulerPlugin):
         """Wait for the end of a started run; then write its end to the journal and clean up.
 
         Then sends the end event to the kernel. So when the kernel receives this event, the event is
-        in the journal and the project store is free for the next run.
+        in the journal and the project store is free for the next run. But if the clean-up takes
+        longer than `END_S`, the kernel gets the event earlier.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal. This

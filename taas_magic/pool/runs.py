@@ -167,8 +167,8 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     the host of the dead rank. So if all reported failures are consequences, the attempt continues
     for a while, because the cause may still arrive.
 
-    The wait ends when each host without a report has sent a beat later than `LATE_S` after the
-    first report. A host's messages arrive in order, so a report of the host would have arrived
+    The wait ends when each host without a report has sent a beat at least `LATE_S` after the first
+    reported failure. A host's messages arrive in order, so a report of the host would have arrived
     before this beat. If a host sends no beats, the pool soon drops the host. Then the loss of the
     host counts as its report.
 
@@ -279,7 +279,7 @@ class Share(ABC):
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send `event`. It must not concern other hosts' processes."""
+        """Return whether a host may send `event`: events on other hosts' processes are refused."""
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
