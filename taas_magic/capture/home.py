@@ -164,7 +164,7 @@ def _is_stateless(function: FunctionType) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether two results that refer to this object must get the same copy of it."""
+    """Return whether all results that refer to `value` must get the same copy of this object."""
     if isinstance(value, FunctionType | LruCache):
         return not is_importable(value)
     if isinstance(value, type | ModuleType | Enum):

@@ -118,8 +118,8 @@ def fill_function(
 ) -> None:
     """Set the state of a function, and fill the closure cells that were pickled with it.
 
-    The function's globals may be the notebook's namespace. A name that exists in it keeps its
-    value.
+    The function's globals may be the notebook's namespace. Then a name that exists in this
+    namespace keeps its value.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:

@@ -464,7 +464,7 @@ def _signal(group: int, number: int) -> None:
 
 
 class _Lines:
-    """Buffer for a job's output, which holds at most `LINES_BYTES`."""
+    """Buffer for a job's output. Holds at most `LINES_BYTES`."""
 
     def __init__(self, say: Say) -> None:
         self._say, self._waiting = say, b""

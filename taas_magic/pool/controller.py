@@ -81,7 +81,7 @@ class Kernels:
     """The kernels that are connected to a pool, and their waits for hosts.
 
     Args:
-        linger_s: Seconds for which the pool stays after its last kernel and run are gone.
+        linger_s: Seconds for which the pool continues without a kernel and without a run.
 
     Attributes:
         connected: Dask client ids of the connected kernels.
@@ -256,7 +256,7 @@ class Controller(SchedulerPlugin):
 
     Args:
         source: The engine that gets hosts.
-        linger_s: Seconds for which the pool stays after its last kernel and run are gone.
+        linger_s: Seconds for which the pool continues without a kernel and without a run.
     """
 
     name = "taas-controller"

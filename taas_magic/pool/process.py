@@ -51,7 +51,7 @@ class PoolSettings(Struct):
     Attributes:
         folder: Path of the pool's folder.
         project: Path of the project folder (the notebook's folder).
-        linger_s: Seconds for which the process stays after its last kernel and run are gone.
+        linger_s: Seconds for which the process continues without a kernel and without a run.
         lock: File descriptor of the folder's lock, which the process inherits.
     """
 

@@ -9,7 +9,7 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """Decides whether the fetchers of a run start again. It starts nothing itself.
+    """The decision whether the fetchers of a run start again. The caller must start them.
 
     Args:
         plan: Plan of the run.
