@@ -2,10 +2,11 @@
 
     python benchmarks/hosts.py --rounds 5        (Linux, root)
 
-The tests start the same hosts. They run on this machine, but each has its own network, files,
-processes and sshd. Of the notebook's files, a host sees only Slurm's folders. The figures show the
-cost of our code, but not of a real network. Every pool runs the same cells: two ranks that meet and
-print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in another pool.
+The script uses the simulated hosts of the tests (tests/rig). They run on this machine, but each has
+its own network, files, processes and sshd. They share no folders with the notebook except Slurm's.
+So the figures show the cost of our code, but not of a real network. Every pool runs the same cells:
+two ranks that meet and print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in
+another pool.
 """
 
 import argparse

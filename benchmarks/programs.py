@@ -78,7 +78,7 @@ class Flood(NamedTuple):
 
     Attributes:
         seconds: Time between the first and the last piece of text.
-        glued: Number of lines that arrived, but not exactly once as a line of their own.
+        glued: Number of lines that arrived as a part of another line, or more than once.
         lost: Number of lines that did not arrive.
     """
 

@@ -107,8 +107,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    In a rank, torch decides. Other processes, such as the notebook's kernel, must not load torch
-    and CUDA for this. There, the result depends on the number of GPUs that `probe` counts.
+    In a rank, torch decides. In other processes, such as the notebook's kernel, this function must
+    not load torch and CUDA. There, it checks with `probe.count_gpus` whether the machine has a GPU.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch

@@ -2,8 +2,8 @@
 
 taas_magic searches for the file in the notebook's folder and in the folders above, up to the home
 folder (or the root). Last, it searches in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
-The file may name programs to start. So a file that other users than this one and root can write is
-refused.
+The file may name programs to start. So `load_config` refuses a file that anybody except the user
+and root can write.
 """
 
 import difflib
@@ -81,8 +81,9 @@ class PoolConfig(Struct, frozen=True):
         gpus: Number of CUDA devices of each host; None asks the host.
         cores: Number of logical processors of each host; None asks the host.
         role: "ranks", or "data" for hosts that run fetchers.
-        python: Interpreter on the hosts; None for this kernel's, or `python3` for engine "ssh".
-        interface: Network interface for ranks and fetchers; None lets each host find it.
+        python: Interpreter on the hosts; None for the kernel's own interpreter or, with engine
+            "ssh", for `python3`.
+        interface: Network interface for ranks and fetchers; None lets each host find one.
         network: "shared", where batches are encrypted by TLS, or "private", where they are not.
         max_hosts: Number of hosts that may be in use at the same time.
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
@@ -300,9 +301,9 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Return which other user can change a file or folder, and the remedy; "" if none can.
+    """Return text on who else can change a file or folder, with a remedy; "" if nobody can.
 
-    This user and root do not count as other users.
+    The current user and root are allowed to change it.
 
     Args:
         place: Path of the file or folder.

@@ -112,10 +112,10 @@ def register(
 ) -> _Loader:
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    This replaces earlier registrations of the same loader or with the same `name`. If the loader's
-    variable held another registered loader before, it also replaces the registration of that
-    loader. A loader without a `name` stays registered as long as the notebook refers to it. Every
-    run starts with the state that the loader's sampler and generator have now.
+    An earlier registration of the same loader, or with the same `name`, is replaced. So is the
+    registration of a loader that was in the same variable before. A loader without a `name` stays
+    registered as long as the notebook refers to it. Every run starts with the state that the
+    loader's sampler and generator have now.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.

@@ -105,8 +105,9 @@ class RunState:
         hosts_attempt: The newest attempt that has started ranks on a host.
         first_ranks: The lowest rank of each of these hosts.
         up: Numbers of the ranks that have started and have not failed.
-        up_since: Time from which GPU-seconds are not yet in `held_gpu_s`, on the caller's clock:
-            the start of the first ranks, or a later change of `gpus`. Infinity before the start.
+        up_since: Start of the time that `held_gpu_s` does not include yet, on the caller's clock.
+            This is the last change of `gpus`, or the start of the first ranks if it was later.
+            Infinity until the first ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
         hangs: For each host that reported a hang, the time of the report and the stacks of its

@@ -4,9 +4,10 @@ An engine opens the pool's Dask scheduler, and the agents of its hosts connect t
 The controller does everything else in the same way for every engine: it assigns hosts to runs,
 follows the runs, and decides when hosts are returned.
 
-A new engine is a subclass of `Engine`, or of `HostsEngine` if it starts each host itself, and an
-entry in `_ENGINES`. An engine's module must not import Dask at module level: a kernel calls
-`capacity`, and the pool's process calls `prepare`, before Dask is imported.
+To add an engine, write a subclass of `Engine`, and add it to `_ENGINES`. If the engine starts each
+host itself, write a subclass of `HostsEngine` instead. An engine's module must not import Dask at
+module level: a kernel calls `capacity`, and the pool's process calls `prepare`, before Dask is
+imported.
 """
 
 import asyncio
@@ -115,10 +116,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def give_back(self, keep: Collection[str]) -> None:
-        """End or return all hosts, including those that have not joined yet, except some.
+        """End or return hosts, including hosts that have not joined yet.
 
         Args:
-            keep: Names of the agents whose hosts the pool keeps.
+            keep: Names of the agents whose hosts the pool keeps. All other hosts are given back.
         """
 
     def is_starting(self) -> bool:

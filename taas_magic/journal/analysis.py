@@ -125,9 +125,9 @@ class LoaderFlow:
 
     @property
     def shares(self) -> dict[int, float]:
-        """The fraction of each rank's time that it spent waiting for batches, by rank.
+        """The share of its loop time that each rank spent waiting for batches, by rank.
 
-        The time is that of the rank's loops over the loader.
+        The loop time of a rank is the time that it spent in loops over the loader.
         """
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share

@@ -330,7 +330,8 @@ class DiskRoom:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` more may be written.
 
-        For many small writes, this method asks the system for the free space only once.
+        A call reserves space for later small writes, too. So most calls do not have to ask the
+        system for the free space.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -459,7 +460,7 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file so that only the user can read it if it is new; an `opener` for `open`."""
+    """Open a file; if it is new, only the user can read it. Pass this as `opener` to `open`."""
     return os.open(path, flags, 0o600)
 
 
@@ -559,7 +560,7 @@ def _folders() -> list[RunFolder]:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Remove the folders of the oldest runs, so that the other folders respect both limits.
+    """Remove the folders of the oldest ended runs if all folders together exceed a limit.
 
     Runs that may still be active are kept, and so are folders in use (`RunFolder.in_use`). A folder
     without a readable plan is removed, unless it is new. Several kernels may call this function at

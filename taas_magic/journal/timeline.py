@@ -271,7 +271,7 @@ def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, flo
 class Timeline:
     """Times of the ranks in the profiled steps of a run.
 
-    As the value of a cell, it appears as a picture. `print` shows a table.
+    A notebook shows a timeline as a picture. `print` shows it as a table.
 
     Attributes:
         steps: Times of each rank in each step, ordered by step and rank.

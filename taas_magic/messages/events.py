@@ -272,7 +272,7 @@ class Restart(Event, tag="restart", kw_only=True):
     """The pool's process reports that all ranks start again.
 
     Attributes:
-        failure: The failure that made the restart necessary; None if no host named one.
+        failure: The failure that made the restart necessary; None if no host reported a failure.
     """
 
     attempt: int
@@ -429,7 +429,7 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports the number of lines and bytes of a rank that it left out as too many."""
+    """An agent reports how many lines and bytes of a rank it left out, as there were too many."""
 
     lines: int
     bytes: int

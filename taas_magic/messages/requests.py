@@ -128,7 +128,7 @@ class SessionState(Struct, kw_only=True):
 
 
 class TakeSession(Request[SessionState]):
-    """A kernel takes over a detached session, and gets its events from now on.
+    """A kernel takes over a detached session, and gets the session's events from now on.
 
     Attributes:
         owner: Id of the kernel's Dask client.
@@ -139,10 +139,10 @@ class TakeSession(Request[SessionState]):
 
 
 class TakeFetchers(Request[list[AnyEvent] | None]):
-    """The pool's process that owns a run takes over its fetchers from another pool's process.
+    """The pool's process that owns a run takes over the run's fetchers from another pool's process.
 
-    From then on, it receives the events of the fetchers. The response has the events of their
-    starts and ends so far, or is None if that pool does not run the fetchers.
+    From then on, the run's owner receives the events of the fetchers. The response has the events
+    of the fetchers' starts and ends so far; None if the other pool does not run the fetchers.
 
     Attributes:
         owner: Id of the new owner's Dask client; if the client disconnects, the fetchers end.
@@ -173,7 +173,7 @@ class HostStatus(Struct, kw_only=True):
             (value of `store.guard.StoreProtection`, such as "Landlock").
         runs: Ids of the runs on the host.
         had_s: Seconds since the host was allocated.
-        idle_s: Seconds without a run; None if it has one.
+        idle_s: Seconds for which the host has had no run; None if a run is on the host now.
         gpu_hours: GPU hours since the host was allocated.
     """
 
@@ -207,7 +207,7 @@ class PoolStatus(Struct, kw_only=True):
         starting: Hosts that cannot start ranks yet.
         refused: Number of refused messages and connections.
         gpu_hours: GPU hours of all hosts since the pool's process started.
-        used_gpu_hours: GPU hours of runs.
+        used_gpu_hours: GPU hours in which runs used the hosts.
     """
 
     hosts: list[HostStatus] = []

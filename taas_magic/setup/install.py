@@ -1,9 +1,9 @@
 """Install the packages that an agent and its ranks need on a host.
 
-This module tries the host's own pip first. If that fails, it sends packages of this environment as
-one zip file. They may not work on a host with another processor or an older C library; then an
-error says what to install there. torch is never installed, because a host's torch must fit the
-host's GPUs.
+This module tries the host's own pip first. If pip fails, the module sends packages of this
+environment as one zip file. These packages may not work on a host with another processor or an
+older C library. For such a host, an error says what to install there. torch is never installed,
+because a host's torch must fit the host's GPUs.
 """
 
 import hashlib
@@ -291,9 +291,10 @@ def installed_files(name: str) -> Files | None:
 
 
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """Download wheels with this machine's pip, for a host on which they work; return their files.
+    """Download wheels with this machine's pip for a host; return the files in the wheels.
 
-    The wheels are kept in this user's cache for the next host.
+    Wheels for this machine must work on the host (`why_unlike`). This user's cache keeps their
+    files for the next host.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.

@@ -345,7 +345,7 @@ def _is_set(value: str) -> bool:
 
 
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths of the identity files. Usual files that do not exist are left out."""
+    """Return the paths of the identity files, without those of `_USUAL_KEYS` that do not exist."""
     found = []
     for value in filter(_is_set, values):
         named = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), value)
@@ -356,11 +356,12 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
 
 
 class KnownHosts(MissingHostKeyPolicy):
-    """Accepts a host's key if the user's known_hosts files list it, and raises PoolError otherwise.
+    """Policy that accepts a host's key if the user's known_hosts files list the key.
 
-    If the target has `adds_new_keys`, a key is also accepted if no file lists any key of the host.
-    A key that differs from the listed one is never accepted: with such a key, ssh forwards no
-    ports, and a pool needs them.
+    For any other key, the policy raises PoolError. There is one exception: if the target has
+    `adds_new_keys`, and no file lists any key of the host, the policy accepts the key. A key that
+    differs from the listed one is never accepted. With such a key, ssh itself forwards no ports,
+    and a pool needs forwarded ports.
 
     paramiko's client gets no list of host keys, so it passes every key to this policy. paramiko's
     own check does not support patterns (`*.lab`), and fails on lines with a marker (`@revoked`).
@@ -507,7 +508,10 @@ def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
 
 
 class UserKeys(AuthStrategy):
-    """Offers the user's keys to a host until it accepts one: the ssh agent's first, then files."""
+    """Strategy that offers the user's keys to a host, until the host accepts a key.
+
+    The keys of the ssh agent come first, then those in files.
+    """
 
     def __init__(self, target: Target) -> None:
         super().__init__(ssh_config=SSHConfig())

@@ -151,7 +151,7 @@ class Connection:
         Raises:
             PoolError: The file could not be written.
         """
-        # not by SFTP: a host may not offer it, and output of a login script breaks it
+        # Not by SFTP: a host may not offer SFTP, and the output of a login script breaks SFTP.
         words = [_PUT, path, secrets.token_hex(4), str(len(data))]
         command = f"exec sh -c {' '.join(map(shlex.quote, words))}"
         done = self.run(command, data, _RUN_S + len(data) / _SLOWEST_BYTES_S)
@@ -458,7 +458,8 @@ class KeptCommand:
 
     Attributes:
         has_output: Whether the command has written anything, such as an empty line.
-        ended: Set at the end of the output, when the command or the connection has ended.
+        ended: Event that is set at the end of the output, when the command or the connection has
+            ended.
 
     Raises:
         PoolError: The command could not be started.
