@@ -39,7 +39,7 @@ def main() -> int:
     _change_to_root_folder()
     use_temporary_folder(folder)
     forkserver.begin([name for name in preload.split(",") if name])
-    gc.disable()  # imported objects stay alive; collecting during imports takes a tenth of the time
+    gc.disable()  # imported objects stay alive, and collections take a tenth of the import time
     import asyncio
 
     from taas_magic.host.agent_worker import serve

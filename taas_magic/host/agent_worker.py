@@ -329,7 +329,7 @@ class AgentWorker(ClosedWorker):
         try:
             share.run()
         finally:
-            if self._shares.get(run_id) is share:  # false if fetchers were started again meanwhile
+            if self._shares.get(run_id) is share:  # false if the fetchers have started again
                 del self._shares[run_id]
             self.loop.add_callback(self._is_rest_due.set)
 
@@ -458,7 +458,9 @@ async def serve(words: bytes) -> None:
     )
     async with agent:
         report_joined()
-        if place.is_foreign:  # a local supervisor watches a pipe, which no stall can cut
+        # On the notebook's machine, a lease is not needed: the supervisor's pipe from the pool
+        # closes when the pool's process ends, and no network failure can cut it.
+        if place.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())
         tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_rest()))]

@@ -148,10 +148,10 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
 
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
-    """Apply a run's settings to this new process: log file, environment, import path and so on.
+    """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
 
-    Also protects the project store from writes of this process. Call this function before any
-    thread starts.
+    The settings include the environment, the import path, and the protection of the project store
+    from writes. Call this function before any thread starts.
 
     Args:
         number: Number of the fetcher in the run.

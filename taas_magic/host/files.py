@@ -80,7 +80,7 @@ class RunFolderCopy:
         return self._folder.path
 
     def begin_attempt(self, attempt: int) -> None:
-        """Record the current attempt. `send_back` leaves out results of earlier attempts."""
+        """Record the current attempt. `send_back` skips results and profiles of others."""
         self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
@@ -325,7 +325,7 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use the mirror of a session for a cell in it. Called before `copy_in`.
+        """Use a session's mirror for this share, a cell in the session. Called before `copy_in`.
 
         The session's ranks run the cell, and their working directory is the session's mirror.
         """

@@ -3,7 +3,7 @@
 Two processes import this module:
 
 - The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
-  processes. A fork takes tens of milliseconds. Its state is that of a new process which has
+  processes. A fork takes tens of milliseconds. It has the same state as a new process that has
   imported the same modules. The agent passes the dotted name of the function that the fork calls.
 - The forkserver runs `_preload` when it imports this module. Later, when it has no child, it
   imports the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute.
@@ -565,7 +565,7 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
     """Import `LATER`. This is the forkserver's handler of SIGUSR1, which the agent sends."""
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
-    with suppress(Exception):  # a rank that needs the module raises the same error to the user
+    with suppress(Exception):  # a rank that needs the module imports it, and shows the error
         for name in LATER:
             _write_import_name(imports_file, name)
             importlib.import_module(name)

@@ -319,7 +319,8 @@ class Attempt:
             deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock;
                 None without `--timeout`.
             interrupted_at: Time at which the run was interrupted; None if it was not. After an
-                interrupt, this method sends SIGINT to each rank that has installed its handler.
+                interrupt, this method sends SIGINT once to each rank that has reported that it
+                accepts SIGINT.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)

@@ -113,7 +113,7 @@ class CellAttempt(Attempt):
         self._end_ranks(0.0)
 
     def note_if_cut(self) -> None:
-        """If a collective was interrupted, send a note: how to repair the process group."""
+        """If a collective was interrupted, tell the user how to renew the process group."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session

@@ -372,7 +372,7 @@ class LogBudget:
 
 
 class Wakeup:
-    """An event, as `threading.Event`, with a file descriptor that is readable while it is set.
+    """An event like `threading.Event`, with a file descriptor that is readable while it is set.
 
     Works only on Linux.
     """

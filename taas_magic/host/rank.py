@@ -243,7 +243,7 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         torch._logging._init_logs()  # type: ignore[attr-defined]
     global attempt_folder
     attempt_folder = spec.folder
-    tempfile.tempdir = None  # determined anew, because TMPDIR may differ
+    tempfile.tempdir = None  # tempfile then reads TMPDIR of the new environment
     os.chdir(spec.share.cwd)
     sys.path[:] = spec.share.sys_path
     sys.argv[:] = ["taas"]
@@ -339,8 +339,8 @@ def _heartbeat(
     Args:
         link: The rank's connection to its agent.
         fed: Access to the run's data service; None if the cell uses no registered loader.
-        cut: For a session: function that cuts this rank's connections to other ranks. It is called
-            when the agent requests it, with the number of the cell for which the request is made.
+        cut: Function that cuts this rank's connections to other ranks while the rank runs the cell
+            with the given number. Called when the agent requests the cut. None outside a session.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -356,7 +356,7 @@ def _heartbeat(
             link.send(Metrics(points=points))
 
     def report() -> None:
-        with reporting:  # so that the newest counts come last
+        with reporting:  # one thread at a time, so that the newest counts are sent last
             send()
 
     def beat() -> None:
@@ -390,8 +390,8 @@ def _heartbeat(
 def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
     """If the cell changed the rendezvous address, return why all ranks will wait forever; else "".
 
-    With torchrun's variable TORCHELASTIC_USE_AGENT_STORE, every rank connects to the address, and
-    no rank listens there.
+    While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
+    address as a client, so no rank listens at a changed address.
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -441,7 +441,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return the names of up to `_SHOWN_COLLECTIVES` pending collectives, the first ones.
+    """Return the names of the first pending collectives, at most `_SHOWN_COLLECTIVES`.
 
     Each name is followed by the collective's number in its process group.
     """
@@ -681,7 +681,7 @@ def _end_program() -> None:
     - Unloading modules, which would take 0.4 s.
     """
     atexit._run_exitfuncs()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # open files must be written completely
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must not leave files incomplete
     _keep_groups()
     shell = RankShell.instance()
     shell.last_value = None
@@ -902,7 +902,7 @@ class RankShell(InteractiveShell):
         self.link, self.keyboard, self.shows = link, own_keyboard, shows
         own_keyboard.install()
         self.colors = colors
-        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8: its own `colors` leaves it out
+        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 does not set these by `colors`
             self.InteractiveTB.set_colors(colors)
         # If ps1 is set, Lightning assumes an interactive session and refuses DDP
         for name in ("ps1", "ps2", "ps3"):
@@ -933,7 +933,10 @@ class RankShell(InteractiveShell):
         return self.run_cell(work.source, store_history=False)
 
     def transform_cell(self, raw_cell: str) -> str:
-        """Return Python for a text with IPython syntax; the kernel has transformed the cell's."""
+        """Return the Python code for a text with IPython syntax.
+
+        The cell itself is not transformed here, because the kernel has already done so.
+        """
         cell: CellWork | None = self.compile.cell
         if cell is not None and raw_cell == cell.source:
             return cell.python
@@ -1032,7 +1035,7 @@ class RankShell(InteractiveShell):
             self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
             shown = tracebacks.failure_of(value, self._drawn) if self._drawn else shown
-        # `sys.exit(3)` in the cell and in its `%run` look the same here
+        # Here, `sys.exit(3)` in the cell looks the same as `sys.exit(3)` in a `%run` of the cell.
         if self.failure is not None or not (ends_cell or is_exit):
             shown.is_logged = True
             # Not `sys.stderr`, which `%%capture` may redirect: errors must not be captured.

@@ -351,8 +351,8 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        Counts the CPU time of the ranks' descendants only if the ranks' own processes have used
-        none, because this reads all processes of the host.
+        Counts the CPU time of the ranks' descendants only if no rank's own process has used enough,
+        because this requires reading all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -589,5 +589,6 @@ def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
         while above is not None and above not in totals:
             above = found[above]["ppid"] if above in found else None
         if above is not None and info["cpu_times"] is not None:
-            totals[above] += sum(info["cpu_times"][:4])  # user, system; own and reaped children's
+            # user and system time, of the process itself and of its children that have ended
+            totals[above] += sum(info["cpu_times"][:4])
     return totals

@@ -188,9 +188,9 @@ def _end_host(why: str) -> None:
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
     """Kill all processes below this process except the agent and resource trackers.
 
-    These two end later. The ranks must end first, because the agent may be suspended or slow to
-    end. If the lease has ended, the pool may already start the same ranks on another host, and only
-    one rank 0 may write to the project store.
+    The agent and the trackers end later. The ranks must not wait for the agent, which may be
+    suspended or slow to end. If the lease has ended, the pool may already start the same ranks on
+    another host, and only one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)

@@ -33,7 +33,7 @@ class Variable(Struct, frozen=True):
     Attributes:
         kind: Name of the value's type.
         shape: Shape of a tensor or array. For a container, the number of its elements. For a model,
-            the number of its parameters. "" for other values.
+            the number of its parameter tensors. "" for other values.
         dtype: Element type of a tensor or array, or the element types of a model's parameters.
         device: Device of a tensor, or devices of a model's parameters.
         size_bytes: Size in memory, approximately.

@@ -5,8 +5,8 @@ this package. Such a worker is called a vehicle, because it only brings our agen
 installs the plugin `Vehicle` in every worker that joins the pool's scheduler. The plugin starts the
 supervisor, and the supervisor's agent joins the pool as a separate worker.
 
-A vehicle may end for any reason: its wall time is over, its job is cancelled, or it has lost the
-connection. The supervisor's standard input then closes, and everything on the host ends.
+A vehicle may end because its wall time is over, its job is cancelled, or its connection to the
+scheduler is lost. The supervisor's standard input then closes, and everything on the host ends.
 
 This module is separate from the agent's modules, so that vehicles and engines need not import them.
 """
@@ -27,8 +27,8 @@ _MARK = "@"
 def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
-    The name has a random part. A job that the batch system restarts has a vehicle with the same
-    name as before, and the pool may still know the agent which the first vehicle started.
+    The name has a random part. If the batch system restarts a job, the new vehicle has the old
+    vehicle's name, and the pool may still know the agent that the old vehicle started.
 
     Args:
         vehicle: Dask's name of the vehicle.

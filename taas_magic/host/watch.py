@@ -523,10 +523,10 @@ class Ranks:
             return list(self._states.values())
 
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Record a message from a rank.
+        """Record a message from a rank. Most messages count as progress.
 
-        These messages do not count as progress: stack reports, notes, batch counts that have not
-        changed, and heartbeats without a change in the collectives. All others do.
+        These messages do not: stack reports, notes, batch counts that have not changed, and
+        heartbeats if no collective has begun or ended since the last heartbeat.
         """
         now = time.monotonic()
         with self._lock:
@@ -595,7 +595,7 @@ class Ranks:
                     state.stopped_at = None
 
     def interrupt(self) -> None:
-        """Send SIGINT to each rank that has installed its handler, but to no rank twice."""
+        """Send SIGINT, once, to each rank that has reported that it accepts SIGINT."""
         with self._lock:
             for state in self._states.values():
                 if state.takes_interrupt and not state.ended:
