@@ -173,7 +173,7 @@ def measured(take: Take, seconds: float, before: int) -> Figures:
 def memory_from_here() -> int:
     """Return the resident memory in bytes, and reset the peak of this process's memory.
 
-    So the imports before this call do not count.
+    So the peak that is measured later does not include the imports before this call.
     """
     Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)
@@ -191,9 +191,9 @@ def consume(make: Takes, seconds: float, results: Connection) -> None:
 
 
 def consume_by_ranks(ranks: int, make: Services, seconds: float, results: Connection) -> None:
-    """Measure several ranks, each in its own process, and send their figures as one.
+    """Measure several ranks, each in its own process, and send figures for all of them together.
 
-    The figures are sums over the ranks, except the elapsed time and the memory: those are maxima.
+    The figures are sums over the ranks, but the elapsed time and the memory are maxima.
     """
     torch.set_num_threads(1)
     with make() as running:

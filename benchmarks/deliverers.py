@@ -87,7 +87,7 @@ def _send(port: int, size: int, tls: Tls | None) -> None:
 def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
     """Yield a function that receives batches from a bare TCP or TLS socket into one reused buffer.
 
-    Its rate is the upper limit for delivery by TCP.
+    The rate of such a socket is the upper limit for delivery by TCP.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = FORK.Process(target=_send, args=(server.getsockname()[1], size, tls))

@@ -3,9 +3,9 @@
     python -m benchmarks.interrupts [--rounds 500] [--busy 4] [--seed 1]
 
 A round runs a cell of one kind in a real kernel. It interrupts the cell at a random moment of the
-cell's first 4 s: once, or twice in every fourth round. Then it runs `6 * 7`, and last a `%%taas`
+cell's first 4 s: once, or twice in every fourth round. Then it runs `6 * 7`, and finally a `%%taas`
 cell. The script prints the seconds from the interrupt to the reply of `6 * 7`. It also lists what
-went wrong: interrupted cells that did not end with KeyboardInterrupt, and last cells that failed.
+went wrong: interrupted cells that did not end with KeyboardInterrupt, and final cells that failed.
 The exit code is 1 if anything went wrong, or if any reply took longer than `USABLE_S` seconds.
 """
 

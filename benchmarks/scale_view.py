@@ -2,7 +2,7 @@
 
 A real View receives simulated events of the pool's process, and writes to a publisher that discards
 everything. Each scene has two figures: the time per event, and the longest time in which the view
-works without a pause, so that the notebook cannot react.
+works without a pause. During this time, the notebook cannot react.
 """
 
 import contextlib

@@ -2,10 +2,10 @@
 
     python benchmarks/session.py --cells 200
 
-A real kernel runs cells in one session; one cell in ten raises. The script measures the memory and
-the open descriptors of the kernel, the pool's processes and the ranks, after the first cells and
-after the last cell. The exit code is 1 if a process has grown beyond the limits, or was started or
-ended in between.
+A real kernel runs cells in one session; every tenth cell raises an exception. After the first cells
+and again after the last cell, the script measures the memory and the open descriptors of the
+kernel, the pool's processes and the ranks. The exit code is 1 if a process has grown beyond the
+limits, or was started or ended in between.
 """
 
 import argparse
@@ -87,7 +87,11 @@ def sizes() -> Sizes:
 
 
 def report(before: Sizes, after: Sizes, cells: int) -> bool:
-    """Print how each process has grown; return whether one grew too much, started or ended."""
+    """Print how each process has grown.
+
+    Returns:
+        Whether any process grew too much, or was started or ended between the measurements.
+    """
     too_much = False
     for pid in sorted(before.keys() | after.keys()):
         if pid not in before or pid not in after:

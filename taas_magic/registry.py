@@ -70,7 +70,7 @@ class Registered:
 
     @property
     def loader(self) -> Any:
-        """The loader itself, as the notebook has it."""
+        """The loader in the notebook; None if the loader no longer exists."""
         return self.held()
 
     def packed(self) -> "PackedLoader":
@@ -485,7 +485,7 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn if the dataset has random generators of its own, which are not seeded for each batch."""
+    """Warn if the dataset has random generators of its own. They are not seeded for each batch."""
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, keeps_dataset

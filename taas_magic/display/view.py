@@ -1,8 +1,8 @@
 """The view of one run: receives the run's events and shows its status header and log.
 
-A screen writes the output below a notebook's cell, in a console, or in a terminal. It uses displays
-with an id, which are updated in place, instead of ipywidgets. JupyterLab, Notebook 7, VS Code and
-nbclient all render such displays. The code of this module runs in the cell's thread.
+A screen writes the output below a notebook's cell, in a console, or in a terminal. Screens do not
+use ipywidgets, but displays with an id, which are updated in place. JupyterLab, Notebook 7, VS Code
+and nbclient all render such displays. The code of this module runs in the cell's thread.
 """
 
 import math

@@ -70,7 +70,7 @@ class Engine(ABC):
     ) -> AbstractAsyncContextManager["Scheduler"]:
         """Run the pool's scheduler until the block ends; then end all hosts.
 
-        Starts no host: `request_hosts` does.
+        This method starts no hosts; `request_hosts` starts them.
 
         Args:
             scheduler: Class of the scheduler.

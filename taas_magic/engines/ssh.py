@@ -92,7 +92,7 @@ class SshEngine(HostsEngine):
         An interrupt ends the wait at once, because the connections run in other threads.
 
         Raises:
-            PoolError: No host could be asked.
+            PoolError: No host gave a response.
         """
         stop = threading.Event()
 
@@ -210,7 +210,7 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If a host fails, tries the next free one.
+        If a host fails, this method tries the next free host.
 
         Raises:
             PoolError: No free host could be started, or `end` was called.

@@ -275,7 +275,8 @@ class RunFolder:
     def in_use(self) -> Iterator[None]:
         """Keep `prune` from removing the folder during the block, even if the run has ended.
 
-        Several processes may use a folder at the same time. The use ends with the process.
+        Several processes may use a folder at the same time. If a process ends within the block, its
+        use ends, too.
 
         Raises:
             OSError: The folder cannot be read.

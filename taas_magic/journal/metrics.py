@@ -117,7 +117,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 def picture(curves: Sequence[Sequence[float]]) -> str:
     """Return an SVG image of curves as a data URL for `<img src=…>`.
 
-    An untrusted notebook shows such an image, but removes an `<svg>` element.
+    In an untrusted notebook, Jupyter shows such an image, but removes an `<svg>` element.
     """
     low, high = _range(value for points in curves for value in points)
     lines = []

@@ -74,7 +74,8 @@ class Trace:
         steps: Span of each step, by the step's number.
         loads: Spans in which the rank waited for a batch.
         collectives: Spans of collectives by name, in order.
-        work: Spans of other work: of GPU kernels if the trace has some, else of torch's operators.
+        work: Spans of other work: of GPU kernels or, in a trace without GPU kernels, of torch's
+            operators.
     """
 
     host: str
@@ -141,10 +142,11 @@ def trace_of(loaded: Mapping[str, Any]) -> Trace:
 
 
 def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, float]]:
-    """Correct the clocks of hosts by the collectives, which end on all ranks at the same time.
+    """Correct the times in the traces, because the clocks of hosts differ.
 
-    The ranks on the first rank's host keep their times. A rank that has no collective in common
-    with the first rank keeps its times, too.
+    A collective ends on all ranks at the same time. So the ends of the same collectives in two
+    traces show how much the clocks differ. The ranks on the first rank's host keep their times.
+    So does a rank that has no collective in common with the first rank.
 
     Returns:
         The traces, and the correction of each rank's times in microseconds.
@@ -242,7 +244,7 @@ def within(spans: Sequence[Span], bounds: Span) -> float:
 def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
 
-    Chrome (chrome://tracing) and Perfetto (https://ui.perfetto.dev) show it.
+    Chrome (chrome://tracing) and Perfetto (https://ui.perfetto.dev) can show such a trace.
 
     Args:
         traces: The ranks' traces, as torch.profiler writes them.

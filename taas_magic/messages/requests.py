@@ -373,10 +373,10 @@ class HostHello(Struct, kw_only=True):
 
     Attributes:
         host: Name of the host for the user.
-        address: Address at which other hosts reach its ranks and fetchers.
+        address: Address at which other hosts reach the ranks and fetchers of this host.
         means: Mechanism that keeps ranks other than 0 on the host from writing to the project store
             (value of `store.guard.StoreProtection`, such as "Landlock").
-        gpus: Number of its GPUs.
+        gpus: Number of GPUs of this host.
     """
 
     host: str

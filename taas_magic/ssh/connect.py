@@ -197,7 +197,8 @@ def connect(
         silence_s: Seconds without an acknowledgement after which an open connection is closed.
 
     Raises:
-        PoolError: The host cannot be reached, its key is not known, or it refuses the login.
+        PoolError: The host cannot be reached, the host's key is not known, or the host refuses the
+            login.
         Stopped: `stop` was set.
     """
     if timeout_s is None:
@@ -317,7 +318,7 @@ def _close(client: SSHClient) -> None:
 def _open_way(
     target: Target, patience: _Patience, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
-    """Open a byte stream to a host's sshd: by a jump host, a ProxyCommand, or a socket.
+    """Open a byte stream to a host's sshd: a direct socket, or through a jump host or ProxyCommand.
 
     The callback that closes the stream is added to `undo`.
     """
