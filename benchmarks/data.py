@@ -347,7 +347,10 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
 
 
 def several(rounds: int, seconds: float) -> None:
-    """Compare one fetcher with two, for one rank and for several; figures are over all ranks."""
+    """Compare one fetcher with two, for one rank and for `RANKS` ranks.
+
+    The figures are for all ranks together (`consume_by_ranks`).
+    """
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     for way, direct in (("TCP", False), ("shared memory", True)):
         make = partial(service, loader, direct=direct)

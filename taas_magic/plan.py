@@ -74,8 +74,8 @@ class DataPlan(Struct, frozen=True):
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
     """Choose the pool for the fetchers.
 
-    Without `--data-pool`, it is the first pool with `role = "data"`, or the ranks' pool if no pool
-    has that role.
+    Without `--data-pool`, this is the first pool with `role = "data"`. If no pool has this role, it
+    is the pool of the ranks.
 
     Returns:
         The pool, and a note for the user if several pools were possible, else "".
@@ -370,7 +370,7 @@ def make_plan(
     max_hosts: int = 1,
     store: StoreRule | None = None,
 ) -> Plan:
-    """Make the plan of a run, with its ranks distributed over hosts like `host`.
+    """Make the plan of a run, for a pool whose hosts all have the same capacity.
 
     Args:
         host: Capacity of each host of the pool.

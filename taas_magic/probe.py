@@ -90,7 +90,7 @@ def main(
 def cache_folder() -> str:
     """Return taas-magic's cache folder on this host: `$XDG_CACHE_HOME/taas` or `~/.cache/taas`.
 
-    For a user without a home folder it is below TMPDIR.
+    If the user has no home folder, the cache folder is below TMPDIR.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if base.startswith("~"):
@@ -105,7 +105,10 @@ def glibc() -> str:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: its affinity and its cgroup's quota."""
+    """Return the number of cores that this process may use.
+
+    The process's CPU affinity and the quota of its cgroup limit this number.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return 1
     quotas = [_quota(folder) for folder in _cgroup_folders()]

@@ -51,7 +51,7 @@ class LineMerger:
     """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
 
     Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
-    A group is found by the hash of its line, so a line costs the same for 2 ranks and for 8,192.
+    Groups are in a dict by their line, so a line takes the same time for 2 ranks and for 8,192.
 
     A line that all ranks have printed is shown at once. Any other line waits at most `hold_s`.
 

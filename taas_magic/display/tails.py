@@ -1,4 +1,4 @@
-"""The last lines of each rank of a run, from the log files in its folder."""
+"""The last lines of each rank of a run, from the log files in the run folder."""
 
 import os
 from pathlib import Path

@@ -52,7 +52,7 @@ class Engine(ABC):
     A kernel calls `capacity`, `shells` and `notes`. The pool's process calls the other methods.
 
     Attributes:
-        ready: Names of the agents whose hosts can start ranks. The pool's process adds them.
+        ready: Names of the agents whose hosts can start ranks. The pool's process adds the names.
     """
 
     def __init__(self, pool: PoolConfig) -> None:

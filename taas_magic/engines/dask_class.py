@@ -125,8 +125,8 @@ class DaskClassEngine(Engine):
     async def _request_hosts(self, count: int) -> list[str]:
         """Let the cluster start Dask workers until `count` have been requested.
 
-        Returns the lines of `Vehicles.describe_awaited`. Raises PoolError if a worker or its batch
-        job could not start, or has ended too early.
+        Returns the lines of `Vehicles.describe_awaited`. Raises PoolError if a worker could not be
+        started, or if its batch job ended before the agent joined.
         """
         from distributed import Status
 
@@ -156,8 +156,8 @@ class DaskClassEngine(Engine):
     def is_starting(self) -> bool:
         """See `Engine.is_starting`: whether a host's Dask worker has joined, but not its agent.
 
-        Such a host makes progress, because its supervisor ends it if the agent is stuck. The wait
-        in the batch system's queue does not count as a start.
+        Such a host counts as making progress: if its agent is stuck, its supervisor ends the host.
+        The wait in the batch system's queue does not count as a start.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}

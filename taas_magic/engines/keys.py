@@ -59,7 +59,7 @@ class Peer(NamedTuple):
             peercert: The result of `ssl.SSLSocket.getpeercert`.
 
         Raises:
-            ValueError: The certificate contains no role and name of this form.
+            ValueError: The certificate contains no role and name in the form of `identity`.
         """
         for kind, value in peercert.get("subjectAltName", ()):
             scheme, _, rest = value.partition(":")
@@ -72,9 +72,9 @@ class Peer(NamedTuple):
 class Keys:
     """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`. They contain private keys. So they
-    are stored only in files that the user alone can read (0600), and are sent only over standard
-    input or TLS.
+    Every method returns keyword arguments for dask's `Security`. These arguments contain private
+    keys. So they are stored only in files that the user alone can read (0600), and are sent only
+    over standard input or TLS.
     """
 
     def __init__(self) -> None:

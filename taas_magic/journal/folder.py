@@ -389,7 +389,7 @@ class Writer:
         self._thread.start()
 
     def append(self, event: Event) -> bytes:
-        """Queue an event for the journal; returns at once.
+        """Queue an event for the journal, and return at once.
 
         Returns:
             The encoded event, which the caller may send to others.

@@ -4,8 +4,8 @@ Each rank of a run with `--profile N` writes a trace of torch.profiler (`host/pr
 module compares the traces and divides the time of each step into four parts:
 
 - load: The rank waits for a batch.
-- communicate: The rank exchanges data in a collective, and no other work runs. This part is as long
-  as the collective takes on the rank that joins it last, because that rank waits for no other.
+- communicate: The rank exchanges data in a collective, and no other work runs. The length of this
+  part is the duration of the collective on the rank that joins it last: that rank does not wait.
 - wait: The rank waits in a collective for the other ranks.
 - compute: The rest of the step, including work that runs beside a collective.
 

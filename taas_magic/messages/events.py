@@ -335,7 +335,8 @@ class RanksStarted(Event, tag="started", kw_only=True):
 
     Attributes:
         pids: Process id by rank.
-        gpus: Number of GPUs that the ranks use: one each, but not more than the host has.
+        gpus: Number of GPUs that the ranks use: one for each rank, or all GPUs of the host if
+            there are fewer GPUs than ranks.
     """
 
     attempt: int = 0

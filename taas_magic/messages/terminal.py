@@ -65,7 +65,7 @@ def _harmless_line(text: str) -> str:
 def cleaned(value: _T) -> _T:
     """Remove terminal control sequences from every string of a value, at any depth.
 
-    Call it after decoding a value that may come from another host and that people will read.
+    Call this function on a decoded value that may come from another host and that people will read.
     Structs are changed in place. Strings also lose line breaks and colours, except in the fields
     listed in `_COLOURED` and `_BLOCKS`. In a `Display`, only plain text is changed, as other media
     types are not for terminals.

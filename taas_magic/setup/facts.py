@@ -4,8 +4,8 @@ The program `probe.py` is sent as text to the standard input of the host's own P
 the facts. `judge` is a pure function: it compares facts with what a run needs and returns findings,
 each with a remedy. `check` asks all hosts of pools in parallel.
 
-Kernels and pools import this module when they start. Most of `packaging` takes 30 ms to import, so
-only install.py imports it.
+Kernels and pools import this module when they start. The import of most modules of `packaging`
+takes 30 ms, so only install.py imports these.
 """
 
 import importlib.metadata
@@ -80,7 +80,7 @@ class Shell(Protocol):
         """Run a command in the user's shell on the host; `data` is its standard input."""
 
     def put(self, data: bytes, path: str) -> None:
-        """Write a file on the host that only the user can read. Its folder must exist."""
+        """Write a file on the host, which only the user can read. The file's folder must exist."""
 
 
 def python_word(python: str | None) -> str:

@@ -133,7 +133,7 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     Blocks. If nothing has to be installed, this takes a fraction of a second.
 
     Returns:
-        Entries for the agent's PYTHONPATH; empty if it needs none.
+        Entries for the agent's PYTHONPATH; empty if the agent needs none.
 
     Raises:
         PoolError: The host cannot be used. The message names the host, the reason and the remedy.
@@ -154,7 +154,8 @@ class PackageFolder:
     """A folder of packages to install on a host.
 
     Attributes:
-        name: Name of the folder. It identifies the content; an existing folder is not checked.
+        name: Name of the folder. The name identifies the content, so the content of an existing
+            folder is not checked.
         pins: Requirements for pip; empty if pip cannot provide the packages.
         bundle: Function that returns a zip file with the packages.
     """

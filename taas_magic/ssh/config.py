@@ -135,7 +135,7 @@ class Target:
 
 
 def unread_config(config_file: str | None) -> str:
-    """Return one line for the user if no `ssh` can read the configuration; "" otherwise.
+    """Return one line for the user if a configuration file exists but no `ssh` to read it; else "".
 
     Args:
         config_file: See `find_target`.
@@ -294,7 +294,7 @@ def _failed(host: str, command: Sequence[str], what: str, todo: str) -> PoolErro
 
 
 def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]:
-    """Return the values of ssh's `%` tokens, which `ssh -G` mostly prints as they were written.
+    """Return the values of ssh's `%` tokens. In most settings, `ssh -G` does not expand them.
 
     Args:
         settings: The host's settings.
@@ -327,7 +327,7 @@ def _expand_home(path: str) -> str:
 
 
 def _home() -> str:
-    """Return the home folder in which ssh looks: the one of the user database, not `$HOME`."""
+    """Return the home folder that ssh uses: that of the user database, not `$HOME`."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:

@@ -249,7 +249,7 @@ class _Patience:
 
         Raises:
             Stopped: `stop` is set.
-            PoolError: The time is over; names the host and the step.
+            PoolError: The time is over. The message names the host and the step.
         """
         if self.stop.is_set():
             raise Stopped
@@ -532,11 +532,11 @@ def shell_words(
 
 
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
-    """Forward a loopback port of the connected host to (`host`, `port`) on this side.
+    """Forward a loopback port of the connected host to the server at (`host`, `port`).
 
     The tunnel lasts as long as the connection, or until `close_tunnel`. Every user of the connected
-    host may use it, so the server at (`host`, `port`) must authenticate its clients. Servers of
-    pools and farms use TLS with certificates on both sides.
+    host may use the tunnel, so the server must authenticate its clients. Servers of pools and farms
+    use TLS with certificates on both sides.
 
     Args:
         connection: Connection to the host.
