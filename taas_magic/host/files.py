@@ -80,7 +80,10 @@ class RunFolderCopy:
         return self._folder.path
 
     def begin_attempt(self, attempt: int) -> None:
-        """Record the current attempt. `send_back` skips results and profiles of others."""
+        """Record the current attempt.
+
+        `send_back` does not send results and profiles of earlier attempts.
+        """
         self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
