@@ -22,7 +22,7 @@ class PeerRole(str, Enum):
     """The role of the process that holds a certificate.
 
     Attributes:
-        KERNEL: A kernel of the user. The pool's process allows it everything.
+        KERNEL: A kernel of the user. It may send any operation to the pool's process.
         HOST: The agent of one host.
         VEHICLE: A plain Dask worker that starts an agent on its host. All vehicles of a pool share
             one certificate, because the batch system starts them with one command.
