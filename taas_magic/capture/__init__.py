@@ -1,6 +1,7 @@
 """Find the notebook objects that a cell needs, and pickle them for the ranks and back.
 
 work.py               the two kinds of work: a cell, and the call of a function
+syntax.py             Python's parser, for several threads
 names.py              find the names and modules that a cell uses; pure
 modules.py            send the project's own modules as source; list the needed installed modules
 pickling.py           convert values to bytes and shared memory, and back

@@ -28,6 +28,7 @@ from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
+from taas_magic.capture.syntax import parse
 from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
@@ -345,7 +346,7 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 def _tree(source: str) -> ast.Module:
     """Parse a source. If it is not Python, return an empty tree: running it fails later anyway."""
     try:
-        return ast.parse(source)
+        return parse(source)
     except (SyntaxError, ValueError):
         return ast.Module([], [])
 

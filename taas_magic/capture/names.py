@@ -18,6 +18,8 @@ from inspect import CO_OPTIMIZED
 from types import CodeType, FunctionType
 from typing import Any
 
+from taas_magic.capture.syntax import parse
+
 _READS = {
     "LOAD_NAME",
     "LOAD_GLOBAL",
@@ -151,7 +153,7 @@ def _names(source: str, stored: bool = False) -> set[str]:
         stored: Return only the variables that the source sets or deletes.
     """
     try:
-        tree = ast.parse(source.strip())
+        tree = parse(source.strip())
     except (SyntaxError, ValueError):
         return set()
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -181,7 +183,7 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """
     code = compile(source, filename, "exec", _FLAGS, dont_inherit=True)
     found = UsedNames(code_use(code).stores)
-    found.walk(ast.parse(source, filename).body)
+    found.walk(parse(source, filename).body)
     return found
 
 
@@ -464,7 +466,7 @@ def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
 
 def _may_set_any(source: str, code: CodeType) -> bool:
     """Return whether the cell may set any name, by `exec`, a magic or a star import."""
-    stars = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    stars = (n for n in ast.walk(parse(source)) if isinstance(n, ast.ImportFrom))
     is_star = any(alias.name == "*" for node in stars for alias in node.names)
     return is_star or any(not _SETS_ANY_NAME.isdisjoint(it.co_names) for it in _all_codes(code))
 

@@ -44,7 +44,7 @@ _CHECK_AGAIN_S = 0.25
 """Seconds between checks for further fetchers, after the first fetcher has started."""
 
 _FIRST_LOOKS_S = 0.01
-"""Seconds between checks until the first fetcher has started."""
+"""Seconds between checks until the first fetcher, or a stream's fetcher, has started."""
 
 _FIRST_PAUSE_S = 0.05
 """Seconds of a fetcher's pause after its first failure; doubled by each failure in a row."""
@@ -87,7 +87,8 @@ class Route:
         self._loader, self._directory, self._key = loader, directory, key
         self._tls, self._lease = tls, lease
         self._found = LoaderAddresses(fetchers=0)
-        self._next_check_at, self._has_started = 0.0, False
+        self._next_check_at, self._stream_deadline = 0.0, 0.0
+        self._started: set[int] = set()
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
         self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
         self._paused: dict[int, tuple[float, float]] = {}
@@ -106,6 +107,9 @@ class Route:
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
         fetcher is paused or has not started, the result is another fetcher, if there is one.
 
+        The fetcher of a stream gets time to start. If another fetcher read the stream's first
+        batches, and the dataset is not seeded, samples would arrive twice or not at all.
+
         Args:
             slot: Number of the batch in the epoch's order.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
@@ -116,10 +120,12 @@ class Route:
             RunLost: No fetcher has started in time, or all fetchers have ended.
         """
         self._await_fetchers()
+        if streams is not None:
+            self._await_start(self._wanted(slot, streams))
         found = self._found
         if preferred is not None and preferred in self._up():
             return preferred
-        wanted, _ = assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)
+        wanted = self._wanted(slot, streams)
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._up()
@@ -229,6 +235,11 @@ class Route:
             time.sleep(pause_s)
             self._silent_s += pause_s
 
+    def _wanted(self, slot: int, streams: int | None) -> int:
+        """Return the index of the fetcher that prepares a batch ahead."""
+        found = self._found
+        return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
+
     def _up(self) -> list[int]:
         """Return the indices of the fetchers that have started and are not paused."""
         now, aside = time.monotonic(), self._paused
@@ -255,12 +266,27 @@ class Route:
                 self._found = found if found.addresses else known
                 return
             if time.monotonic() > deadline:
-                again = "was started again" if self._has_started else "has started"
+                again = "was started again" if self._started else "has started"
                 raise RunLost(
                     f'no fetcher of loader "{self._loader}" {again} within '
                     f"{self._lease.start_s:g} s; the run's log says why"
                 )
             time.sleep(_FIRST_LOOKS_S)
+
+    def _await_start(self, number: int) -> None:
+        """Wait until a fetcher has started, unless it has started before or cannot start.
+
+        All these waits of the route together take at most `start_s`.
+        """
+        if number in self._started:
+            return
+        self._stream_deadline = self._stream_deadline or time.monotonic() + self._lease.start_s
+        while number not in self._started and self._found.starting:
+            if time.monotonic() > self._stream_deadline:
+                return
+            time.sleep(_FIRST_LOOKS_S)
+            found = self._looked_up()
+            self._found = found if found.addresses else self._found
 
     def _looked_up(self) -> LoaderAddresses:
         """Return the current addresses of the loader's fetchers.
@@ -273,7 +299,7 @@ class Route:
         found = self._directory(self._loader)
         if found.failed:
             raise RunLost(f'no fetcher of loader "{self._loader}" is left: {found.failed}')
-        self._has_started = self._has_started or bool(found.addresses)
+        self._started |= found.addresses.keys()
         return found
 
 

@@ -180,12 +180,14 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
         addresses: Known addresses, by `FetcherPlan.index`. A fetcher reports only its own address.
         failed: Reason why the reporting fetcher has ended or could not start; "" if the fetcher
             listens or is still starting.
+        starting: Number of fetchers that have neither an address nor a failure yet.
     """
 
     fetchers: int
     workers: int = 0
     addresses: dict[int, Address] = {}
     failed: str = ""
+    starting: int = 0
 
 
 AddressesByLoader = dict[str, LoaderAddresses]

@@ -1,8 +1,12 @@
 """Which installed modules a cell certainly needs, and which are optional."""
 
+import ast
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +85,23 @@ def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:
         source_of=lambda name: None,
     )
     assert made.requires == ("click", "psutil", "yaml")
+
+
+def test_one_thread_parses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, parsing, most = threading.Event(), list[int](), list[int]()
+    parse = ast.parse
+
+    def watched(*args: Any) -> ast.Module:
+        parsing.append(0)
+        most.append(len(parsing))
+        if len(parsing) > 1:
+            second.set()
+        second.wait(0.2)  # time for another thread to come here
+        tree: ast.Module = parse(*args)
+        parsing.pop()
+        return tree
+
+    monkeypatch.setattr(ast, "parse", watched)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(imported, ["import a", "import b"]))
+    assert most == [1, 1]

@@ -425,3 +425,39 @@ def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
         hidden.clear()
         found += batches
     assert sorted(index for batch in found for index in plain(batch)[1]) == list(range(20))
+
+
+class UnseededStream(IterableDataset[int]):
+    """Yields 0 to 19 in an order that is different in each process."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Unseeded())
+
+
+def test_ranks_wait_for_the_fetcher_of_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CHECK_AGAIN_S", 0.0)
+    with service(tmp_path, DataLoader(UnseededStream(), 2), fetchers=2) as running:
+        looks = itertools.count()
+
+        def directory(name: str) -> LoaderAddresses:
+            found = running.directory(name)
+            if next(looks) > 5:
+                return found
+            shown = {at: where for at, where in found.addresses.items() if at != 0}
+            return structs.replace(found, addresses=shown, starting=1)
+
+        batches = list(running.loader(directory=directory, window_bytes=1))
+    assert sorted(index for batch in batches for index in batch.tolist()) == list(range(20))
+
+
+def test_ranks_do_not_wait_for_a_fetcher_that_cannot_start(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(UnseededStream(), 2), fetchers=2) as running:
+
+        def directory(name: str) -> LoaderAddresses:
+            found = running.directory(name)
+            return structs.replace(found, addresses={1: found.addresses[1]}, starting=0)
+
+        batches = list(running.loader(directory=directory))
+    assert sorted(index for batch in batches for index in batch.tolist()) == list(range(20))

@@ -1,0 +1,25 @@
+"""Python's parser, for several threads."""
+
+import ast
+import threading
+
+_lock = threading.Lock()
+
+
+def parse(source: str, filename: str = "<unknown>") -> ast.Module:
+    """Parse Python source. Any thread may call this.
+
+    While another thread parses, `ast.parse` of CPython 3.11 may raise SystemError ("AST constructor
+    recursion depth mismatch"), because all threads count the depth in one variable. Threads of the
+    notebook may submit jobs to a farm, so the functions of several jobs may be parsed at a time.
+
+    Args:
+        source: Python source.
+        filename: File name that a SyntaxError shows.
+
+    Raises:
+        SyntaxError: The source is not Python.
+        ValueError: The source contains a null character.
+    """
+    with _lock:
+        return ast.parse(source, filename)
