@@ -38,6 +38,7 @@ from taas_magic.farms.messages import (
     SharedBytes,
 )
 from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.forkserver import LATER
 from taas_magic.host.rank import flush
 from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES
@@ -73,6 +74,7 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
     kept_out: list[str] = []
     _apply_settings(setting, kept_out.append)
     before = _state()
+    had_later = _has_later()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
         while True:
@@ -83,6 +85,7 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
             if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
             outcome.took_s = time.monotonic() - began
+            outcome.imported_later = _has_later() and not had_later
             may_go_on = not (outcome.etype or told.call.fresh or kept_out)
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
@@ -132,6 +135,11 @@ def _state() -> tuple[Any, ...]:
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
     has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
+
+
+def _has_later() -> bool:
+    """Return whether this process has imported the modules `forkserver.LATER`."""
+    return all(name in sys.modules for name in LATER)
 
 
 def _has_children() -> bool:

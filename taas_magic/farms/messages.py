@@ -209,6 +209,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         again: Whether the job's process may run another job.
         sends: Number of large parts of the result that the process sends after this message, on
             the same pipe.
+        imported_later: Whether the job has imported `forkserver.LATER`.
     """
 
     job: str = ""
@@ -221,6 +222,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     files: list[tuple[bytes, Any]] = []
     again: bool = False
     sends: int = 0
+    imported_later: bool = False
 
 
 NODE_STATES = ("requested", "starting", "ready", "left", "lost", "given up")

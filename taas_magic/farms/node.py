@@ -263,6 +263,8 @@ class Slots:
             del self._running[name]  # a late cancel must not reach the slot's next job
             await slot.rest()
             self._free.append(slot)
+        if outcome.imported_later:
+            forkserver.start_importing_rest()  # later jobs will probably need the modules, too
         outcome.job, outcome.node = name, node
         if outcome.etype:
             await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)

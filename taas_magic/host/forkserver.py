@@ -5,7 +5,7 @@ Two processes import this module:
 - The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
   processes. A fork takes tens of milliseconds. It has the same state as a new process that has
   imported the same modules. The agent passes the dotted name of the function that the fork calls.
-- The forkserver runs `_preload` when it imports this module. Later, when it has no child, it
+- The forkserver runs `_preload` when it imports this module. Later, it
   imports the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute.
   During the import, a fork of the forkserver (`_StandIn`) starts processes in its place.
 """
@@ -39,10 +39,11 @@ MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.f
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""Modules that a host's forkserver imports when the host is idle.
+"""Modules that a forkserver imports later: on a host when the host is idle, and on a farm's node
+when a job has imported them.
 
-A rank that starts earlier imports them itself at its first optimizer step, which takes 1 s. The
-same is true of a farm's processes; each of them runs many jobs, but imports the modules once."""
+A rank or a job whose process starts earlier imports them itself at its first optimizer step, which
+takes 1 s."""
 
 _PRELOAD = "TAAS_PRELOAD"
 """Environment variable with the modules that the pool's settings add, separated by commas."""
@@ -311,16 +312,17 @@ def stand_in(listener: socket.socket, held: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    Does nothing if the forkserver has children, because the forkserver cannot report their exits
-    while it imports. In this case, call the function again when the children have ended.
+    The import begins when the children that the forkserver has now have ended, because the
+    forkserver cannot report their exits while it imports.
     """
-    threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
+    if not _importing.locked():
+        threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
 
 def _import_rest_once() -> None:
     """Make the forkserver import `LATER`, and wait for the end of the import.
 
-    Does nothing if the forkserver has imported `LATER` or has children.
+    Does nothing if the forkserver has imported `LATER`.
     """
     global _has_rest
     with _importing:
@@ -330,8 +332,8 @@ def _import_rest_once() -> None:
         with suppress(psutil.NoSuchProcess, PoolError):
             stand_in = _StandIn()
             with _replaced_by(stand_in):
-                if any(child != stand_in.process for child in _server.children()):
-                    return
+                while _server.children() != [stand_in.process]:
+                    time.sleep(_WATCH_S)
                 _write_import_name(_imports_file, LATER[0])
                 _server.send_signal(signal.SIGUSR1)
                 while importing()[0] and is_alive():

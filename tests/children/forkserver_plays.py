@@ -22,9 +22,12 @@ def start_while_importing(gate: str, folder: str) -> None:
     assert forkserver.warm_up(start_timeout_s=5.0) == []
     assert forkserver.importing()[0] == ""
     [server] = forkserver._servers()
+    earlier = forkserver.start("time.sleep", 600)
     forkserver.start_importing_rest()
-    eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
     eventually(lambda: forkserver._stand_in is not None)
+    assert exitcode_of("pass") == 0 and forkserver.importing()[0] == ""
+    earlier.kill()
+    eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
     kept = forkserver.start("time.sleep", 600)
     assert psutil.Process(kept.pid).ppid() != server.pid
     eventually(lambda: forkserver.importing()[1] > 6.0)  # longer than a stuck start may take

@@ -195,6 +195,15 @@ def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
     assert len(alone) == 4
 
 
+def test_jobs_find_the_modules_that_an_earlier_training_imported(farm: Farm) -> None:
+    def had_dynamo() -> bool:
+        had = "torch._dynamo" in sys.modules
+        torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
+        return had
+
+    eventually(lambda: farm.submit(had_dynamo, fresh=True).result())
+
+
 def test_an_interrupt_of_the_wait_ends_the_jobs_that_are_waited_for(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
