@@ -1,7 +1,7 @@
 """Exceptions that taas-magic raises.
 
     TaasError
-    ├── UsageError            a mistake in the %%taas line, a name or taas.toml; no start
+    ├── UsageError            a mistake in a flag, a name or a setting; nothing was started
     │   └── RegistrationError taas.register refuses a loader; also a TypeError and a ValueError
     ├── CellSyntaxError       the cell is not Python; nothing was started
     ├── CaptureError          a notebook object cannot be sent; nothing was started
@@ -16,7 +16,8 @@
         └── ProtocolError     a peer sent a message that the protocol does not allow
 
 Each message says who failed, what happened, where, and what to do next. IPython shows the errors
-without the frames of this package, because they define `_render_traceback_` (ipyparallel's idea).
+without the frames of this package, because the exceptions define `_render_traceback_` (an idea of
+ipyparallel).
 """
 
 import errno

@@ -32,7 +32,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module, with a changed loader; None for any other module."""
+        """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
+
+        Returns None for any other module, so the import system asks the finders behind this one.
+        """
         if fullname != self._name or self not in sys.meta_path:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]

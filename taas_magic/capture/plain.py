@@ -118,7 +118,10 @@ class PlainWriter:
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
-        """Return a value as a part of a node: itself if simple, or the number of its own node."""
+        """Return a simple value itself; for any other value, the number of its row in the table.
+
+        The value's row is written if the table does not have it yet.
+        """
         kind = type(value)
         if value is None or kind is bool or kind is float:
             return value  # type: ignore[no-any-return]

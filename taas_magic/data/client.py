@@ -594,7 +594,12 @@ class Client:
     def _store_one_response(
         self, request: LoaderRequest, response: Response, body: memoryview
     ) -> None:
-        """Store a response; if it has a different order than the epoch, send a further request."""
+        """Store the response to `request`, or send another request for the same batch.
+
+        The response is stored if its batch has the order of the epoch. Otherwise, `_after` returns
+        the request to send (the class docstring describes these requests). The response to the last
+        of these requests is then stored as the response to the first request.
+        """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
             self._opener = number

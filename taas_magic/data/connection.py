@@ -220,9 +220,9 @@ class FetcherLink:
 class Inbox:
     """Receiving end of a connection: reads frames, each a message with its body.
 
-    Small frames are received together: one system call writes all frames that have arrived to a
-    block of memory, the chunk. A body stays in the chunk as long as its batch is in use. A large
-    body is received into a block of its own.
+    Small frames are received together: one system call receives all frames that have arrived.
+    Their block of memory is called the chunk. A body stays in the chunk as long as its batch is in
+    use. A large body is received into a block of its own.
 
     Args:
         sock: The connected socket.

@@ -619,10 +619,11 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 def fingerprint(encoded: Encoded) -> int:
-    """Return a 32-bit hash of a batch, never 0; equal batches have equal hashes.
+    """Return a 32-bit hash of a batch, never 0.
 
-    If the batch has tensors or arrays, the hash covers only these. Pickles of equal objects may
-    differ: for example, the pickles of equal sets on two hosts.
+    The hash covers the values of the batch's tensors and arrays. Only if the batch has neither
+    tensors nor arrays, the hash covers the pickle of the batch instead. Pickles are avoided because
+    pickles of equal objects may differ: for example, the pickles of equal sets on two hosts.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head

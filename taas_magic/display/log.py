@@ -113,10 +113,11 @@ class LineMerger:
         return shown
 
     def _release_unmatched(self) -> list[ShownLine]:
-        """Return and remove the waiting lines whose copies are all at the front of their queues.
+        """Remove first lines of queues, and return them, if no copy waits further back in a queue.
 
-        Do nothing while a rank has no waiting lines, because its next line may be another copy. The
-        lowest rank's line is shown first, because rank 0 usually prints more than the others.
+        While a queue is empty, no line is removed, because the next line of the empty queue's rank
+        may be another copy. If several lines can be removed, the line of the lowest rank is removed
+        first, because rank 0 usually prints more than the other ranks.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:

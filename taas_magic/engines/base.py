@@ -229,8 +229,9 @@ class HostsEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`.
 
-        If hosts failed to start, raises one PoolError with their failures and forgets these hosts.
-        The next call starts new hosts in their place.
+        Begins the start of the missing hosts in background tasks. If hosts of earlier calls failed
+        to start, raises one PoolError with their failures and forgets these hosts. The next call
+        starts new hosts in their place.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())

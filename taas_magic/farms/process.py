@@ -262,7 +262,12 @@ class NodeManager(SchedulerPlugin):
         self._threads.submit(self._end, name)
 
     def _start(self, name: str) -> None:
-        """Start a node. Runs in a thread, and blocks until the node's run has begun."""
+        """Choose a pool for a node, and start the node. Runs in a thread.
+
+        The chosen pool has a free host, if possible, and the fewest recent failures. The method
+        returns when the node's run has begun or has failed to begin. If `FAILED_STARTS` nodes in a
+        row did not start, this method does not start the node, and reports it as given up.
+        """
         node = self._nodes[name]
         with self._lock:
             if node.state != "coming":

@@ -87,7 +87,7 @@ class RunFolderCopy:
         self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
-        """Copy the files that ranks and fetchers read to this host.
+        """Copy from the run folder to this host all files that ranks and fetchers read.
 
         Args:
             is_wanted: Called before each message. If it returns False, the transfer stops.

@@ -434,7 +434,10 @@ class Writer:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line; if the last write was incomplete, write a newline first."""
+        """Write a line; before the first line, open and lock the journal.
+
+        If the last line may be incomplete, a newline is written first.
+        """
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)

@@ -121,8 +121,9 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 class RankTouched(StoreMessage, tag="touched"):
     """The rank reports that it writes a path of the project store.
 
-    A write of a rank other than 0 is kept out of the store. The receipt uses the reports of rank 0
-    only on a host that shares the store.
+    A write of a rank other than 0 is kept out of the store. If the host of
+    rank 0 shares the store, the receipt uses the reports of rank 0. Otherwise, the receipt lists
+    the files that were sent from this host's mirror.
     """
 
     path: str

@@ -486,7 +486,11 @@ RequestHandler = Callable[[Any], Awaitable[object]]
 
 
 def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
-    """Return the handlers that Dask calls for these types of requests, by operation."""
+    """Return the handlers of requests, by operation, in the form in which Dask needs them.
+
+    Args:
+        answers: For each type of request, the function that executes a request of this type.
+    """
     return {kind.op(): make_handler(kind, answer) for kind, answer in answers.items()}
 
 

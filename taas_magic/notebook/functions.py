@@ -112,7 +112,7 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for the options of `run`. Their `--out` also requests the function's value.
+    """Return the flags for the options of `run`; add the function's value to the flag `--out`.
 
     Raises:
         UsageError: An option has an impossible value.

@@ -640,11 +640,14 @@ class PoolFetchers(Share):
         self._publish_all(*self._restarts.record(event))
 
     def _publish_all(self, events: Iterable[Event], starts_again: bool) -> None:
-        """Publish events. Add start and end events to `lifecycle_events`.
+        """Publish events, and start the fetchers again if the events require it.
+
+        Start and end events are also added to `lifecycle_events`.
 
         Args:
             events: The events.
-            starts_again: Whether to start all fetchers again.
+            starts_again: Whether to start all fetchers again after the events are published. The
+                methods of `FetcherRestarts` return this value together with the events.
         """
         for event in events:
             if isinstance(event, FetcherStarted | FetcherEnded):

@@ -399,7 +399,7 @@ class Rehearsed(Discarded):
         """See `Discarded.target`.
 
         Raises:
-            PermissionError: A run with `--store-writes refuse` would refuse the write.
+            PermissionError: The run has `--store-writes refuse`, which forbids the write.
         """
         if self._refuses and not self._publishes(place):
             raise _refusal(self._who, place)
@@ -409,7 +409,7 @@ class Rehearsed(Discarded):
         """See `Discarded.subject`.
 
         Raises:
-            PermissionError: A run with `--store-writes refuse` would refuse the change.
+            PermissionError: The run has `--store-writes refuse`, which forbids the change.
         """
         if self._refuses and not self._publishes(place):
             raise _refusal(self._who, place)

@@ -440,7 +440,8 @@ class StoreServer:
     def _remove(self, host_rank: int, path: str) -> None:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
 
-        If rank 0's version is beside the user's file, that version is removed.
+        Rank 0's version of a user's file may be in the same folder, under a name with the suffix
+        `KEPT_BESIDE`. If there is such a version of the file at `path`, this version is removed.
         """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
