@@ -283,7 +283,10 @@ class Discarded(Watched):
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
-        """Return whether `path` is in the part of the scratch folder that mirrors the store."""
+        """Return whether `path` is in the part of the scratch folder that mirrors the store.
+
+        In a rehearsal, the path may also be in the rehearsal folder, which is not the rank's own.
+        """
         return is_below(path, self._tree)
 
     def target(self, place: str, *, needs_content: bool = False) -> str | None:
@@ -419,10 +422,6 @@ class Rehearsed(Discarded):
         """Return the path in the rehearsal folder for `place`; None if nothing is there."""
         path = self._replacement(place)
         return path if os.path.lexists(path) else None
-
-    def is_own(self, path: str) -> bool:
-        """Return whether `path` is in this rank's private folder, which rank 0 does not use."""
-        return is_below(path, self._tree)
 
     def note_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
