@@ -19,8 +19,8 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable by which programs that a run's ranks start can be found. Its value is the
-run's id."""
+"""Environment variable of ranks, fetchers and the programs that they start; the agent finds these
+programs by it (`leftovers`). Its value is the id of their share: `RunSpec.share_id`."""
 
 CALM_DASK = {
     "distributed.admin.system-monitor.interval": "60s",
