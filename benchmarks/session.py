@@ -95,7 +95,7 @@ def report(before: Sizes, after: Sizes, cells: int) -> bool:
     too_much = False
     for pid in sorted(before.keys() | after.keys()):
         if pid not in before or pid not in after:
-            print(f"process {pid} {(before.get(pid) or after[pid])[0]}: came or went")
+            print(f"process {pid} {(before.get(pid) or after[pid])[0]}: started or ended")
             too_much = True
             continue
         kind, memory, descriptors = after[pid]
