@@ -158,7 +158,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Options of the `%%taas` line that the plan of the run contains unchanged.
 
     Attributes:
-        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in the ranks.
+        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in
+            child processes of the ranks.
         units: Limit on the units that all ranks together get; None for no limit.
         prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks
             and fetchers together.

@@ -89,7 +89,7 @@ def refusal(
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     said = f" (pickle raised {type(error).__name__}: {_short(error)})"
-    what = f"`{path}` is {article} {kind} and cannot travel to the {to}"
+    what = f"`{path}` is {article} {kind} and cannot be sent to the {to}"
     if _is_one_of(type(offender), _WIDGETS):
         return CaptureError(f"`{path}` is a widget; use `{path}.value`")
     names = [each.__name__ for each in type(offender).__mro__]

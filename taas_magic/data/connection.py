@@ -214,7 +214,7 @@ class FetcherLink:
                 return self._inbox.receive(Blocks(0))[0]
             except Silent:
                 if time.monotonic() > self._connect_until:
-                    raise TimeoutError("it does not answer") from None
+                    raise TimeoutError(f"{self.address} does not answer") from None
 
 
 class Inbox:
@@ -284,7 +284,7 @@ class Inbox:
             ProtocolError: No descriptor was received.
         """
         if not self._descriptors:
-            raise ProtocolError("it announced shared memory and did not send it")
+            raise ProtocolError("the fetcher announced shared memory, but did not send it")
         return self._descriptors.popleft()
 
     def _large(self, now: protocol.ReceivedFrame, blocks: Blocks) -> tuple[FromServer, memoryview]:

@@ -347,7 +347,7 @@ def _because(load: Load) -> str:
 
 
 def _prepared_by_ranks(load: Load) -> str:
-    """Return advice for a loader without fetchers: ranks prepare batches between their steps."""
+    """Return advice for a loader without fetchers: child processes of ranks prepare batches."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
@@ -355,7 +355,7 @@ def _prepared_by_ranks(load: Load) -> str:
     faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
     cores = ", with cores of their own," if load.receiving >= _MOST_CPU else ""
     return (
-        f"the ranks prepare it themselves; --cpus {fetchers}{cores} would make it about "
+        f"the run has no fetchers; --cpus {fetchers}{cores} would make it about "
         f"{_times(faster)} as fast"
     )
 

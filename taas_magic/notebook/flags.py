@@ -289,7 +289,8 @@ FLAGS = (
         "M",
         whole(0),
         "a number (--cpus 4)",
-        "Number of CPU hosts that run the registered loaders; 0 (default): the ranks do.",
+        "Number of processes that prepare batches (fetchers) for each registered loader; "
+        "0 (default): child processes of the ranks do.",
         ("4", "0", "1", "2", "8"),
     ),
     Flag(
@@ -297,7 +298,7 @@ FLAGS = (
         "K",
         count,
         "a number (--units 20480000, 20_480_000, 20M or 1.5G)",
-        "Limit on the units (batches) that all ranks together get.",
+        "Limit on the units (batches) of each registered loader that all ranks together get.",
         ("20M", "10K", "1_000_000"),
     ),
     Flag(

@@ -651,8 +651,10 @@ def named(name: str | None) -> Session:
     if name is None:
         if len(found) == 1:
             return found[0]
+        if not found:
+            raise UsageError("There is no session.")
         listed = ", ".join(one.name for one in found)
-        raise UsageError(f"Say which session: {listed}" if found else "There is no session.")
+        raise UsageError(f"Several sessions are running; name one: {listed}")
     for one in found:
         if one.name == name:
             return one

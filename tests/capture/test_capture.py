@@ -387,7 +387,7 @@ class Box:
 
 def test_refuses_a_lock(notebook: Notebook) -> None:
     message = refused(notebook, Box(logger=Box(_lock=threading.Lock())))
-    assert message.startswith("`thing.logger._lock` is a _thread.lock and cannot travel")
+    assert message.startswith("`thing.logger._lock` is a _thread.lock and cannot be sent")
     assert "create it inside the cell (or delete the attribute)" in message
 
 

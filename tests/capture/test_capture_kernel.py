@@ -223,7 +223,7 @@ def test_what_was_made_for_one_process_is_refused_before_the_start(frontend: Fro
     for cell, (path, kind) in PATHS.items():
         message = frontend.fail(f"%%taas --gpus 2\n{cell}")["evalue"]
         assert message.startswith(f"`{path}` is a"), message
-        assert f"{kind} and cannot travel to the ranks" in message
+        assert f"{kind} and cannot be sent to the ranks" in message
         assert message.endswith(
             "it records the ranks that it found in the notebook, process 0 of 1, and every rank "
             "would use that; create it inside the cell and run again"
@@ -243,7 +243,7 @@ class Net(torch.nn.Module):
 net = Net()
 """)
     message = frontend.fail("%%taas --gpus 1\nnet")["evalue"]
-    assert message.startswith("`net.<Net>.forward` is a function and cannot travel to the ranks")
+    assert message.startswith("`net.<Net>.forward` is a function and cannot be sent to the ranks")
     assert "apply torch.compile inside the cell" in message
 
 
@@ -283,14 +283,14 @@ assert torch.is_grad_enabled() and torch.ones(1).dtype == torch.float32
 
 def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend) -> None:
     reply = frontend.fail("%%taas --gpus 1 --out batches\nbatches = (i for i in range(3))")
-    assert "`batches` is a generator and cannot travel to the notebook; make a list of it" in str(
+    assert "`batches` is a generator and cannot be sent to the notebook; make a list of it" in str(
         reply["evalue"]
     )
     reply = frontend.fail(
         "%%taas --gpus 1 --out model\n"
         "import threading, types\nmodel = types.SimpleNamespace(lock=threading.Lock())"
     )
-    assert "`model.lock` is a _thread.lock and cannot travel to the notebook" in reply["evalue"]
+    assert "`model.lock` is a _thread.lock and cannot be sent to the notebook" in reply["evalue"]
     assert "return plain data instead" in reply["evalue"]
     assert "inside the cell" not in reply["evalue"]
 

@@ -171,9 +171,9 @@ def test_the_users_own_refusal_is_told() -> None:
     [
         (
             (i for i in range(3)),
-            "`v['x']` is a generator and cannot travel to the {}; make a list of it",
+            "`v['x']` is a generator and cannot be sent to the {}; make a list of it",
         ),
-        (LOCK, "`v['x']` is a _thread.lock and cannot travel to the {}; "),
+        (LOCK, "`v['x']` is a _thread.lock and cannot be sent to the {}; "),
     ],
 )
 def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) -> None:
@@ -194,8 +194,8 @@ def test_a_thread_a_process_and_a_widget_are_named_as_such() -> None:
     slider = widgets.IntSlider()
     slider.held = LOCK  # a kernel's widget holds a lock through its comm
     said = {
-        "v['x']": (thread, "is a threading.Thread and cannot travel to the ranks; start it inside"),
-        "v['y']": (process, "is a subprocess.Popen and cannot travel to the ranks; start it"),
+        "v['x']": (thread, "is a threading.Thread and cannot be sent to the ranks; start it"),
+        "v['y']": (process, "is a subprocess.Popen and cannot be sent to the ranks; start it"),
         "v['z']": (slider, "is a widget; use `v['z'].value`"),
     }
     for path, (value, expected) in said.items():

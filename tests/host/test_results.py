@@ -78,7 +78,7 @@ if len(history) > 5:
     assert notebook.shell.user_ns["history"] == [1, 2] and run.out == {"history": [1, 2]}
     assert set(run.missing) == {"state", "never", "steps", "grumpy"}
     assert "these were returned: history" in outcome.shown
-    assert "`state['lock']` is a _thread.lock and cannot travel to the notebook" in outcome.shown
+    assert "`state['lock']` is a _thread.lock and cannot be sent to the notebook" in outcome.shown
     assert "make a list of it" in run.missing["steps"]
     assert "rank 0 has no such variable; it has: threading, Grumpy," in run.missing["never"]
     assert "ValueError: not here" in run.missing["grumpy"]

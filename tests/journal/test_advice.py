@@ -73,7 +73,7 @@ CASES = {
     "first batch, no fetchers": (replace(ALONE, first=0.6), "--cpus 1 would prepare it while"),
     "in the ranks": (
         ALONE,
-        "the ranks prepare it themselves; --cpus 4 would make it about 2.6x as fast",
+        "the run has no fetchers; --cpus 4 would make it about 2.6x as fast",
     ),
     "in the ranks, on their cores": (
         replace(ALONE, receiving=0.9),
@@ -81,7 +81,7 @@ CASES = {
     ),
     "in the ranks, on a host of two cores": (
         replace(ALONE, room=2),
-        "the ranks prepare it themselves; --cpus 2 would make it about 1.6x as fast",
+        "the run has no fetchers; --cpus 2 would make it about 1.6x as fast",
     ),
     "in many ranks": (
         replace(ALONE, ranks=64, waited=0.95),
