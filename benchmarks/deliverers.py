@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.config import DataConfig
 from taas_magic.data import service as services
-from taas_magic.data.loader import Feed, LoaderShape, RemoteLoader
+from taas_magic.data.loader import LoaderShape, RankFeed, RemoteLoader
 from taas_magic.data.service import Tls
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
@@ -132,7 +132,7 @@ class Service:
     """
 
     loader: DataLoader[Any]
-    feed: Feed
+    feed: RankFeed
     controls: list[Connection]
 
     def remote(self, rank: int = 0, world_size: int = 1) -> RemoteLoader:
@@ -178,7 +178,7 @@ def service(
         seed=0,
         fetchers=fetchers,
         units=None,
-        loaders=(services.Served("train", workers, "", 0),),
+        loaders=(services.LoaderSettings("train", workers, "", 0),),
         settings=DataConfig(buffer_bytes=buffer_bytes),
         tls=tls,
     )
@@ -202,7 +202,7 @@ def service(
         found = {at: address._replace(machine="") for at, address in place.addresses.items()}
         return structs.replace(place, addresses=found)
 
-    feed = Feed(0, 1, lambda name: payload, near if direct else far, key, tls=client)
+    feed = RankFeed(0, 1, lambda name: payload, near if direct else far, key, tls=client)
     try:
         yield Service(loader, feed, [control for _, control in running])
     finally:

@@ -47,7 +47,7 @@ _Loader = TypeVar("_Loader")
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredLoader:
     """Registration of a loader.
 
     Attributes:
@@ -100,7 +100,7 @@ class PackedLoader(NamedTuple):
     payload: bytes
 
 
-_registered: dict[int, Registered] = {}
+_registered: dict[int, RegisteredLoader] = {}
 """Registrations by the loader's id.
 
 A loader that the user did not name is kept only as long as the notebook refers to it.
@@ -157,7 +157,7 @@ def register(
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
     held = _held(loader, is_named)
-    _registered[id(loader)] = Registered(name or "", held, seed, uneven, is_named, start)
+    _registered[id(loader)] = RegisteredLoader(name or "", held, seed, uneven, is_named, start)
     _name_by_variables()
     pickling.STAND_INS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
@@ -204,7 +204,7 @@ def is_registered(loader: Any) -> bool:
     return entry is not None and entry.loader is loader
 
 
-def registered() -> dict[str, Registered]:
+def registered() -> dict[str, RegisteredLoader]:
     """Return the registered loaders by name."""
     _name_by_variables()
     for key, entry in list(_registered.items()):
@@ -229,11 +229,11 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     if not is_registered(loader):
         return NotImplemented
     entry = next(entry for entry in registered().values() if entry.loader is loader)
-    from taas_magic.data.loader import arrive
+    from taas_magic.data.loader import make_remote_loader
 
     if entry.name not in used:
         used[entry.name] = entry.packed()
-    return arrive, (used[entry.name].shape,)
+    return make_remote_loader, (used[entry.name].shape,)
 
 
 def serve(
@@ -254,7 +254,7 @@ def serve(
 
     seed = torch.initial_seed() & (1 << 63) - 1
     served = tuple(
-        service.Served(
+        service.LoaderSettings(
             shape.name, shape.num_workers, shape.context, seed if shape.seed is None else shape.seed
         )
         for shape, _ in loaders.values()
@@ -395,7 +395,7 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
     return next((name for name in names if not name.startswith("_") and _is_short(name)), None)
 
 
-def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderShape":
+def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
     """Return the description of a loader for the ranks."""
     from torch.utils.data import IterableDataset
 
@@ -423,7 +423,7 @@ def _shape_of(entry: Registered, loader: Any, parts: "LoaderParts") -> "LoaderSh
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
-        shown=pickle.PickleBuffer(parts.shown()),
+        shown=pickle.PickleBuffer(parts.pickle_visible()),
     )
 
 

@@ -1,7 +1,7 @@
 """Integration of registered loaders with accelerate.
 
 Every rank imports this module, so it imports neither accelerate nor torch before
-`teach_accelerate` is called.
+`patch_accelerate` is called.
 """
 
 import functools
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 
-class _Placed:
+class _RemoteShardMixin:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
@@ -82,7 +82,7 @@ class _Placed:
         return self.base_dataloader.shape.samples or 0
 
 
-def teach_accelerate() -> None:
+def patch_accelerate() -> None:
     """Patch accelerate, so that it works with registered loaders.
 
     With the patch, `Accelerator.prepare` wraps a registered loader instead of returning it
@@ -96,7 +96,7 @@ def teach_accelerate() -> None:
     from taas_magic.data.loader import RemoteLoader
 
     original = Accelerator.prepare_data_loader
-    kind: Any = type("AcceleratedLoader", (_Placed, DataLoaderShard), {})
+    kind: Any = type("AcceleratedLoader", (_RemoteShardMixin, DataLoaderShard), {})
 
     @functools.wraps(original)
     def prepare_data_loader(
@@ -115,7 +115,7 @@ def teach_accelerate() -> None:
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, RemoteLoader):
             return kind(dataloader, None, False, num_batches)
-        if not isinstance(dataloader, _Placed):
+        if not isinstance(dataloader, _RemoteShardMixin):
             return skip(dataloader, num_batches)
         placed: Any = dataloader
         return kind(placed.base_dataloader, placed.device, placed.non_blocking, num_batches)

@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from taas_magic.data import encode, protocol
-from taas_magic.data.connection import FetcherLink, Silent, is_of_the_cell
+from taas_magic.data.connection import FetcherLink, PeerSilent, is_raised_by_cell
 from taas_magic.data.dataset import UserErrorReport
-from taas_magic.data.memory import Blocks
+from taas_magic.data.memory import ReceiveBlocks
 from taas_magic.data.protocol import (
     EpochDescription,
     LoaderRequest,
@@ -90,7 +90,7 @@ class Route:
         self._next_check_at, self._stream_deadline = 0.0, 0.0
         self._started: set[int] = set()
         self._links: weakref.WeakSet[FetcherLink] = weakref.WeakSet()
-        self._idle: list[tuple[dict[int, FetcherLink], Blocks]] = []
+        self._idle: list[tuple[dict[int, FetcherLink], ReceiveBlocks]] = []
         self._paused: dict[int, tuple[float, float]] = {}
         self._silent_s = 0.0
         self._reasons: dict[int, str] = {}
@@ -123,12 +123,12 @@ class Route:
         if streams is not None:
             self._await_start(self._wanted(slot, streams))
         found = self._found
-        if preferred is not None and preferred in self._up():
+        if preferred is not None and preferred in self._usable_fetchers():
             return preferred
         wanted = self._wanted(slot, streams)
         if not self._paused and wanted in found.addresses:
             return wanted
-        up = self._up()
+        up = self._usable_fetchers()
         # Prefer fetchers that have not failed since the last response of any fetcher, so that each
         # fetcher is tried.
         up = [number for number in up if number not in self._reasons] or up
@@ -163,19 +163,19 @@ class Route:
         self._links.add(link)
         return link
 
-    def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], Blocks]:
+    def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
         """Return the connections and the receive memory of a finished pass, for a new pass.
 
         If there is no finished pass, return no connections and new memory.
 
         Args:
-            keep_bytes: Limit on the memory that new `Blocks` keep for reuse.
+            keep_bytes: Limit on the memory that new `ReceiveBlocks` keep for reuse.
         """
         with suppress(IndexError):  # another thread may take the last entry at any time
             return self._idle.pop()
-        return {}, Blocks(keep_bytes)
+        return {}, ReceiveBlocks(keep_bytes)
 
-    def give_back(self, links: dict[int, FetcherLink], blocks: Blocks) -> None:
+    def store_idle(self, links: dict[int, FetcherLink], blocks: ReceiveBlocks) -> None:
         """Store the connections and memory of a finished pass for the next one."""
         self._idle.append((links, blocks))
 
@@ -189,14 +189,14 @@ class Route:
             link.close_copy()
         self._idle.clear()
 
-    def answered(self, number: int) -> None:
+    def record_response(self, number: int) -> None:
         """Record that a fetcher has responded, and end its pause."""
         self._paused.pop(number, None)
         if self._reasons:
             self._silent_s = 0.0
             self._reasons.clear()
 
-    def failed(self, number: int, error: Exception, silent_s: float) -> None:
+    def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
         """Pause a fetcher; if all fetchers are paused, wait up to 0.25 s.
 
         Args:
@@ -216,9 +216,9 @@ class Route:
             pause_s = _PAUSE_PER_SILENCE * silent_s
         self._paused[number] = time.monotonic() + pause_s, pause_s
         who = self._found.addresses.get(number, f"fetcher {number}")
-        self._reasons[number] = f"{who} {_why_useless(error)}"
+        self._reasons[number] = f"{who} {_describe_failure(error)}"
         self._silent_s += silent_s
-        self._found = self._looked_up()
+        self._found = self._current_addresses()
         have_all_failed = self._found.addresses.keys() <= self._reasons.keys()
         if have_all_failed and self._silent_s >= self._lease.fetch_s:
             reasons = "; ".join(sorted(set(self._reasons.values()))[:4])
@@ -227,7 +227,7 @@ class Route:
                 f"{reasons}. See the fetchers' log in the run folder; fetch_s in [data] of "
                 "taas.toml sets how long ranks wait"
             )
-        if not self._up():
+        if not self._usable_fetchers():
             # Every fetcher is paused: wait until the first pause ends.
             now = time.monotonic()
             first = min((until for until, _ in self._paused.values()), default=now)
@@ -240,7 +240,7 @@ class Route:
         found = self._found
         return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
 
-    def _up(self) -> list[int]:
+    def _usable_fetchers(self) -> list[int]:
         """Return the indices of the fetchers that have started and are not paused."""
         now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
@@ -261,7 +261,7 @@ class Route:
             return
         self._next_check_at, deadline = now + _CHECK_AGAIN_S, now + self._lease.start_s
         while True:
-            found = self._looked_up()
+            found = self._current_addresses()
             if found.addresses or known.addresses:
                 self._found = found if found.addresses else known
                 return
@@ -285,10 +285,10 @@ class Route:
             if time.monotonic() > self._stream_deadline:
                 return
             time.sleep(_FIRST_LOOKS_S)
-            found = self._looked_up()
+            found = self._current_addresses()
             self._found = found if found.addresses else self._found
 
-    def _looked_up(self) -> LoaderAddresses:
+    def _current_addresses(self) -> LoaderAddresses:
         """Return the current addresses of the loader's fetchers.
 
         The result has no addresses while all fetchers are restarting.
@@ -303,15 +303,15 @@ class Route:
         return found
 
 
-def _why_useless(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Describe a fetcher's failure in a phrase, for a message to the user."""
-    if isinstance(error, (Silent, TimeoutError)):
+    if isinstance(error, (PeerSilent, TimeoutError)):
         return "is silent"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
     return f"{kind} ({error})"
 
 
-class Delivered(NamedTuple):
+class SlotResponse(NamedTuple):
     """Decoded response to a `SlotRequest`.
 
     Attributes:
@@ -353,7 +353,7 @@ class Client:
         self._route, self._timeout_s, self.is_left = route, timeout_s, False
         self._links, self._blocks = route.acquire(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
-        self._here: dict[LoaderRequest, tuple[Response, memoryview]] = {}
+        self._responses: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
         self._opener: int | None = None  # the fetcher that described the epoch
@@ -409,14 +409,14 @@ class Client:
             self._send_later(self._loader_request(request))
         self._flush()
 
-    def reply(self, request: SlotRequest) -> Delivered:
+    def reply(self, request: SlotRequest) -> SlotResponse:
         """Return the response to a request; send the request now if `send_requests` did not.
 
         Raises:
             RunLost: No fetcher responds, or no worker can prepare the batch.
             RuntimeError: The batch took longer than the loader's `timeout`.
         """
-        return received(*self._await(self._loader_request(request)))
+        return decode_slot_response(*self._await(self._loader_request(request)))
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]` from a fetcher's dataset."""
@@ -452,16 +452,16 @@ class Client:
                 link.cancel()
             except OSError as error:
                 self._links.pop(number).close()
-                if is_of_the_cell(error):
+                if is_raised_by_cell(error):
                     raise
         self._where.clear()
-        self._here.clear()
-        self._route.give_back(self._links, self._blocks)
+        self._responses.clear()
+        self._route.store_idle(self._links, self._blocks)
         self._links = {}
 
     def _loader_request(self, slot_request: SlotRequest) -> LoaderRequest:
         """Return the message that requests a slot's batch, or only the batch's units."""
-        kind = RequestKind.GET if slot_request.mine else RequestKind.PEEK
+        kind = RequestKind.GET if slot_request.is_own else RequestKind.PEEK
         detail = b"" if self._indices is None else encode.as_bytes(self._indices[slot_request.slot])
         return LoaderRequest(kind, self._epoch, slot_request.slot, detail)
 
@@ -497,12 +497,12 @@ class Client:
         Raises:
             RunLost: No fetcher responds, or workers ended each time they prepared the batch.
         """
-        if request not in self._here:
+        if request not in self._responses:
             if request not in self._where:
                 self._send_later(request)
                 self._flush()
-            self._until(request)
-        response, body = self._here.pop(request)
+            self._receive_until(request)
+        response, body = self._responses.pop(request)
         if response.kind is ResponseKind.LOST:
             raise RunLost(bytes(body).decode())
         return response, body
@@ -519,9 +519,9 @@ class Client:
                 if number not in self._links:
                     self._links[number] = self._route.connect(number)
             except (OSError, ProtocolError) as error:
-                if is_of_the_cell(error):
+                if is_raised_by_cell(error):
                     raise
-                self._route.failed(number, error, time.monotonic() - began)
+                self._route.record_failure(number, error, time.monotonic() - began)
                 continue
             self._links[number].unsent.append(request)
             self._where[request] = number
@@ -536,9 +536,9 @@ class Client:
                 if link.unsent:
                     link.request()
             except OSError as error:
-                self._lost(number, error)
+                self._reroute_requests(number, error)
 
-    def _until(self, request: LoaderRequest) -> None:
+    def _receive_until(self, request: LoaderRequest) -> None:
         """Receive responses until the one to `request` has arrived."""
         began = received_at = time.monotonic()
         silent_s = 0.0
@@ -550,20 +550,20 @@ class Client:
             number = self._where[request]
             try:
                 self._receive(number)
-            except Silent as error:
+            except PeerSilent as error:
                 silent_s += ALIVE_S
                 if silent_s < self._route.patience_s:
                     continue
-                self._lost(number, error, silent_s)
+                self._reroute_requests(number, error, silent_s)
             except (OSError, ProtocolError) as error:
-                self._lost(number, error, time.monotonic() - received_at)
+                self._reroute_requests(number, error, time.monotonic() - received_at)
             silent_s, received_at = 0.0, time.monotonic()
 
     def _receive(self, number: int) -> None:
         """Receive a fetcher's next message and all further messages that arrived with it."""
         link = self._links[number]
         for message, body in link.receive(self._blocks):
-            self._route.answered(number)
+            self._route.record_response(number)
             if isinstance(message, Response):
                 self._store_response(link, message, body)
             if self._links.get(number) is not link:
@@ -604,7 +604,7 @@ class Client:
         if request.kind is RequestKind.OPEN:
             self._opener = number
         first = self._instead.pop(request, request) if self._instead else request
-        instead = self._after(request, first, response, body)
+        instead = self._follow_up_request(request, first, response, body)
         if instead is not None:
             self._instead[instead] = first
             self._send_later(instead)
@@ -612,9 +612,9 @@ class Client:
             return
         if first is not request:
             del self._where[first]
-        self._here[first] = response, body
+        self._responses[first] = response, body
 
-    def _after(
+    def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
         """Return the request to send next, if a response has a different order than the epoch.
@@ -641,26 +641,26 @@ class Client:
             return LoaderRequest(RequestKind.GET, first.epoch, first.slot, bytes(body))
         return None
 
-    def _lost(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
+    def _reroute_requests(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
         """Close a failed connection and send its pending requests to other fetchers.
 
         Raises:
             RunLost: No fetcher responds.
             OSError: `error` itself, because a signal handler of the cell raised `error`.
         """
-        if is_of_the_cell(error):
+        if is_raised_by_cell(error):
             raise error
         link = self._links.pop(number)
         link.close()
         owed = [*link.pending, *link.unsent]
-        self._route.failed(number, error, silent_s)
+        self._route.record_failure(number, error, silent_s)
         self.retried += len(owed)
         for request in owed:
             self._send_later(request)
         self._flush()
 
 
-def received(response: Response, body: memoryview) -> Delivered:
+def decode_slot_response(response: Response, body: memoryview) -> SlotResponse:
     """Decode the response to a GET or PEEK request.
 
     Raises:
@@ -669,11 +669,11 @@ def received(response: Response, body: memoryview) -> Delivered:
     kind = response.kind
     if kind is ResponseKind.BATCH:
         batch, order = encode.decode(body, response.head_bytes), response.order
-        return Delivered(response.units, batch, len(body), order=order)
+        return SlotResponse(response.units, batch, len(body), order=order)
     if kind is ResponseKind.ERROR:
-        return Delivered(1, failure=encode.from_bytes(bytes(body)))
+        return SlotResponse(1, failure=encode.from_bytes(bytes(body)))
     if kind is ResponseKind.VOID:
-        return Delivered(VOID)
+        return SlotResponse(VOID)
     if kind is ResponseKind.PEEKED:
-        return Delivered(response.units, order=response.order)
+        return SlotResponse(response.units, order=response.order)
     raise ProtocolError(f"a request for a batch was answered with {kind.name}")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
-from taas_magic.data.memory import Blocks, BorrowedSpans
+from taas_magic.data.memory import BorrowedSpans, ReceiveBlocks
 from taas_magic.data.protocol import FromServer, LoaderRequest, ProtocolState, Response, Role
 from taas_magic.data.service import machine, peer_uid
 from taas_magic.errors import ProtocolError
@@ -42,7 +42,7 @@ _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
 _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
-class Silent(OSError):
+class PeerSilent(OSError):
     """Exception for one tick (`ALIVE_S`) in which the peer sent no data.
 
     The silence of a peer is measured in ticks. If this process is stopped, or the cell holds the
@@ -52,7 +52,7 @@ class Silent(OSError):
     """
 
 
-def is_of_the_cell(error: BaseException) -> bool:
+def is_raised_by_cell(error: BaseException) -> bool:
     """Return whether `error` comes from a signal handler of the cell, not from the connection.
 
     A signal handler may run, and raise, at any point of the main thread's code. If it raised
@@ -116,7 +116,7 @@ class FetcherLink:
                 self._socket.settimeout(None)
                 timeval = struct.pack("ll", int(ALIVE_S), 0)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            self._introduce(loader, key)
+            self._authenticate(loader, key)
         except BaseException:
             self.close()
             raise
@@ -154,7 +154,7 @@ class FetcherLink:
         """Close the copy of the socket in a fork of the rank; the parent process keeps its own."""
         self._socket.close()
 
-    def receive(self, blocks: Blocks) -> Iterator[tuple[FromServer, memoryview]]:
+    def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
         """Wait for the next message; yield it and all messages that have arrived with it.
 
         Responses to cancelled requests are skipped.
@@ -166,7 +166,7 @@ class FetcherLink:
             A message and its body, which is in `blocks` or in shared memory.
 
         Raises:
-            Silent: No data arrived for a tick; the connection is still usable.
+            PeerSilent: No data arrived for a tick; the connection is still usable.
             OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
                 transit.
         """
@@ -181,7 +181,7 @@ class FetcherLink:
                 yield message, body
             elif isinstance(message, protocol.Cancelled):
                 self._cancelled -= 1
-            whole = self._inbox.here()
+            whole = self._inbox.next_complete()
 
     def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:
         """Return a socket to the fetcher: Unix on the same host, else TCP, with TLS if given."""
@@ -193,26 +193,26 @@ class FetcherLink:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
-    def _introduce(self, loader: str, key: bytes) -> None:
+    def _authenticate(self, loader: str, key: bytes) -> None:
         """Do the handshake, in which each side proves that it knows the run's key."""
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
-        challenge = self._first()
+        challenge = self._receive_handshake()
         assert isinstance(challenge, protocol.Challenge)
         mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
         self.send([(protocol.Proof(nonce, mac, loader), b"")])
-        response = self._first()
+        response = self._receive_handshake()
         if isinstance(response, protocol.Rejected):
             raise ProtocolError(f"{self.address} refused: {response.why}")
         assert isinstance(response, protocol.Welcome)
         if not protocol.proven(key, Role.SERVER, nonce, place, response.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
-    def _first(self) -> FromServer:
+    def _receive_handshake(self) -> FromServer:
         """Return the next message of the handshake; `ProtocolState` checks its type."""
         while True:
             try:
-                return self._inbox.receive(Blocks(0))[0]
-            except Silent:
+                return self._inbox.receive(ReceiveBlocks(0))[0]
+            except PeerSilent:
                 if time.monotonic() > self._connect_until:
                     raise TimeoutError(f"{self.address} does not answer") from None
 
@@ -241,22 +241,22 @@ class Inbox:
         self._silent_s = 0.0
         self._descriptors: deque[int] = deque()
 
-    def receive(self, blocks: Blocks) -> tuple[FromServer, memoryview]:
+    def receive(self, blocks: ReceiveBlocks) -> tuple[FromServer, memoryview]:
         """Wait for the next message and its body, and return them.
 
         Raises:
-            Silent: No data arrived for a tick.
+            PeerSilent: No data arrived for a tick.
             OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
                 transit.
         """
         self._silent_s = 0.0
-        while (whole := self.here()) is None:
+        while (whole := self.next_complete()) is None:
             if self._now is not None and self._now.body_bytes > _LARGE_BYTES:
-                return self._large(self._now, blocks)
+                return self._receive_large_body(self._now, blocks)
             self._receive_chunk(blocks)
         return whole
 
-    def here(self) -> tuple[FromServer, memoryview] | None:
+    def next_complete(self) -> tuple[FromServer, memoryview] | None:
         """Return the next message and its body if both are in the chunk completely; else None."""
         now = self._now
         if now is None:
@@ -272,7 +272,7 @@ class Inbox:
         self._start, self._latest_bytes = at + size, header_bytes + size
         body = self._chunk[at : at + size]
         if isinstance(message, Response) and message.body_sum is not None:
-            _check(message, checksum(body))
+            _compare_checksum(message, checksum(body))
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
@@ -287,7 +287,9 @@ class Inbox:
             raise ProtocolError("the fetcher announced shared memory, but did not send it")
         return self._descriptors.popleft()
 
-    def _large(self, now: protocol.ReceivedFrame, blocks: Blocks) -> tuple[FromServer, memoryview]:
+    def _receive_large_body(
+        self, now: protocol.ReceivedFrame, blocks: ReceiveBlocks
+    ) -> tuple[FromServer, memoryview]:
         """Receive the rest of a large body whose beginning is in the chunk; return the message."""
         self._now = None
         message, _, size = now
@@ -301,7 +303,7 @@ class Inbox:
             self._receive_all(piece[max(0, begun - at) :])
             total += checksum(piece) if is_summed else 0
         if is_summed:
-            _check(message, total & SUM_MASK)
+            _compare_checksum(message, total & SUM_MASK)
         return message, body
 
     def _receive_all(self, memory: memoryview) -> None:
@@ -310,10 +312,10 @@ class Inbox:
         while done < len(memory):
             try:
                 done += self._receive_into(memory[done:], flags)
-            except Silent:
+            except PeerSilent:
                 self._check_patience()
 
-    def _receive_chunk(self, blocks: Blocks) -> None:
+    def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived."""
         now = self._now
         least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)
@@ -331,13 +333,13 @@ class Inbox:
             self._end = until
             return
         try:
-            self._end += self._receive_into(self._chunk[self._end : self._until()])
-        except Silent:
+            self._end += self._receive_into(self._chunk[self._end : self._receive_limit()])
+        except PeerSilent:
             if now is None and self._start == self._end:
                 raise
             self._check_patience()
 
-    def _until(self) -> int:
+    def _receive_limit(self) -> int:
         """Return the offset in the chunk up to which to receive.
 
         The result assumes that all frames have the size of the latest one: it is the end of the
@@ -354,7 +356,7 @@ class Inbox:
         """Receive data into `room`, and store file descriptors; return the number of bytes.
 
         Raises:
-            Silent: No data arrived for a tick.
+            PeerSilent: No data arrived for a tick.
             OSError: The connection failed or the peer closed it.
         """
         try:
@@ -366,11 +368,11 @@ class Inbox:
             else:
                 got = self._socket.recv_into(room, flags=flags)
         except (BlockingIOError, ssl.SSLWantReadError):
-            raise Silent("nothing came") from None
+            raise PeerSilent("nothing came") from None
         except TimeoutError as error:
-            if is_of_the_cell(error) or not self._is_tls:
+            if is_raised_by_cell(error) or not self._is_tls:
                 raise
-            raise Silent("nothing came") from None
+            raise PeerSilent("nothing came") from None
         if not got:
             raise ConnectionError("the peer closed the connection")
         self._silent_s = 0.0
@@ -389,7 +391,7 @@ class Inbox:
             )
 
 
-def _check(response: Response, total: int) -> None:
+def _compare_checksum(response: Response, total: int) -> None:
     """Compare the checksum `total` of a received body with the one in the response.
 
     Raises:

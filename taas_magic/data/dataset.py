@@ -22,8 +22,8 @@ from torch.utils.data._utils import worker as torch_worker
 from taas_magic.data.definitions import Definitions
 from taas_magic.data.generators import own_generators
 from taas_magic.data.order import (
-    Epoch,
-    Order,
+    EpochOrder,
+    EpochOrders,
     call_set_epoch,
     dump_without_dataset,
     load_with_dataset,
@@ -88,13 +88,13 @@ class LoaderParts:
     num_workers: int
     persistent_workers: bool = False
 
-    def shown(self) -> bytes:
+    def pickle_visible(self) -> bytes:
         """Pickle the attributes that ranks may read, without the dataset."""
         order = self.sampler, self.batch_sampler, self.generator
         return dump_without_dataset((*order, self.collate_fn, self.worker_init_fn), self.dataset)
 
 
-class Plain(IterableDataset[Any]):
+class IterableAsDataset(IterableDataset[Any]):
     """Dataset for a registered iterable that is not a DataLoader; its items are the batches."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
@@ -104,7 +104,7 @@ class Plain(IterableDataset[Any]):
         return iter(self.iterable)
 
 
-def as_it_is(batch: Any) -> Any:
+def unchanged_batch(batch: Any) -> Any:
     """Return `batch` unchanged (`collate_fn` of a loader whose samples are batches)."""
     return batch
 
@@ -113,7 +113,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
     """Return `loader` if it is a DataLoader, else a DataLoader that yields its items."""
     if isinstance(loader, DataLoader):
         return loader
-    return DataLoader(Plain(loader), batch_size=None, collate_fn=as_it_is)
+    return DataLoader(IterableAsDataset(loader), batch_size=None, collate_fn=unchanged_batch)
 
 
 def order_start(loader: Any) -> bytes:
@@ -192,7 +192,7 @@ class BatchSource:
         self.loader: Any = _with_own_memory(load(payload).loader if loader is None else loader)
         self._name, self._seed, self._where = name, seed, where
         self.streams = streams_of(self.loader)
-        self._order = Order(self.loader, seed) if self.streams is None else None
+        self._order = EpochOrders(self.loader, seed) if self.streams is None else None
         self._cursors: dict[tuple[int, int], Cursor] = {}
         self._snapshots: dict[tuple[int, int], Snapshots] = {}
         self._at = ""
@@ -215,7 +215,7 @@ class BatchSource:
         """
         if self._order is not None:
             self._at = f"epoch {epoch}, its order"
-            order = self._guarded(self._enter, epoch)
+            order = self._run_user_code(self._enter, epoch)
             return EpochDescription(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
@@ -251,8 +251,8 @@ class BatchSource:
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
-            return self._guarded(self._next_of, epoch, slot)
-        return self._guarded(self._fetch, epoch, slot, indices)
+            return self._run_user_code(self._next_of, epoch, slot)
+        return self._run_user_code(self._fetch, epoch, slot, indices)
 
     def sample(self, index: Any) -> Any:
         """Return `dataset[index]`.
@@ -262,7 +262,7 @@ class BatchSource:
         """
         self._at = f"dataset[{index!r}]"
         dataset: Any = self.loader.dataset
-        return self._guarded(dataset.__getitem__, index)
+        return self._run_user_code(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
         """Return the latest state of the dataset that was saved at or before a slot.
@@ -293,7 +293,7 @@ class BatchSource:
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
-    def _enter(self, epoch: int) -> Epoch:
+    def _enter(self, epoch: int) -> EpochOrder:
         """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed.
 
         Raises:
@@ -306,7 +306,7 @@ class BatchSource:
             self._entered = epoch
         return self._order.epoch(epoch)
 
-    def _guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _run_user_code(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work`, which runs user code, and return its result.
 
         During the call, `get_worker_info()` returns the value for this worker.
@@ -421,7 +421,7 @@ class BatchSource:
         if loader.worker_init_fn is not None:
             self._info, self._at = info, "worker_init_fn"
             seed_all(info.seed)
-            self._guarded(loader.worker_init_fn, number)
+            self._run_user_code(loader.worker_init_fn, number)
             self._info = None
         return info
 
@@ -503,7 +503,7 @@ class Cursor:
             self.snapshots.save_if_due(self.loader.dataset, at)
         return self.loader.collate_fn(self._gather(self._samples))
 
-    def _counted(self) -> str:
+    def _epoch_counter_name(self) -> str:
         """Return the name of the attribute in which the dataset counts its epochs; "" for none."""
         if len(self._ints) <= _LOOKS_AT_INTS:
             return ""
@@ -523,7 +523,7 @@ class Cursor:
             try:
                 items.append(next(samples))
             except StopIteration:
-                self._ended, self.counter = True, self._counted()
+                self._ended, self.counter = True, self._epoch_counter_name()
                 break
         is_short = count is not None and self.loader.drop_last and len(items) < count
         if not items or is_short:
@@ -668,9 +668,9 @@ class UserErrorReport:
             RuntimeError: Otherwise; also for an exception that would end the process (`sys.exit`)
                 or the loop (`StopIteration`).
         """
-        raise self._made() from None
+        raise self._exception() from None
 
-    def _made(self) -> Exception:
+    def _exception(self) -> Exception:
         """Return the exception that `reraise` raises."""
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
@@ -682,11 +682,11 @@ class UserErrorReport:
         make: Callable[..., Exception] = self.kind
         try:
             if self.parts:
-                made = make(text, [part._made() for part in self.parts])
+                made = make(text, [part._exception() for part in self.parts])
             elif getattr(self.kind, "message", None):
                 made = make(message=text)
             else:
-                made = make(_AsItIs(text) if self.kind is KeyError else text)
+                made = make(_UnquotedText(text) if self.kind is KeyError else text)
         except Exception:  # the constructor needs other arguments; torch does the same
             return RuntimeError(text)
         if text not in str(made) and hasattr(made, "add_note"):
@@ -694,7 +694,7 @@ class UserErrorReport:
         return made
 
 
-class _AsItIs(str):
+class _UnquotedText(str):
     """String whose repr is the string itself: KeyError's message is the repr of its argument."""
 
     __slots__ = ()

@@ -37,7 +37,7 @@ _PREFIX = struct.Struct("<II")
 _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
-_COMMON_HEAD_BYTES = 4096
+_CACHED_HEAD_BYTES = 4096
 """Maximum size of a table of contents to cache. Other batches may have the same small table."""
 
 _MOST_PARTS = 16
@@ -55,7 +55,7 @@ _THIN = 2
 If the span is larger, most of it belongs to no tensor, and each tensor is sent separately.
 """
 
-_SPREAD, _SPREAD_BYTES = 16, 1 << 20
+_MOST_SPREAD, _SPREAD_FROM_BYTES = 16, 1 << 20
 """Limits on the span of a view with gaps, from its first to its last value.
 
 If the span exceeds both limits, the rank gets a dense tensor instead of one with the view's
@@ -111,7 +111,7 @@ class Encoded:
         at = len(self.head)
         room[:at] = self.head
         # Do not cache the checksum of a large table of contents: no other batch has the same one.
-        sum_of_head = _sum_of_head if at <= _COMMON_HEAD_BYTES else checksum
+        sum_of_head = _sum_of_head if at <= _CACHED_HEAD_BYTES else checksum
         total = sum_of_head(self.head) if is_summed else 0
         for buffer in self.buffers:
             for start in range(0, len(buffer), _PIECE_BYTES):
@@ -163,7 +163,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _dressed(plain: torch.Tensor, grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+def _with_grad_and_attributes(
+    plain: torch.Tensor, grad: bool, attributes: dict[str, Any]
+) -> torch.Tensor:
     """Set `requires_grad` and the attributes of a decoded tensor; return the tensor."""
     plain.requires_grad_(grad).__dict__.update(attributes)
     return plain
@@ -176,7 +178,11 @@ def _reduce(tensor: torch.Tensor) -> Any:
     pickler writes a number in place of each.
     """
     if tensor.requires_grad or tensor.__dict__:
-        return _dressed, (tensor.detach(), tensor.requires_grad, dict(tensor.__dict__))
+        return _with_grad_and_attributes, (
+            tensor.detach(),
+            tensor.requires_grad,
+            dict(tensor.__dict__),
+        )
     if tensor.is_conj() or tensor.is_neg():
         return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
     if tensor.is_nested and tensor.layout is torch.strided:
@@ -203,7 +209,7 @@ def _reduce_array(array: Any) -> Any:
     This is a reducer for pickle's `dispatch_table`. numpy's own reducer would make the array dense.
     """
     low, high = _span(array.shape, array.strides)
-    is_far = high - low > max(_SPREAD * array.nbytes, _SPREAD_BYTES)
+    is_far = high - low > max(_MOST_SPREAD * array.nbytes, _SPREAD_FROM_BYTES)
     is_dense = array.flags.c_contiguous or array.flags.f_contiguous
     if is_dense or is_far or not array.size or array.dtype.hasobject:
         return array.__reduce_ex__(5)
@@ -234,7 +240,7 @@ if _numpy:
     _REDUCERS[_numpy.ndarray] = _reduce_array
 
 
-class _Numbered:
+class _TensorNumberingMixin:
     """Mixin for a pickler that writes a number in place of each plain tensor.
 
     The tensors are collected in `tensors`, in the order in which they occur in the batch.
@@ -252,13 +258,13 @@ class _Numbered:
         return number
 
 
-class _FastPickler(_Numbered, pickle.Pickler):
+class _FastPickler(_TensorNumberingMixin, pickle.Pickler):
     """Fast pickler, written in C, for batches whose types can be imported."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, copyreg.dispatch_table)  # type: ignore[misc]
 
 
-class _CloudPickler(_Numbered, cloudpickle.Pickler):
+class _CloudPickler(_TensorNumberingMixin, cloudpickle.Pickler):
     """Pickler for batches with types that the notebook defines; pickles these types by value."""
 
     dispatch_table: ClassVar[_Table] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
@@ -388,7 +394,7 @@ def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[byte
     return head, protocol.layout(len(head), sizes)[1]
 
 
-class _Extent(NamedTuple):
+class _MemoryRange(NamedTuple):
     """Memory range of a tensor, and the tensor's number in the batch.
 
     Attributes:
@@ -401,19 +407,19 @@ class _Extent(NamedTuple):
     number: int
 
 
-def _extent(number: int, tensor: torch.Tensor) -> _Extent:
-    start, reach = tensor.data_ptr(), _reach(tensor.shape, tensor.stride())
-    return _Extent(start, start + reach * tensor.element_size(), number)
+def _memory_range(number: int, tensor: torch.Tensor) -> _MemoryRange:
+    start, reach = tensor.data_ptr(), _range_length(tensor.shape, tensor.stride())
+    return _MemoryRange(start, start + reach * tensor.element_size(), number)
 
 
-def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+def _range_length(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the length of a tensor's memory range in elements, including gaps."""
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
-def _overlapping(extents: Iterable[_Extent]) -> list[list[_Extent]]:
+def _overlapping(extents: Iterable[_MemoryRange]) -> list[list[_MemoryRange]]:
     """Group tensors whose memory overlaps, directly or by way of other tensors."""
-    groups: list[list[_Extent]] = []
+    groups: list[list[_MemoryRange]] = []
     end = 0
     for extent in sorted(extents):
         if groups and extent.start < end:
@@ -440,7 +446,9 @@ def _choose_spans(
     rows = [_row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
 
-    def add_span(start: int, end: int, extents: Iterable[_Extent], owner: torch.Tensor) -> None:
+    def add_span(
+        start: int, end: int, extents: Iterable[_MemoryRange], owner: torch.Tensor
+    ) -> None:
         for at, _, number in extents:
             buffer = first_buffer + len(spans)
             rows[number] = rows[number]._replace(buffer=buffer, offset=at - start)
@@ -448,7 +456,7 @@ def _choose_spans(
         array.owner = owner  # type: ignore[attr-defined]  # the view keeps it alive
         spans.append(pickle.PickleBuffer(array).raw())
 
-    for group in _overlapping([_extent(k, t) for k, t in enumerate(tensors) if t.numel()]):
+    for group in _overlapping([_memory_range(k, t) for k, t in enumerate(tensors) if t.numel()]):
         owner = tensors[group[0].number]
         start, end = group[0].start, max([extent.end for extent in group])
         most_bytes = owner.nbytes
@@ -463,9 +471,9 @@ def _choose_spans(
         for extent in group:
             tensor = tensors[extent.number]
             dense = tensor.contiguous()
-            if extent.end - extent.start > max(_SPREAD * tensor.nbytes, _SPREAD_BYTES):
+            if extent.end - extent.start > max(_MOST_SPREAD * tensor.nbytes, _SPREAD_FROM_BYTES):
                 rows[extent.number] = rows[extent.number]._replace(stride=dense.stride())
-            own = _extent(extent.number, dense)
+            own = _memory_range(extent.number, dense)
             add_span(own.start, own.end, [own], dense)
     return rows, spans
 
@@ -479,9 +487,9 @@ def decode(body: memoryview, head_bytes: int) -> Any:
         body: The whole body; writable, with an aligned start.
         head_bytes: Size of the body's table of contents.
     """
-    read = _contents if head_bytes <= _COMMON_HEAD_BYTES else _contents.__wrapped__
+    read = _contents if head_bytes <= _CACHED_HEAD_BYTES else _contents.__wrapped__
     contents = read(bytes(body[:head_bytes]))
-    tensors = _rebuild(contents.places, body)
+    tensors = _rebuild(contents.locations, body)
     if contents.is_lone:
         return tensors[0]
     buffers = [body[at : at + size] for at, size in contents.spans]
@@ -490,7 +498,7 @@ def decode(body: memoryview, head_bytes: int) -> Any:
     return unpickler.load()
 
 
-class _Place(NamedTuple):
+class _TensorLocation(NamedTuple):
     """Location and description of one tensor in a body, in a form for fast decoding.
 
     Attributes:
@@ -510,24 +518,24 @@ class _Place(NamedTuple):
     is_packed: bool
 
 
-class _Contents(NamedTuple):
+class _TableOfContents(NamedTuple):
     """Decoded table of contents of a body.
 
     Attributes:
         spans: Offset and size of each buffer.
-        places: Location of each tensor.
+        locations: Location of each tensor.
         pickled: Pickle of the batch, with numbers in place of tensors.
         is_lone: Whether the batch is a single tensor.
     """
 
     spans: list[tuple[int, int]]
-    places: list[_Place]
+    locations: list[_TensorLocation]
     pickled: bytes
     is_lone: bool
 
 
 @lru_cache(_MOST_FORMS)
-def _contents(head: bytes) -> _Contents:
+def _contents(head: bytes) -> _TableOfContents:
     """Decode the table of contents of a body."""
     table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
     after = _PREFIX.size + table_bytes
@@ -536,22 +544,24 @@ def _contents(head: bytes) -> _Contents:
     offsets, _ = protocol.layout(len(head), sizes)
     spans = list(zip(offsets, sizes, strict=True))
     uses = Counter(buffer for buffer, *_ in rows)
-    places = []
+    locations = []
     for buffer, offset, name, shape, stride in rows:
         dtype, values = _DTYPES[name], math.prod(shape)
         start, size = spans[buffer] if buffer >= 0 else (0, 0)
         is_alone = uses[buffer] == 1 and values * dtype.itemsize == size
         storage = None if is_alone or not values else (start, size)
-        is_packed = is_alone and _reach(shape, stride) > values
-        places.append(_Place(start + offset, values, storage, dtype, shape, stride, is_packed))
-    return _Contents(spans, places, pickled, pickled == _ONE_PART)
+        is_packed = is_alone and _range_length(shape, stride) > values
+        locations.append(
+            _TensorLocation(start + offset, values, storage, dtype, shape, stride, is_packed)
+        )
+    return _TableOfContents(spans, locations, pickled, pickled == _ONE_PART)
 
 
-def _rebuild(places: Iterable[_Place], body: memoryview) -> list[torch.Tensor]:
+def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
     """Return the tensors of a body; they are views of the body if possible, else copies."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
-    for at, values, storage, dtype, shape, stride, is_packed in places:
+    for at, values, storage, dtype, shape, stride, is_packed in locations:
         if not values:
             tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
         elif is_packed:

@@ -18,17 +18,17 @@ import torch
 from msgspec import structs
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from taas_magic.data.client import Client, Delivered
+from taas_magic.data.client import Client, SlotResponse
 from taas_magic.data.protocol import EpochDescription
 from taas_magic.data.sharding import (
     UNHINTED,
     VOID,
+    DynamicSchedule,
     EpochPosition,
-    EpochSchedule,
     NoSlot,
-    RankShare,
-    ScoutedSchedule,
+    RankPart,
     SlotRequest,
+    StaticSchedule,
 )
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.messages import RankCounts
@@ -96,7 +96,7 @@ _STREAMS_DIFFER = (
 )
 
 _KEPT_ORDERS = 3
-"""Number of latest epochs whose order stays in the ranks' key-value store (`Agreement`)."""
+"""Number of latest epochs whose order stays in the ranks' key-value store (`KeyValueStore`)."""
 
 
 class Step(NamedTuple):
@@ -108,7 +108,7 @@ class Step(NamedTuple):
         after: Position in the epoch after the step.
     """
 
-    received: Delivered
+    received: SlotResponse
     row_units: int
     after: EpochPosition
 
@@ -213,7 +213,7 @@ class EpochIterator(Iterator[Any]):
         """Discard the measured time of this pass; the next batch starts a new measurement."""
         self._began = self._stopped = 0.0
 
-    def counted(self) -> RankCounts:
+    def current_counts(self) -> RankCounts:
         """Return a copy of the loader's counts that includes the time of this pass so far.
 
         This method may be called from any thread.
@@ -259,7 +259,7 @@ class EpochIterator(Iterator[Any]):
             about = loader.name, self._turn, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin(*about)
         left = None if feed.units is None else feed.units - loader.counts.spent
-        part = RankShare(feed.rank, feed.world_size, loader.shape.uneven, left)
+        part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
         return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
 
@@ -285,7 +285,7 @@ class EpochIterator(Iterator[Any]):
             return opened
         key, order = f"{loader.name}/{self.epoch}/order", str(opened.order).encode()
         who = str(loader.feed.rank).encode()
-        first, _, whose = agreement.first(key, order + b" of " + who).partition(b" of ")
+        first, _, whose = agreement.store_first(key, order + b" of " + who).partition(b" of ")
         if whose == who and opened.batches is not None:
             old = f"{loader.name}/{self.epoch - _KEPT_ORDERS}/indices"
             agreement.publish(f"{loader.name}/{self.epoch}/indices", client.order(), old)
@@ -313,7 +313,7 @@ class EpochIterator(Iterator[Any]):
         if agreement is None or loader.has_warned:
             return
         mine = str(order).encode()
-        if agreement.first(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
+        if agreement.store_first(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
             loader.has_warned = True
             about = loader.name, slot, self.epoch, loader.feed.rank
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
@@ -350,7 +350,7 @@ class EpochIterator(Iterator[Any]):
         return received.batch
 
 
-def _pinned(received: Delivered) -> Delivered:
+def _pinned(received: SlotResponse) -> SlotResponse:
     """Return a copy with the batch in pinned memory, from which transfers to the GPU are fast."""
     return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
@@ -375,26 +375,26 @@ class EpochRequests:
         self,
         client: Client,
         opened: EpochDescription,
-        part: RankShare,
+        part: RankPart,
         place: EpochPosition,
         window_bytes: int,
         compare: Callable[[int, int], None] = lambda slot, order: None,
     ) -> None:
         self._compare = compare if opened.streams is not None else lambda slot, order: None
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
-        self._schedule: EpochSchedule | ScoutedSchedule
+        self._schedule: StaticSchedule | DynamicSchedule
         if opened.batches is None or opened.counted:
             has_hints = None if part.units is None else opened.counted
             about = part, opened.batches, opened.streams or 1, place, has_hints
-            self._schedule = ScoutedSchedule(*about)
+            self._schedule = DynamicSchedule(*about)
         else:
-            self._schedule = EpochSchedule(part, opened.batches, place)
-        self._scouts = isinstance(self._schedule, ScoutedSchedule)
+            self._schedule = StaticSchedule(part, opened.batches, place)
+        self._scouts = isinstance(self._schedule, DynamicSchedule)
         self._first = self._request_again_at = place.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # keeps every worker busy
         self._learns_late = part.units is not None and not self._scouts
         self._unlearnt: deque[SlotRequest] = deque()
-        self._kept: dict[int, Delivered] = {}
+        self._kept: dict[int, SlotResponse] = {}
 
     def steps(self) -> Iterator[Step]:
         """Yield this rank's steps until the end of the epoch."""
@@ -402,13 +402,15 @@ class EpochRequests:
             received = self._receive_step(step)
             if received is None:
                 return
-            yield Step(received, self._schedule.row_units(step), self._schedule.place(step + 1))
+            yield Step(
+                received, self._schedule.row_units(step), self._schedule.position_after(step + 1)
+            )
 
-    def _receive_step(self, step: int) -> Delivered | None:
+    def _receive_step(self, step: int) -> SlotResponse | None:
         """Return this rank's batch of a step; None at the end of the epoch."""
         if step >= self._request_again_at:
             self._request_ahead(step)
-        while (slot := self._schedule.at(step)) is NoSlot.WAIT:
+        while (slot := self._schedule.slot_at(step)) is NoSlot.WAIT:
             if not self._unlearnt:
                 self._request_ahead(step)
             request = self._unlearnt.popleft()
@@ -416,7 +418,7 @@ class EpochRequests:
             self._schedule.record_units(request.slot, learnt.units)
             if learnt.order:
                 self._compare(request.slot, learnt.order)
-            if request.mine and learnt.units != VOID:
+            if request.is_own and learnt.units != VOID:
                 self._kept[request.slot] = learnt
         if isinstance(slot, NoSlot):
             return None

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import load_with_dataset
-from taas_magic.data.server import OwnServers
+from taas_magic.data.server import RankServers
 from taas_magic.data.service import BatchLedger, Directory, machine
-from taas_magic.data.sharding import EpochPosition, FetcherShare, Uneven
+from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import ServedLoader
 from taas_magic.leases import FetchLease
@@ -38,8 +38,8 @@ SETTINGS = (
 )
 """Attributes of a DataLoader that a remote loader copies from the registered loader."""
 
-_SHOWN = ("generator", "collate_fn", "worker_init_fn")
-_NOT_SET = {*_SHOWN, *SETTINGS, "multiprocessing_context"} - {
+_VISIBLE = ("generator", "collate_fn", "worker_init_fn")
+_NOT_SET = {*_VISIBLE, *SETTINGS, "multiprocessing_context"} - {
     *("batch_size", "drop_last", "persistent_workers")
 }
 """Attributes that `RemoteLoader` does not let a cell set.
@@ -78,13 +78,14 @@ class LoaderShape:
         varies: Whether the number of batches may change from epoch to epoch.
         has_own_sampler: Whether the sampler or batch sampler is of a type that is not torch's. The
             order of such a sampler may differ between processes.
-        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.RankShare`).
+        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.RankPart`).
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
         attributes: Small attributes of the dataset, by name.
         has_set_epoch: Whether the dataset has a method `set_epoch`.
         has_state: Whether an iterable-style dataset has its own `state_dict`.
-        shown: Pickled samplers, generator and functions that a rank may read (`LoaderParts.shown`).
+        shown: Pickled samplers, generator and functions that a rank may read
+            (`LoaderParts.pickle_visible`).
     """
 
     name: str
@@ -111,10 +112,10 @@ class LoaderShape:
         return int(self.settings["num_workers"])
 
 
-class Agreement(Protocol):
+class KeyValueStore(Protocol):
     """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
 
-    def first(self, key: str, value: bytes) -> bytes:
+    def store_first(self, key: str, value: bytes) -> bytes:
         """Store `value` if no rank has stored one for `key`; return the stored value."""
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
@@ -137,7 +138,7 @@ class BatchProfiler(Protocol):
 
 
 @dataclass
-class Feed:
+class RankFeed:
     """A rank's access to the run's data service: settings, keys, and addresses of fetchers.
 
     Attributes:
@@ -157,7 +158,8 @@ class Feed:
         own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
-        arrived: Weak references to the remote loaders of this rank; `arrive` adds to them.
+        remote_loaders: Weak references to the remote loaders of this rank; `make_remote_loader`
+            adds to them.
         profiler: Profiler that records each wait for a batch; None if the run has none.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
@@ -174,21 +176,21 @@ class Feed:
     ledger: BatchLedger | None = None
     window_bytes: int = 128 << 20
     lease: FetchLease = FetchLease()  # noqa: RUF009
-    own: OwnServers | None = None
-    agreement: "Agreement | None" = None
-    arrived: "list[weakref.ref[RemoteLoader]]" = field(default_factory=list)
+    own: RankServers | None = None
+    agreement: KeyValueStore | None = None
+    remote_loaders: "list[weakref.ref[RemoteLoader]]" = field(default_factory=list)
     profiler: BatchProfiler | None = None
     folder: str = ""
 
     @property
     def loaders(self) -> "list[RemoteLoader]":
         """The remote loaders that exist in this rank."""
-        found = (reference() for reference in list(self.arrived))
+        found = (reference() for reference in list(self.remote_loaders))
         return [loader for loader in found if loader is not None]
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader (batches, waiting time, …), by the loader's name."""
-        return {loader.name: loader.counted() for loader in self.loaders}
+        return {loader.name: loader.current_counts() for loader in self.loaders}
 
 
 class RemoteLoader(DataLoader[Any]):
@@ -201,7 +203,7 @@ class RemoteLoader(DataLoader[Any]):
     # accelerate shards every loader that lacks this attribute. This loader is already sharded.
     _is_accelerate_prepared = True
 
-    def __init__(self, shape: LoaderShape, feed: Feed) -> None:
+    def __init__(self, shape: LoaderShape, feed: RankFeed) -> None:
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
         self.next_epoch, self._turn = 0, 0
@@ -211,7 +213,7 @@ class RemoteLoader(DataLoader[Any]):
         self._route: Route | None = None
         self._end_server: Any = None
         self.counts = RankCounts(workers=shape.num_workers)
-        self._shown: tuple[Any, ...] | None = None
+        self._visible: tuple[Any, ...] | None = None
         self._original: Any = None
         self._is_made = self.has_warned = False
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
@@ -225,15 +227,15 @@ class RemoteLoader(DataLoader[Any]):
             own["batch_sampler"] = batches
         # Set these after DataLoader's constructor, which warns if num_workers exceeds the cores of
         # this host.
-        for name in _SHOWN:
+        for name in _VISIBLE:
             own.pop(name, None)
         own.update(settings)
         self.multiprocessing_context = shape.context or None
         self._is_made = True
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SHOWN:
-            return self.shown()[_SHOWN.index(name) + 2]
+        if name in _VISIBLE:
+            return self.visible_parts()[_VISIBLE.index(name) + 2]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -244,14 +246,14 @@ class RemoteLoader(DataLoader[Any]):
             )
         super().__setattr__(name, value)
 
-    def shown(self) -> tuple[Any, ...]:
+    def visible_parts(self) -> tuple[Any, ...]:
         """Return the sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`.
 
         They are copies of the registered loader's own objects.
         """
-        if self._shown is None:
-            self._shown = load_with_dataset(bytes(self.shape.shown), self.dataset)
-        return self._shown
+        if self._visible is None:
+            self._visible = load_with_dataset(bytes(self.shape.shown), self.dataset)
+        return self._visible
 
     @property
     def name(self) -> str:
@@ -288,9 +290,9 @@ class RemoteLoader(DataLoader[Any]):
         self._current = EpochIterator(self, epoch, place, self._turn - 1, order)
         return self._current
 
-    def counted(self) -> RankCounts:
+    def current_counts(self) -> RankCounts:
         """Return the counts of this loader; this method may be called from any thread."""
-        return self.counts if self._current is None else self._current.counted()
+        return self.counts if self._current is None else self._current.current_counts()
 
     def reset_counts(self) -> None:
         """Set the counts of batches and the times to 0, even in the middle of an epoch.
@@ -465,7 +467,7 @@ class RemoteLoader(DataLoader[Any]):
             name,
             self._seed,
             f"the fetcher of rank {feed.rank} on host {socket.gethostname()}",
-            FetcherShare(0, 1, count, feed.world_size, feed.rank, feed.units),
+            FetcherPart(0, 1, count, feed.world_size, feed.rank, feed.units),
             count * _OWN_BUFFER_BYTES,
             self.shape.context or "fork",
             folder=feed.folder,
@@ -489,10 +491,10 @@ def _streams_text(streams: Sequence[Any] | None) -> str:
     return f"an iterable-style one with num_workers={streams[0]} and batch_size={streams[1]}"
 
 
-_feed: Feed | None = None
+_feed: RankFeed | None = None
 
 
-def _part_from_rank() -> None:
+def _reset_in_fork() -> None:
     """Make a fork of the rank independent of the rank's lock and connections.
 
     The fork gets a new lock, and closes its copies of the connections. Its loaders open new
@@ -504,10 +506,10 @@ def _part_from_rank() -> None:
         loader.forget_route()
 
 
-os.register_at_fork(after_in_child=_part_from_rank)
+os.register_at_fork(after_in_child=_reset_in_fork)
 
 
-def use_feed(feed: Feed | None) -> None:
+def use_feed(feed: RankFeed | None) -> None:
     """Set the data service that this rank's loaders use.
 
     Call this function before the payload is unpickled, because unpickling creates the loaders.
@@ -516,20 +518,20 @@ def use_feed(feed: Feed | None) -> None:
     _feed = feed
 
 
-def arrive(shape: LoaderShape) -> DataLoader[Any]:
+def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
     """Return a new `RemoteLoader` in place of a registered loader.
 
     A registered loader is pickled as a call of this function. If the process is not a rank (for
     example, a child that a rank spawned), the returned loader raises an exception on any use.
     """
     if _feed is None:
-        return _LoaderOfRanks(shape.name)
+        return _UnusableLoader(shape.name)
     loader = RemoteLoader(shape, _feed)
-    _feed.arrived.append(weakref.ref(loader))
+    _feed.remote_loaders.append(weakref.ref(loader))
     return loader
 
 
-class _LoaderOfRanks(DataLoader[Any]):
+class _UnusableLoader(DataLoader[Any]):
     """Placeholder for a registered loader in a child that a rank spawned; any use raises."""
 
     def __init__(self, name: str) -> None:
@@ -559,7 +561,7 @@ class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
     `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from the rank's
-    copy of the real sampler: element `_place` of the tuple `RemoteLoader.shown()`.
+    copy of the real sampler: element `_place` of the tuple `RemoteLoader.visible_parts()`.
     """
 
     _loader: RemoteLoader
@@ -577,7 +579,7 @@ class _Sampler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
-        return getattr(self._loader.shown()[self._place], name)
+        return getattr(self._loader.visible_parts()[self._place], name)
 
 
 class RemoteSampler(_Sampler, DistributedSampler[Any]):

@@ -1,9 +1,9 @@
 """Memory for batches: shared memory that workers write, and blocks that ranks receive into.
 
 Each worker writes its batches into one anonymous file (`Arena`: a memfd, which needs no /dev/shm).
-The server and the ranks on the same host map this file (`Mapping`). The part of the file that has
-one batch is called a span. A rank receives batches from the network into memory blocks (`Blocks`),
-and reuses a block when no tensor refers to the block any more.
+The server and the ranks on the same host map this file (`ArenaMapping`). The part of the file that
+has one batch is called a span. A rank receives batches from the network into memory blocks
+(`ReceiveBlocks`), and reuses a block when no tensor refers to the block any more.
 """
 
 import bisect
@@ -32,7 +32,7 @@ pages that were written.
 """
 
 
-class Spans:
+class SpanAllocator:
     """Allocator for the memory of batches in an arena; uses the first hole that is large enough.
 
     Attributes:
@@ -56,7 +56,7 @@ class Spans:
         self._used[start] = size
         return start
 
-    def give_back(self, start: int) -> None:
+    def free(self, start: int) -> None:
         """Free the span that begins at `start`, and merge it with adjacent holes."""
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
@@ -77,7 +77,7 @@ def largest_file_bytes() -> int:
     return limit if limit != resource.RLIM_INFINITY else 1 << 62
 
 
-class Mapping:
+class ArenaMapping:
     """A process's mapping of an arena, the anonymous file with the batches of one worker.
 
     Attributes:
@@ -105,7 +105,7 @@ class Mapping:
         return self.mapped(offset + size)[offset : offset + size]
 
 
-class Arena(Mapping):
+class Arena(ArenaMapping):
     """A worker's mapping of its own arena, in which it allocates memory for batches.
 
     Linux frees the file when the last process that has the file open or mapped has ended.
@@ -114,7 +114,7 @@ class Arena(Mapping):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self._most = largest_file_bytes()
-        self._spans, self._size = Spans(), min(_FIRST_BYTES, self._most)
+        self._spans, self._size = SpanAllocator(), min(_FIRST_BYTES, self._most)
         os.ftruncate(descriptor, self._size)
 
     def allocate(self, size: int) -> tuple[int, memoryview]:
@@ -126,7 +126,7 @@ class Arena(Mapping):
         offset = self._spans.allocate(size)
         if self._spans.end > self._most:
             needed_mb, most_mb = self._spans.end / 1e6, self._most / 1e6
-            self._spans.give_back(offset)
+            self._spans.free(offset)
             raise OSError(
                 errno.EFBIG,
                 f"a worker's prepared batches need {needed_mb:,.0f} MB in one file of shared "
@@ -140,7 +140,7 @@ class Arena(Mapping):
 
     def free(self, offset: int) -> None:
         """Free the span at `offset`; no process may still read it."""
-        self._spans.give_back(offset)
+        self._spans.free(offset)
 
 
 class BorrowedSpans:
@@ -155,7 +155,7 @@ class BorrowedSpans:
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
         self._on_unused = on_unused
-        self._arenas: dict[int, Mapping] = {}
+        self._arenas: dict[int, ArenaMapping] = {}
         self._read: dict[SharedSpan, weakref.ref[Any]] = {}
         self._gone: deque[SharedSpan] = deque()
         self._is_closed = False
@@ -167,14 +167,14 @@ class BorrowedSpans:
             arena: The server's number for the arena.
             descriptor: Descriptor of the arena's file.
         """
-        self._arenas[arena] = Mapping(descriptor)
+        self._arenas[arena] = ArenaMapping(descriptor)
 
     def map_span(self, place: SharedSpan, size: int) -> memoryview:
         """Return the memory of a batch. The span is in use until its last view is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
         owner.borrowed = self  # keeps the connection open while the span is in use
-        self._read[place] = weakref.ref(owner, lambda _: self._let_go(place))
+        self._read[place] = weakref.ref(owner, lambda _: self._record_unused(place))
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
@@ -195,7 +195,7 @@ class BorrowedSpans:
         """Size of the fetcher's shared memory that this process has accessed."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
-    def _let_go(self, place: SharedSpan) -> None:
+    def _record_unused(self, place: SharedSpan) -> None:
         """Record that the last view of a span was deleted."""
         del self._read[place]
         self._gone.append(place)
@@ -212,7 +212,7 @@ _IDLE = _references([mmap.mmap(-1, 1)])[0]
 """Reference count of a block to which only a list refers."""
 
 
-class Blocks:
+class ReceiveBlocks:
     """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.

@@ -40,7 +40,7 @@ _MOST_PASSED = 1 << 17
 """Number of batches in an epoch above which a sampler without a length is taken to be endless."""
 
 
-class Epoch(NamedTuple):
+class EpochOrder(NamedTuple):
     """Order of the batches in one epoch.
 
     Attributes:
@@ -56,7 +56,7 @@ class Epoch(NamedTuple):
     digest: int
 
 
-class Order:
+class EpochOrders:
     """The orders of a loader's epochs: runs the sampler for each epoch, and keeps the latest ones.
 
     Args:
@@ -70,9 +70,9 @@ class Order:
         self._persists = bool(self._workers and loader.persistent_workers)
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._starts = {0: dump_without_dataset((sampler, loader.generator), self._dataset)}
-        self._epochs: dict[int, Epoch] = {}
+        self._epochs: dict[int, EpochOrder] = {}
 
-    def epoch(self, number: int) -> Epoch:
+    def epoch(self, number: int) -> EpochOrder:
         """Return the order of an epoch; run the sampler if the order is not in memory."""
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
@@ -93,15 +93,15 @@ class Order:
         """
         return self._starts.get(1) == self._starts[0]
 
-    def _enumerate(self, number: int) -> Epoch:
+    def _enumerate(self, number: int) -> EpochOrder:
         """Run the sampler for an epoch, and return the order."""
         sampler, generator, indices = self._begin(number)
         if not _has_length(sampler):
             unsized = UnsizedBatches(lambda: self._begin(number)[2])
-            return Epoch(unsized, None, unsized.digest)
+            return EpochOrder(unsized, None, unsized.digest)
         packed, digest = _pack(indices)
         self._save_state_after(number, sampler, generator)
-        return Epoch(packed, len(packed), digest)
+        return EpochOrder(packed, len(packed), digest)
 
     def _skip_epoch(self, number: int) -> None:
         """Replay an epoch to find the state of sampler and generator after the epoch."""

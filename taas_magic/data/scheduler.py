@@ -6,7 +6,7 @@ responses are ready.
 
 Requests of ranks come first: the connections take turns, and each connection's requests keep their
 order. If no rank waits, workers *prepare ahead*: they prepare batches of this fetcher's share
-(`FetcherShare`) that no rank has requested yet. The memory of prepared batches is limited. When the
+(`FetcherPart`) that no rank has requested yet. The memory of prepared batches is limited. When the
 limit is reached, workers pause. There is one exception: workers always prepare the batch that a
 connection must send next, so that a slow rank cannot starve another rank.
 
@@ -35,7 +35,7 @@ from taas_magic.data.protocol import (
     RequestKind,
     ResponseKind,
 )
-from taas_magic.data.sharding import VOID, FetcherShare
+from taas_magic.data.sharding import VOID, FetcherPart
 from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle
 from taas_magic.errors import signal_name
 from taas_magic.leases import STOPPED_S
@@ -69,7 +69,7 @@ For a small batch, this is most of the memory.
 """
 
 
-class Prepared:
+class PreparedResponse:
     """Reference-counted response to a rank's request: a batch, a value, an error or VOID.
 
     The body of the response is the encoded batch or value. The body is in the arena of the worker,
@@ -127,13 +127,13 @@ class PrefetchOrder:
             ranks start (`--prefill`).
     """
 
-    def __init__(self, share: FetcherShare, is_filled: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, share: FetcherPart, is_filled: Callable[[], bool] = lambda: True) -> None:
         self._share, self._is_filled = share, is_filled
         self._is_asked = False
         self._opened: dict[int, EpochDescription | None] = {}
         self._ends: dict[int, int] = {}
         self._epoch = self._slot = 0
-        self._walks: dict[int, Iterator[LoaderRequest | None]] = {}
+        self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
         """Return the next batch (as a request) that a worker should prepare ahead.
@@ -141,19 +141,19 @@ class PrefetchOrder:
         Returns:
             The request; None if the worker has nothing to prepare ahead now.
         """
-        if worker not in self._walks:
-            self._walks[worker] = self._walk(worker, self._epoch, self._slot)
-        return next(self._walks[worker], None)
+        if worker not in self._ahead:
+            self._ahead[worker] = self._ahead_requests(worker, self._epoch, self._slot)
+        return next(self._ahead[worker], None)
 
     def restart(self) -> None:
         """Make every worker begin again at the current slot.
 
         For example, if a worker has ended, a new worker must prepare the unfinished batches.
-        Batches that are in the buffer are not prepared again (`Buffer.choose_ahead`).
+        Batches that are in the buffer are not prepared again (`PrefetchBuffer.choose_ahead`).
         """
-        self._walks.clear()
+        self._ahead.clear()
 
-    def reached(self, epoch: int, slot: int) -> None:
+    def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts a batch that a rank has requested.
 
         The rank requested the batch before a worker had prepared it ahead. So preparing ahead
@@ -167,7 +167,7 @@ class PrefetchOrder:
             self._epoch, self._slot = epoch, slot + 1
             self.restart()
 
-    def opened(self, epoch: int, opened: EpochDescription | None) -> None:
+    def record_epoch(self, epoch: int, opened: EpochDescription | None) -> None:
         """Record an epoch's description.
 
         Args:
@@ -176,11 +176,13 @@ class PrefetchOrder:
         """
         self._opened[epoch] = opened
 
-    def ended(self, epoch: int, slot: int) -> None:
+    def record_end(self, epoch: int, slot: int) -> None:
         """Record that `slot` has no batch, so that workers prepare no later slot of the epoch."""
         self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
 
-    def _walk(self, worker: int, epoch: int, first_slot: int) -> Iterator[LoaderRequest | None]:
+    def _ahead_requests(
+        self, worker: int, epoch: int, first_slot: int
+    ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
         A value None means that there is nothing to prepare now; the caller tries again later.
@@ -228,7 +230,7 @@ class PrefetchOrder:
             yield slot
 
 
-class _Entry:
+class _RequestState:
     """State of one request in the buffer: queued for a worker, being prepared, or prepared.
 
     Attributes:
@@ -243,10 +245,10 @@ class _Entry:
     def __init__(self) -> None:
         self.waiting: dict[Hashable, None] = {}
         self.queued: tuple[int | None, Hashable] | None = None
-        self.prepared: Prepared | None = None
+        self.prepared: PreparedResponse | None = None
 
 
-class Buffer:
+class PrefetchBuffer:
     """The prefetch buffer: prepared responses, and the requests that connections wait for.
 
     In all methods, `who` is the connection that waits.
@@ -269,7 +271,7 @@ class Buffer:
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
         self._worker_for = worker_for
-        self._entries: dict[LoaderRequest, _Entry] = {}
+        self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
         # One queue for each worker, so that an idle worker need not search the others' requests.
@@ -313,19 +315,19 @@ class Buffer:
                 del self._counts[old]
         entry = self._entries.get(request)
         if entry is None:
-            entry = self._entries[request] = _Entry()
+            entry = self._entries[request] = _RequestState()
             self._queue(who, request, entry)
         elif not entry.waiting:
             self._unasked.pop(request, None)
         entry.waiting[who] = None
 
-    def forget(self, who: Hashable) -> None:
+    def cancel_requests(self, who: Hashable) -> None:
         """Cancel all requests of a connection; prepared responses stay for later requests."""
         self._due.pop(who, None)
         for request in [one for one, entry in self._entries.items() if who in entry.waiting]:
             self._remove_waiter(who, request)
 
-    def pop_ready(self, who: Hashable, request: LoaderRequest) -> Prepared | None:
+    def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
         """Return a response for `who` to send, if the response is ready.
 
         If the response is not ready, record that `who` must send it next.
@@ -389,13 +391,13 @@ class Buffer:
             # drop only batches of epochs before the oldest one that a connection waits for.
             self.make_room(before_epoch=None if follows is None else due_epoch)
         if self.is_full:
-            request = self._due_of(worker, follows)
+            request = self._due_request(worker, follows)
         else:
             request = self._next_request_for(worker, follows)
         if request is not None:
             self._unqueue(request, self._entries[request])
             if request.kind is RequestKind.GET:
-                self.ahead.reached(request.epoch, request.slot)
+                self.ahead.record_requested(request.epoch, request.slot)
             self._doing += 1
         return request
 
@@ -406,12 +408,12 @@ class Buffer:
         """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
-                self._entries[request] = _Entry()
+                self._entries[request] = _RequestState()
                 self._doing += 1
                 return request
         return None
 
-    def put(self, request: LoaderRequest, prepared: Prepared) -> KeysView[Hashable]:
+    def put(self, request: LoaderRequest, prepared: PreparedResponse) -> KeysView[Hashable]:
         """Store a prepared response; return the connections that wait for it."""
         entry = self._entries[request]
         self._doing -= 1
@@ -420,12 +422,12 @@ class Buffer:
                 self._record_units(request, prepared.reply.units)
             self._batch_bytes = prepared.reply.body_bytes or self._batch_bytes
         entry.prepared = prepared
-        self._tally(request, prepared, 1)
+        self._update_totals(request, prepared, 1)
         if not entry.waiting:
             self._unasked[request] = None
         return entry.waiting.keys()
 
-    def lost(self, request: LoaderRequest) -> None:
+    def requeue(self, request: LoaderRequest) -> None:
         """Queue a request again because the worker that prepared it has ended."""
         entry = self._entries[request]
         self._doing -= 1
@@ -459,7 +461,7 @@ class Buffer:
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
         if units == VOID:
-            self.ahead.ended(request.epoch, request.slot)
+            self.ahead.record_end(request.epoch, request.slot)
 
     def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that `who` must send the response to `request` next.
@@ -490,7 +492,7 @@ class Buffer:
         self._queues[queued[0]].move_to_end(queued[1])
         return chosen
 
-    def _due_of(
+    def _due_request(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
         """Return a queued request for this worker that is the next request of its connection.
@@ -508,7 +510,7 @@ class Buffer:
         return next(filter(follows, due), next(iter(due), None))
 
     def _queue(
-        self, who: Hashable, request: LoaderRequest, entry: _Entry, at_once: bool = False
+        self, who: Hashable, request: LoaderRequest, entry: _RequestState, at_once: bool = False
     ) -> None:
         """Put a request into the queue of its worker and of the connection `who`.
 
@@ -527,7 +529,7 @@ class Buffer:
             queue[request] = None
         entry.queued = worker, who
 
-    def _unqueue(self, request: LoaderRequest, entry: _Entry) -> None:
+    def _unqueue(self, request: LoaderRequest, entry: _RequestState) -> None:
         """Remove a request from its queue, if it is queued."""
         if entry.queued is None:
             return
@@ -566,10 +568,10 @@ class Buffer:
         self._unasked.pop(request, None)
         prepared = self._entries.pop(request).prepared
         assert prepared is not None
-        self._tally(request, prepared, -1)
+        self._update_totals(request, prepared, -1)
         prepared.release()
 
-    def _tally(self, request: LoaderRequest, prepared: Prepared, sign: int) -> None:
+    def _update_totals(self, request: LoaderRequest, prepared: PreparedResponse, sign: int) -> None:
         """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (`sign` -1)."""
         size = prepared.reply.body_bytes
         self.ready_bytes += sign * size
@@ -605,7 +607,7 @@ class Scheduler:
         # Use half of the file size: spans that ranks still read fragment the arena.
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
-        self.buffer = Buffer(
+        self.buffer = PrefetchBuffer(
             budget_bytes, PrefetchOrder(served.share, self._is_filled), self._worker_for
         )
         self._streams: int | None = None
@@ -622,7 +624,7 @@ class Scheduler:
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
-        self._stopped = worker.StoppedChildren()
+        self._stopped = worker.StoppedChildWatchdog()
         theirs.close()
         selector.register(self._control, selectors.EVENT_READ, self._on_worker_ended)
 
@@ -673,12 +675,12 @@ class Scheduler:
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         for one in self._workers.values():
-            self._hang_up(one)
+            self._close_socket(one)
         self._parent.join()
 
     def _choose(self, one: WorkerHandle) -> LoaderRequest | None:
         """Return the next request for a worker; None if there is nothing to prepare now."""
-        follows = None if self._streams is None else self._follows
+        follows = None if self._streams is None else self._continues_stream
         request = self.buffer.choose(one.number, follows)
         if request is None and not self.buffer.is_full:
             request = self.buffer.choose_ahead(one.number)
@@ -695,7 +697,7 @@ class Scheduler:
             return None
         return self._served.share.assigned_worker(request.slot, self._streams)[1]
 
-    def _follows(self, request: LoaderRequest) -> bool:
+    def _continues_stream(self, request: LoaderRequest) -> bool:
         """Return whether a worker can prepare a batch without restarting the batch's stream."""
         assert self._streams is not None
         item, stream = divmod(request.slot, self._streams)
@@ -740,7 +742,7 @@ class Scheduler:
             raise RuntimeError(
                 f'the process that starts the workers of loader "{self._served.name}" has ended'
             )
-        self._lose(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
+        self._replace_worker(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
 
     def _receive_replies(self, one: WorkerHandle) -> None:
         """Handle the replies that a worker has sent."""
@@ -751,14 +753,14 @@ class Scheduler:
                 self._store_reply(one, one.unanswered.pop(reply.number), reply)
         except EOFError:
             # The parent's message, which says how the worker ended, is still to come.
-            self._hang_up(one)
+            self._close_socket(one)
 
     def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         """Store a worker's reply in the buffer as the response to `request`."""
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self.counts.fetch_cpu_s += reply.cpu_s
-        prepared = Prepared(reply, one)
+        prepared = PreparedResponse(reply, one)
         if self._tries:
             self._tries.pop(request, None)
         if request.kind is RequestKind.OPEN:
@@ -766,21 +768,21 @@ class Scheduler:
             if reply.kind is ResponseKind.OPENED:
                 opened = protocol.read_opened(prepared.body())
                 self._streams = opened.streams
-            self.buffer.ahead.opened(request.epoch, opened)
+            self.buffer.ahead.record_epoch(request.epoch, opened)
         self._put(request, prepared)
 
-    def _put(self, request: LoaderRequest, prepared: Prepared) -> None:
+    def _put(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Store a response in the buffer, and notify the connections that wait for it."""
         for connection in self.buffer.put(request, prepared):
             self._ready(connection)
 
-    def _hang_up(self, one: WorkerHandle) -> None:
+    def _close_socket(self, one: WorkerHandle) -> None:
         """Close the socket to a worker, if it is still open."""
         if not one.is_gone:
             self._selector.unregister(one.socket)
             one.close()
 
-    def _lose(self, ended: protocol.WorkerChange) -> None:
+    def _replace_worker(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
         The first pending request may be the reason why the worker ended. If workers have ended
@@ -792,7 +794,7 @@ class Scheduler:
         number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
         self._receive_replies(one)  # handle the replies that it sent before it ended
-        self._hang_up(one)
+        self._close_socket(one)
         self._suspects.add(number)
         self._start(number)
         how = f"ended with exit code {exitcode}"
@@ -815,10 +817,10 @@ class Scheduler:
                 if self._tries[request] >= _TRIES:
                     self._put(request, _given_up(request, how_ended))
                     continue
-            self.buffer.lost(request)
+            self.buffer.requeue(request)
 
 
-def _given_up(request: LoaderRequest, how_ended: str) -> Prepared:
+def _given_up(request: LoaderRequest, how_ended: str) -> PreparedResponse:
     """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries.
 
     Args:
@@ -830,4 +832,4 @@ def _given_up(request: LoaderRequest, how_ended: str) -> Prepared:
         f"that prepared it ended. The last time, {how_ended}. Its data may crash the process "
         "that reads them, or need more memory than the fetcher's host has"
     ).encode()
-    return Prepared(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)
+    return PreparedResponse(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)

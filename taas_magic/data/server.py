@@ -6,7 +6,7 @@ batch's position; the rank then reads the batch in the shared memory.
 
 The server never blocks. So no rank is delayed by another rank that pauses for an hour, by a peer
 that never authenticates, or by a dataset that takes minutes for an item. In a run without fetchers,
-each rank starts its own servers (`OwnServers`).
+each rank starts its own servers (`RankServers`).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from taas_magic.data import protocol
-from taas_magic.data.connection import is_of_the_cell
+from taas_magic.data.connection import is_raised_by_cell
 from taas_magic.data.encode import SUM_MASK
 from taas_magic.data.protocol import (
     Cancel,
@@ -47,7 +47,7 @@ from taas_magic.data.protocol import (
     SharedBody,
     SharedSpan,
 )
-from taas_magic.data.scheduler import Prepared, Scheduler
+from taas_magic.data.scheduler import PreparedResponse, Scheduler
 from taas_magic.data.service import Tls, peer_uid
 from taas_magic.data.sharding import VOID
 from taas_magic.data.worker import ServedLoader, begin_process
@@ -132,8 +132,8 @@ class RankConnection:
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
         pending: Pending requests in order, each with True if only the batch's units are requested.
-        out: Queued output. Each entry has bytes, a `Prepared` to release after sending (or None),
-            and a file descriptor to send with the bytes (or -1).
+        out: Queued output. Each entry has bytes, a `PreparedResponse` to release after sending (or
+            None), and a file descriptor to send with the bytes (or -1).
         lent: Batches that the rank reads in shared memory, by their position in the memory.
         arenas: Numbers of the arenas whose file descriptor this rank has received.
     """
@@ -146,18 +146,21 @@ class RankConnection:
         self.began = self.last_sent_at = time.monotonic()
         self.loader: Scheduler | None = None
         self.pending: deque[tuple[LoaderRequest, bool]] = deque()
-        self.out: deque[tuple[bytes | memoryview, Prepared | None, int]] = deque()
+        self.out: deque[tuple[bytes | memoryview, PreparedResponse | None, int]] = deque()
         self._form: _Form | None = None
-        self._slot, self._alike = 0, list[Prepared]()
+        self._slot, self._alike = 0, list[PreparedResponse]()
         self.out_bytes = 0
-        self.lent: dict[SharedSpan, Prepared] = {}
+        self.lent: dict[SharedSpan, PreparedResponse] = {}
         self.lent_bytes = 0
         self.arenas: set[int] = set()
         self.waits_to_send = False
         self.is_unix = sock.family == socket.AF_UNIX
 
     def add(
-        self, part: bytes | memoryview, prepared: Prepared | None = None, descriptor: int = -1
+        self,
+        part: bytes | memoryview,
+        prepared: PreparedResponse | None = None,
+        descriptor: int = -1,
     ) -> None:
         """Queue bytes for sending.
 
@@ -237,14 +240,14 @@ class RankConnection:
             part, prepared, _ = out[0]
             out[0] = memoryview(part)[size:], prepared, -1
 
-    def give_back(self, place: SharedSpan) -> None:
+    def release_span(self, place: SharedSpan) -> None:
         """Release a span of shared memory that the rank no longer reads."""
         prepared = self.lent.pop(place, None)
         if prepared is not None:
             self.lent_bytes -= prepared.reply.body_bytes
             prepared.release()
 
-    def respond(self, request: LoaderRequest, prepared: Prepared) -> None:
+    def respond(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
         A response with a small batch first waits in `_alike` for similar responses, which can share
@@ -284,7 +287,7 @@ class RankConnection:
         for one in alike:
             one.release()
 
-    def forget(self) -> None:
+    def release_responses(self) -> None:
         """Release every queued response, because this connection will not send them."""
         for prepared in [*self._alike, *(prepared for _, prepared, _ in self.out)]:
             if prepared is not None:
@@ -292,7 +295,7 @@ class RankConnection:
         self._form, self._alike = None, []
         self.out.clear()
 
-    def _lend(self, prepared: Prepared) -> tuple[SharedBody | None, int]:
+    def _lend(self, prepared: PreparedResponse) -> tuple[SharedBody | None, int]:
         """Let the rank read a batch in shared memory, if possible.
 
         This is possible if the rank is on this host, the batch is not small, the rank stays below
@@ -410,9 +413,9 @@ class Server:
         for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
             if isinstance(key.data, RankConnection):
                 if mask & selectors.EVENT_READ:
-                    self._guarded(key.data, self._receive_messages)
+                    self._close_on_error(key.data, self._receive_messages)
                 if mask & selectors.EVENT_WRITE:
-                    self._guarded(key.data, self._pump)
+                    self._close_on_error(key.data, self._pump)
             else:
                 key.data()
         # Sending batches frees memory for workers, and new replies of workers make batches
@@ -424,7 +427,7 @@ class Server:
                 break
             dirty, self._dirty = list(self._dirty), {}
             for connection in dirty:
-                self._guarded(connection, self._pump)
+                self._close_on_error(connection, self._pump)
         now = time.monotonic()
         if now - self._looked > ALIVE_S / 4:
             self._looked = now
@@ -504,7 +507,7 @@ class Server:
         connection.queue_message(protocol.Challenge(connection.nonce))
         self._dirty[connection] = None
 
-    def _guarded(
+    def _close_on_error(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
         """Call `work` with a connection, if still open; if `work` fails, close the connection."""
@@ -571,12 +574,12 @@ class Server:
         assert loader is not None
         if isinstance(message, Free):
             for place in message.places:
-                connection.give_back(place)
+                connection.release_span(place)
             return
         if isinstance(message, Cancel):
             # Responses that are already queued are still sent; the rank skips them.
             connection.pending.clear()
-            loader.buffer.forget(connection)
+            loader.buffer.cancel_requests(connection)
             connection.queue_message(protocol.Cancelled())
             return
         if not connection.pending:
@@ -702,7 +705,7 @@ class Server:
             waits = connection.pending and not connection.out
             if waits and now - connection.last_sent_at >= ALIVE_S:
                 connection.queue_message(protocol.Alive())
-                self._guarded(connection, self._flush)
+                self._close_on_error(connection, self._flush)
                 connection.last_sent_at = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
@@ -722,15 +725,15 @@ class Server:
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        connection.forget()
+        connection.release_responses()
         if connection.loader is not None:
-            connection.loader.buffer.forget(connection)
+            connection.loader.buffer.cancel_requests(connection)
         if is_gone:
             for place in list(connection.lent):
-                connection.give_back(place)
+                connection.release_span(place)
 
 
-class OwnServers:
+class RankServers:
     """Manager of a rank's own servers, one process for each loader, in a run without fetchers.
 
     The constructor forks a child, the starter process, which later forks the servers. Call the
@@ -790,7 +793,7 @@ class OwnServers:
                 name = answer.recv(_NAME_BYTES)
                 why = "ended before it listened"
             except TimeoutError as error:
-                if is_of_the_cell(error):
+                if is_raised_by_cell(error):
                     raise
                 name, why = b"", f"did not start within {timeout_s:g} s"
             except ConnectionError as error:

@@ -71,7 +71,7 @@ class Tls:
         return context
 
 
-class Served(Struct, frozen=True):
+class LoaderSettings(Struct, frozen=True):
     """Settings of one registered loader that a run's cell uses.
 
     The pickled loader is in a file of its own (`payload_file`).
@@ -105,7 +105,7 @@ class Service(Struct, frozen=True):
     seed: int
     fetchers: int
     units: int | None
-    loaders: tuple[Served, ...]
+    loaders: tuple[LoaderSettings, ...]
     settings: DataConfig = DataConfig()
     tls: Tls | None = None
     numbers: tuple[int, ...] = ()
@@ -267,31 +267,33 @@ class BatchLedger:
 
     Args:
         folder: Folder of the ledgers of all ranks.
-        generation: Number of the attempt.
+        attempt: Number of the attempt.
         rank: The rank.
     """
 
-    def __init__(self, folder: Path, generation: int, rank: int) -> None:
+    def __init__(self, folder: Path, attempt: int, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._generation, self._rank = generation, rank
-        self._file = (folder / f"ledger-{generation}-{rank}").open("w+b")
+        self._attempt, self._rank = attempt, rank
+        self._file = (folder / f"ledger-{attempt}-{rank}").open("w+b")
         self._lines = 0
         self._map, self._is_on_disk = mmap.mmap(-1, mmap.PAGESIZE), True
         self._grow()
 
-    def begin(self, loader: str, turn: int, epoch: int, world_size: int, first_step: int) -> int:
+    def begin(
+        self, loader: str, pass_number: int, epoch: int, world_size: int, first_step: int
+    ) -> int:
         """Add a line for a new pass; return the number of the line.
 
         Args:
             loader: Name of the loader.
-            turn: Number of the pass in this attempt (two passes may share an epoch).
+            pass_number: Number of the pass in this attempt (two passes may share an epoch).
             epoch: Number of the epoch.
             world_size: Number of ranks.
             first_step: First step of the pass; not 0 after a resume.
         """
         if (self._lines + 1) * _LINE_BYTES > len(self._map):
             self._grow()
-        about = self._generation, loader, turn, epoch, self._rank, world_size, first_step
+        about = self._attempt, loader, pass_number, epoch, self._rank, world_size, first_step
         text = json.dumps(about).encode()
         at = self._lines * _LINE_BYTES
         self._map[at + _COUNT.size : at + _COUNT.size + len(text)] = text

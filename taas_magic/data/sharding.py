@@ -7,10 +7,10 @@ s % streams, which is the order of a local DataLoader with the same number of wo
 the end of its stream has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
-position p in step p // world_size. A *schedule* (`EpochSchedule`, `ScoutedSchedule`) belongs to one
-rank and one epoch. The schedule decides which batches the rank requests, and which batch the rank
-gets in each step. Schedules depend only on their arguments and on the recorded units of the slots.
-So all ranks end at the same step without communication.
+position p in step p // world_size. A *schedule* (`StaticSchedule`, `DynamicSchedule`) belongs to
+one rank and one epoch. The schedule decides which batches the rank requests, and which batch the
+rank gets in each step. Schedules depend only on their arguments and on the recorded units of the
+slots. So all ranks end at the same step without communication.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ UNEVEN: tuple[str, ...] = get_args(Uneven)
 _64_BITS = (1 << 64) - 1
 
 _FORGET_SLOTS = 1024
-"""Minimum number of finished slots that `ScoutedSchedule` drops together."""
+"""Minimum number of finished slots that `DynamicSchedule` drops together."""
 
 VOID = -1
 """Number in place of a batch's units that means: this slot has no batch."""
@@ -77,7 +77,7 @@ def assigned_worker(
 
 
 @dataclass(frozen=True)
-class FetcherShare:
+class FetcherPart:
     """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
 
     The function `assigned_worker` computes the fetcher and the worker from a batch's slot. In a run
@@ -135,7 +135,7 @@ def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
+class RankPart:
     """Rule for which of a loader's batches one rank gets.
 
     Attributes:
@@ -152,7 +152,7 @@ class RankShare:
 
 
 class NoSlot(Enum):
-    """Reason why a schedule's method `at` returns no slot for a step.
+    """Reason why a schedule's method `slot_at` returns no slot for a step.
 
     WAIT: the units of more slots must be recorded first. END: the epoch has ended for this rank.
     """
@@ -166,11 +166,11 @@ class SlotRequest(NamedTuple):
 
     Attributes:
         slot: Number of the batch in the epoch's order.
-        mine: Whether this rank needs the batch. False requests only the batch's units.
+        is_own: Whether this rank needs the batch. False requests only the batch's units.
     """
 
     slot: int
-    mine: bool
+    is_own: bool
 
 
 class EpochPosition(NamedTuple):
@@ -187,12 +187,12 @@ class EpochPosition(NamedTuple):
     first_slots: tuple[int, ...] = ()
 
 
-class EpochSchedule:
+class StaticSchedule:
     """One rank's schedule for an epoch of known length whose batches count one unit each."""
 
     def __init__(
         self,
-        part: RankShare,
+        part: RankPart,
         batches: int,
         place: EpochPosition = EpochPosition(),  # noqa: B008
     ) -> None:
@@ -224,7 +224,7 @@ class EpochSchedule:
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)
 
-    def at(self, step: int) -> int | NoSlot:
+    def slot_at(self, step: int) -> int | NoSlot:
         """Return the slot of this rank's batch in a step; `NoSlot.END` at the epoch's end."""
         if step >= self._steps:
             return NoSlot.END
@@ -236,7 +236,7 @@ class EpochSchedule:
             return min(self._batches - step * self._world_size, self._world_size)
         return self._world_size
 
-    def place(self, step: int) -> EpochPosition:
+    def position_after(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""
         position = step * self._world_size
         return EpochPosition(position, position)
@@ -247,7 +247,7 @@ def _mixed_hints(slot: int, has_hints: bool) -> ValueError:
     return ValueError(f"batch {slot} {has} and batch 0 {other}; give every batch hints, or none")
 
 
-class ScoutedSchedule:
+class DynamicSchedule:
     """One rank's schedule for an epoch whose length or units are not known in advance.
 
     Examples are streams, whose end is known only when a worker reaches it, and batches with
@@ -266,7 +266,7 @@ class ScoutedSchedule:
 
     def __init__(
         self,
-        part: RankShare,
+        part: RankPart,
         batches: int | None,
         streams: int,
         place: EpochPosition = EpochPosition(),  # noqa: B008
@@ -290,13 +290,13 @@ class ScoutedSchedule:
         world_size = self._part.world_size
         for slot in self._place.first_slots if self._next == self._place.slot else ():
             if slot < self._place.slot:
-                yield SlotRequest(slot, mine=False)
+                yield SlotRequest(slot, is_own=False)
         while not self._ended and self._guess(self._next) < until_step * world_size:
             slot = self._next
             if self._batches is not None and slot >= self._batches:
                 return
             self._next += 1
-            yield SlotRequest(slot, mine=self._guess(slot) % world_size == self._part.rank)
+            yield SlotRequest(slot, is_own=self._guess(slot) % world_size == self._part.rank)
 
     def record_units(self, slot: int, units: int) -> None:
         """Record the units of a slot's batch, or VOID if the slot has no batch.
@@ -316,7 +316,7 @@ class ScoutedSchedule:
                 self._voids = 0
             self._walked += 1
 
-    def at(self, step: int) -> int | NoSlot:
+    def slot_at(self, step: int) -> int | NoSlot:
         """Return the slot of this rank's batch in a step.
 
         Returns:
@@ -335,7 +335,7 @@ class ScoutedSchedule:
         """Return the units of a step's batches, over all ranks."""
         return sum(self._known[slot] for slot in self._row(step) or ())
 
-    def place(self, step: int) -> EpochPosition:
+    def position_after(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""
         position = step * self._part.world_size
         taken = position - self._base

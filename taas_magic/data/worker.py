@@ -30,9 +30,9 @@ import torch
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, load, own_units
-from taas_magic.data.memory import Arena, Mapping
+from taas_magic.data.memory import Arena, ArenaMapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.sharding import UNHINTED, VOID, FetcherShare
+from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart
 from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
@@ -105,7 +105,7 @@ class ServedLoader:
     name: str
     seed: int
     where: str
-    share: FetcherShare
+    share: FetcherPart
     budget_bytes: int
     context: str = "fork"
     sums: bool = False
@@ -136,7 +136,7 @@ class WorkerHandle:
         self.number, self.arena, self.socket = number, arena, sock
         self._most = 1 if is_suspect else _MOST_DEPTH
         self._depth = min(self._most, _LEAST_DEPTH)
-        self.memory = Mapping(os.memfd_create("taas-batches", os.MFD_CLOEXEC))
+        self.memory = ArenaMapping(os.memfd_create("taas-batches", os.MFD_CLOEXEC))
         socket.send_fds(sock, [b"arena"], [self.memory.descriptor])
         self.frees: list[int] = []
         self.unanswered: dict[int, LoaderRequest] = {}
@@ -326,7 +326,7 @@ class Worker:
             replies, self._replies = self._replies, []
             self._socket.send(_pack(replies))
 
-    def _prepare(self, request: LoaderRequest) -> "_Prepared":
+    def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
         """Return the response to a request.
 
         If the slot has no batch, the response is VOID. If the user's code raises, or the result
@@ -355,7 +355,7 @@ class Worker:
             where = f"while {self._where(request)} was being pickled"
             return _failed(UserCodeFailed(error, where))
 
-    def _answer(self, source: BatchSource, request: LoaderRequest) -> "_Prepared":
+    def _answer(self, source: BatchSource, request: LoaderRequest) -> "_ResponseParts":
         """Return the response to a request.
 
         Raises:
@@ -392,7 +392,7 @@ class Worker:
         return ResponseKind.VALUE, encode.raw(encode.as_bytes(value)), 1, order
 
 
-_Prepared = tuple[ResponseKind, encode.Encoded, int, int]
+_ResponseParts = tuple[ResponseKind, encode.Encoded, int, int]
 """Prepared response: kind, body, units, and order hash (`Response.order`)."""
 
 
@@ -404,7 +404,7 @@ def _is_compared(item: int) -> bool:
     return item & (item - 1) == 0
 
 
-def _failed(failure: UserCodeFailed) -> _Prepared:
+def _failed(failure: UserCodeFailed) -> _ResponseParts:
     """Return an ERROR response with the user's exception, which the rank raises again."""
     try:
         body = encode.as_bytes(failure.raised)
@@ -413,7 +413,7 @@ def _failed(failure: UserCodeFailed) -> _Prepared:
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
-class StoppedChildren:
+class StoppedChildWatchdog:
     """Watchdog that kills child processes suspended by SIGSTOP for `STOPPED_S`.
 
     Attributes:
@@ -460,7 +460,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
     loader = _preload(served)
     inherited = control if served.context == "fork" else None
     processes: dict[int, Any] = {}
-    stopped = StoppedChildren()
+    stopped = StoppedChildWatchdog()
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}

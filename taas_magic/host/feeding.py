@@ -20,9 +20,9 @@ import cloudpickle
 from taas_magic.capture import payload
 from taas_magic.capture.payload import Settings
 from taas_magic.data import service
-from taas_magic.data.accelerated import teach_accelerate
-from taas_magic.data.loader import Feed, RemoteLoader, use_feed
-from taas_magic.data.server import OwnServers
+from taas_magic.data.accelerated import patch_accelerate
+from taas_magic.data.loader import RankFeed, RemoteLoader, use_feed
+from taas_magic.data.server import RankServers
 from taas_magic.data.service import Service
 from taas_magic.data.worker import ServedLoader
 from taas_magic.host import rendezvous
@@ -37,7 +37,7 @@ _SETTINGS = "settings"
 
 
 @contextmanager
-def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
+def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     """Connect registered loaders that are unpickled inside the block to the run's fetchers.
 
     If the run has no fetchers, the rank gets data servers of its own instead, and this function
@@ -53,7 +53,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
         return
     here = _feed_of(served, share, rank)
     use_feed(here)
-    when_imported("accelerate.accelerator", teach_accelerate)
+    when_imported("accelerate.accelerator", patch_accelerate)
     try:
         yield here
     finally:
@@ -61,7 +61,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[Feed | None]:
             here.own.close()
 
 
-def _feed_of(served: Service, share: LocalShare, rank: int) -> Feed:
+def _feed_of(served: Service, share: LocalShare, rank: int) -> RankFeed:
     """Return the keys, addresses and settings that the loaders of a rank need to receive batches.
 
     If the run has no fetchers, the rank gets servers of its own.
@@ -69,10 +69,10 @@ def _feed_of(served: Service, share: LocalShare, rank: int) -> Feed:
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
-        own = OwnServers(served.key, _load)
+        own = RankServers(served.key, _load)
         if share.plan.world_size > 1:
             agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
-    return Feed(
+    return RankFeed(
         rank=rank,
         world_size=share.plan.world_size,
         payload=_payloads_in(share.folder.path),
@@ -135,7 +135,7 @@ def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
 class SessionFeeds:
     """The registered loaders of a session's rank, and their connections to the data service.
 
-    Each cell whose payload has loaders has its own connection, a `Feed`.
+    Each cell whose payload has loaders has its own connection, a `RankFeed`.
 
     The constructor forks the first process of the rank's data servers. So call it before the rank
     starts a thread or runs code of the user.
@@ -151,13 +151,13 @@ class SessionFeeds:
         self._environ = dict(os.environ)
         self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
-        self._own = OwnServers(self._key, _load_in_session)
+        self._own = RankServers(self._key, _load_in_session)
         self._settings: list[Settings] = []
-        self._feed: Feed | None = None
-        self._fetched: dict[int, Feed] = {}
+        self._feed: RankFeed | None = None
+        self._fetched: dict[int, RankFeed] = {}
         """The feeds whose loaders are run by fetchers, by the number of the cell."""
 
-        when_imported("accelerate.accelerator", teach_accelerate)
+        when_imported("accelerate.accelerator", patch_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
         """Prepare the feed for a cell's loaders, and set the batch counts of all loaders to 0.
@@ -182,7 +182,7 @@ class SessionFeeds:
         if share.plan.world_size > 1 and directory is None:
             run = f"{share.plan.run_id}/{number}"
             agreement = rendezvous.LoaderAgreement(self._environ, run)
-        self._feed = Feed(
+        self._feed = RankFeed(
             rank=self._rank,
             world_size=share.plan.world_size,
             payload=_payloads_in(kept),
@@ -195,7 +195,7 @@ class SessionFeeds:
             lease=FetchLease(served.settings.fetch_s),
             own=self._own if directory is None else None,
             agreement=agreement,
-            arrived=[weakref.ref(loader) for loader in self._loaders()],
+            remote_loaders=[weakref.ref(loader) for loader in self._loaders()],
         )
         use_feed(self._feed)
         if directory is not None:
@@ -218,7 +218,7 @@ class SessionFeeds:
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of each loader that the current cell has used, by the loader's name."""
-        found = {loader.name: loader.counted() for loader in self._loaders()}
+        found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from taas_magic.capture import payload
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import service
 from taas_magic.data.server import Server
-from taas_magic.data.service import Served
-from taas_magic.data.sharding import FetcherShare
+from taas_magic.data.service import LoaderSettings
+from taas_magic.data.sharding import FetcherPart
 from taas_magic.data.worker import ServedLoader
 from taas_magic.host import tracebacks
 from taas_magic.host.spec import FetcherSpec, ProcessSpec
@@ -94,7 +94,7 @@ class Fetcher:
         if _has_room(control):
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
-    def _served(self, loader: Served) -> ServedLoader:
+    def _served(self, loader: LoaderSettings) -> ServedLoader:
         """Return a loader's settings in the form that `Server` needs."""
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
@@ -103,7 +103,7 @@ class Fetcher:
             loader.name,
             loader.seed,
             spec.who,
-            FetcherShare(spec.plan.index, served.fetchers, count, units=served.units),
+            FetcherPart(spec.plan.index, served.fetchers, count, units=served.units),
             served.settings.buffer_bytes * count // self._of_all,
             context=loader.context or "fork",
             sums=bool(spec.listen) and served.tls is None,

@@ -49,7 +49,7 @@ from taas_magic.capture.modules import ModuleSource, claim_taas, install
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.work import CellWork, FunctionWork, Work
-from taas_magic.data.loader import Feed
+from taas_magic.data.loader import RankFeed
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
 from taas_magic.host.feeding import SessionFeeds, run_feed, session_feeds
@@ -194,7 +194,7 @@ def _work_and_wait(
     environ: Mapping[str, str],
     link: Link,
     rank: int,
-    fed: Feed | SessionFeeds | None,
+    fed: RankFeed | SessionFeeds | None,
 ) -> bool:
     """Run the work, or the cells of a session, and wait for threads that the program has left.
 
@@ -278,7 +278,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 
 @contextmanager
 def _profiled(
-    share: LocalShare, link: Link, rank: int, fed: Feed | SessionFeeds | None
+    share: LocalShare, link: Link, rank: int, fed: RankFeed | SessionFeeds | None
 ) -> Iterator[None]:
     """With `--profile`, profile the steps in the block, and write the profile at its end."""
     if not share.plan.profile:
@@ -292,7 +292,7 @@ def _profiled(
 
     profiler = StepProfiler(share.plan.profile, file, note)
     use_profiler(profiler)
-    if isinstance(fed, Feed):
+    if isinstance(fed, RankFeed):
         fed.profiler = profiler
     try:
         yield
@@ -324,7 +324,7 @@ def _use_gloo_without_cuda(link: Link) -> None:
 @contextmanager
 def _heartbeat(
     link: Link,
-    fed: Feed | SessionFeeds | None,
+    fed: RankFeed | SessionFeeds | None,
     cut: Callable[[int], None] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.

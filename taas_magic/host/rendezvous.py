@@ -150,7 +150,7 @@ class LoaderAgreement:
         self._lock = threading.Lock()
         self._pid, self._store = 0, cast(Any, None)
 
-    def first(self, key: str, value: bytes) -> bytes:
+    def store_first(self, key: str, value: bytes) -> bytes:
         """Store `value` under `key`, unless `key` has a value already; return the stored value."""
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found

@@ -119,7 +119,7 @@ def train(
     running: Service,
     epochs: int,
     directory: Directory | Proxy,
-    generation: int = 0,
+    attempt: int = 0,
     rest_s: float = 0.0,
     stepped: Callable[[], None] = lambda: None,
 ) -> tuple[str, torch.Tensor]:
@@ -127,9 +127,9 @@ def train(
     torch.manual_seed(0)
     weights = torch.zeros(8)
     digest = hashlib.sha256()
-    ledgers = [running.ledger(rank, generation) for rank in range(WORLD_SIZE)]
+    ledgers = [running.ledger(rank, attempt) for rank in range(WORLD_SIZE)]
     certificate = running.changes.get("tls")
-    steps, rests = itertools.count(1), random.Random(generation)
+    steps, rests = itertools.count(1), random.Random(attempt)
     remotes = [
         running.loader(
             rank=rank,
@@ -176,20 +176,20 @@ def play(
     """
     loader = DataLoader(Noise(ROWS), 4, shuffle=True)
     done: list[str] = []
-    generation = 0
+    attempt = 0
     with service(folder, loader, fetchers=2, workers=2, tls=tls) as running:
         digest, weights = train(running, 2, running.directory)
         while len(done) < faults:
-            generation += 1
-            with Chaos(running, seed + generation, faults - len(done)) as chaos:
-                got = train(running, 2, chaos.proxy, generation, rest_s, chaos.stepped)
+            attempt += 1
+            with Chaos(running, seed + attempt, faults - len(done)) as chaos:
+                got = train(running, 2, chaos.proxy, attempt, rest_s, chaos.stepped)
             done += chaos.done
             assert got[0] == digest
             assert torch.equal(got[1], weights)
         lines = running.handed()
         assert audit(lines) == []
-        for generation in {line.generation for line in lines}:
-            for turn in range(2):
-                one = [n for n in lines if (n.generation, n.turn) == (generation, turn)]
+        for attempt in {line.attempt for line in lines}:
+            for pass_number in range(2):
+                one = [n for n in lines if (n.attempt, n.pass_number) == (attempt, pass_number)]
                 assert missing(one, ROWS // 4) == []
     return done

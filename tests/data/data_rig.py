@@ -21,9 +21,9 @@ from typing_extensions import Unpack
 
 from taas_magic.config import DataConfig
 from taas_magic.data import service as about
-from taas_magic.data.connection import FetcherLink, Silent
-from taas_magic.data.loader import Agreement, Feed, RemoteLoader
-from taas_magic.data.memory import Blocks
+from taas_magic.data.connection import FetcherLink, PeerSilent
+from taas_magic.data.loader import KeyValueStore, RankFeed, RemoteLoader
+from taas_magic.data.memory import ReceiveBlocks
 from taas_magic.data.protocol import (
     Alive,
     Challenge,
@@ -36,7 +36,7 @@ from taas_magic.data.protocol import (
     Welcome,
     pack,
 )
-from taas_magic.data.server import OwnServers
+from taas_magic.data.server import RankServers
 from taas_magic.data.service import Directory, FolderDirectory, Tls
 from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
@@ -44,7 +44,7 @@ from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, FetcherStarted, LoaderAddresses, of_fetcher
 from taas_magic.plan import FetcherPlan
-from taas_magic.registry import Registered
+from taas_magic.registry import RegisteredLoader
 from tests.data.ledger import Handed, read_ledgers
 from tests.rig.main_module import CONTEXT, plain_main
 
@@ -123,7 +123,7 @@ class FetcherChanges(TypedDict, total=False):
 
 
 class FeedChanges(TypedDict, total=False):
-    """Fields of a rank's `Feed` that a test replaces."""
+    """Fields of a rank's `RankFeed` that a test replaces."""
 
     directory: Directory
     units: int
@@ -131,7 +131,7 @@ class FeedChanges(TypedDict, total=False):
     ledger: about.BatchLedger
     window_bytes: int
     lease: FetchLease
-    agreement: Agreement | None
+    agreement: KeyValueStore | None
     direct: bool
 
 
@@ -160,7 +160,7 @@ class Service:
         self.folder, self.loaders, self.key = folder, loaders, os.urandom(32)
         self.directory = FolderDirectory(about.addresses_folder(folder), range(fetchers))
         self.processes: list[tuple[ForkServerProcess, Connection]] = []
-        self.own: list[OwnServers] = []
+        self.own: list[RankServers] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.payloads = {name: cloudpickle.dumps(loader) for name, loader in loaders.items()}
         about.folder_of(folder).mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ class Service:
             self.fetchers,
             units=self.changes.get("units"),
             loaders=tuple(
-                about.Served(name, loader.num_workers or self.workers, "", SEED)
+                about.LoaderSettings(name, loader.num_workers or self.workers, "", SEED)
                 for name, loader in self.loaders.items()
             ),
             settings=DataConfig(buffer_bytes=self.changes.get("buffer_bytes", 1 << 30)),
@@ -211,13 +211,13 @@ class Service:
         local: bool = False,
         **changes: Unpack[FeedChanges],
     ) -> RemoteLoader:
-        made = Registered(name, lambda: self.loaders[name]).packed().shape
+        made = RegisteredLoader(name, lambda: self.loaders[name]).packed().shape
         changed: ShapeChanges = {**shape} if shape else {}
         changed["settings"] = made.settings | changed.get("settings", {})
-        own = OwnServers(self.key, lambda served: self.payloads[served.name]) if local else None
+        own = RankServers(self.key, lambda served: self.payloads[served.name]) if local else None
         if own is not None:
             self.own.append(own)
-        feed = Feed(
+        feed = RankFeed(
             rank,
             world_size,
             self.payloads.__getitem__,
@@ -232,8 +232,8 @@ class Service:
         feed = dataclasses.replace(feed, **changes)  # type: ignore[misc]
         return RemoteLoader(dataclasses.replace(made, **changed), feed)
 
-    def ledger(self, rank: int = 0, generation: int = 0) -> about.BatchLedger:
-        return about.BatchLedger(self.folder / "ledger", generation, rank)
+    def ledger(self, rank: int = 0, attempt: int = 0) -> about.BatchLedger:
+        return about.BatchLedger(self.folder / "ledger", attempt, rank)
 
     def handed(self) -> list[Handed]:
         return read_ledgers(self.folder / "ledger")
@@ -320,8 +320,8 @@ def linked(
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
     """Wait without a time limit for the next frame; return its message and body."""
     while True:
-        with contextlib.suppress(Silent):
-            for whole in link.receive(Blocks(0)):
+        with contextlib.suppress(PeerSilent):
+            for whole in link.receive(ReceiveBlocks(0)):
                 return whole
 
 

@@ -351,13 +351,13 @@ def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
 
 
 class Agreed:
-    """`taas_magic.data.loader.Agreement` for ranks in one process."""
+    """`taas_magic.data.loader.KeyValueStore` for ranks in one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._news = threading.Condition()
 
-    def first(self, key: str, value: bytes) -> bytes:
+    def store_first(self, key: str, value: bytes) -> bytes:
         with self._news:
             return self._values.setdefault(key, value)
 

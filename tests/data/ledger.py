@@ -15,15 +15,15 @@ class Handed(NamedTuple):
     """Record of a ledger: the batches that one rank received in one pass over a loader.
 
     Attributes:
-        generation: Number of the run's attempt.
-        turn: Number of the pass in this generation. Two passes may be in the same epoch.
+        attempt: Number of the run's attempt.
+        pass_number: Number of the pass in this attempt. Two passes may be in the same epoch.
         first_step: Step at which the pass began; not 0 after a resume.
         batches: Number of batches that the rank received, in order.
     """
 
-    generation: int
+    attempt: int
     loader: str
-    turn: int
+    pass_number: int
     epoch: int
     rank: int
     world_size: int
@@ -37,7 +37,7 @@ class Handed(NamedTuple):
 
 
 def read_ledgers(folder: Path) -> list[Handed]:
-    """Return the records of all ranks and generations of a run."""
+    """Return the records of all ranks and attempts of a run."""
     handed = []
     for file in sorted(folder.glob("ledger-*")):
         data = file.read_bytes()
@@ -57,10 +57,10 @@ def audit(lines: Iterable[Handed]) -> list[str]:
     """
     passes: dict[tuple[int, str, int], list[Handed]] = {}
     for line in lines:
-        passes.setdefault((line.generation, line.loader, line.turn), []).append(line)
+        passes.setdefault((line.attempt, line.loader, line.pass_number), []).append(line)
     faults = []
-    for (generation, loader, turn), ranks in passes.items():
-        where = f"generation {generation}, loader {loader}, pass {turn}"
+    for (attempt, loader, pass_number), ranks in passes.items():
+        where = f"attempt {attempt}, loader {loader}, pass {pass_number}"
         handed = Counter(position for line in ranks for position in line.positions())
         if twice := sorted(position for position, count in handed.items() if count > 1):
             faults.append(f"{where}: positions {twice[:5]} were handed out more than once")

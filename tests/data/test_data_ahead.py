@@ -7,11 +7,11 @@ import pytest
 
 from taas_magic.data.protocol import EpochDescription, LoaderRequest, RequestKind
 from taas_magic.data.scheduler import PrefetchOrder
-from taas_magic.data.sharding import FetcherShare
+from taas_magic.data.sharding import FetcherPart
 
 
 def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> PrefetchOrder:
-    return PrefetchOrder(FetcherShare(**share), enough)
+    return PrefetchOrder(FetcherPart(**share), enough)
 
 
 def keys(
@@ -21,7 +21,7 @@ def keys(
     opened = EpochDescription(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:
-            ahead.opened(key.epoch, opened)
+            ahead.record_epoch(key.epoch, opened)
         yield key
 
 
@@ -37,7 +37,7 @@ def test_an_epoch_is_opened_before_its_batches_and_not_twice() -> None:
     ahead = ahead_of()
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
     assert ahead.next() is None
-    ahead.opened(0, EpochDescription(1, None, 0))
+    ahead.record_epoch(0, EpochDescription(1, None, 0))
     assert ahead.next() == LoaderRequest(RequestKind.GET, 0, 0)
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 1, 0)
     assert ahead.next() is None
@@ -64,15 +64,15 @@ def test_what_is_used_up_is_filled_up_again() -> None:
 def test_once_a_rank_asks_it_is_as_ever() -> None:
     ahead = ahead_of(enough=lambda: False)
     list(keys(ahead, most=20))
-    ahead.reached(2, 2)
+    ahead.record_requested(2, 2)
     assert slots(keys(ahead)) == [(2, 3), (3, 0), (3, 1)]
 
 
 def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back() -> None:
     ahead = ahead_of()
-    ahead.reached(1, 2)
-    ahead.reached(0, 0)
-    ahead.reached(1, 0)
+    ahead.record_requested(1, 2)
+    ahead.record_requested(0, 0)
+    ahead.record_requested(1, 0)
     assert slots(keys(ahead)) == [(1, 3), (2, 0), (2, 1)]
 
 
@@ -104,7 +104,7 @@ def test_the_share_of_a_rank_that_prepares_its_own_batches() -> None:
 def test_the_workers_have_all_of_a_fetchers_share_between_them(
     share: dict[str, int], streams: int | None, first: int
 ) -> None:
-    one = FetcherShare(workers=3, **share)
+    one = FetcherPart(workers=3, **share)
     ours = [
         *(slot for slot in range(first, 100) if one.assigned_worker(slot, streams)[0] == one.index),
     ]
@@ -128,12 +128,12 @@ def test_it_goes_on_behind_no_end_of_a_stream() -> None:
     for key in keys(ahead, streams=2):
         prepared += slots([key])
         if key.kind is RequestKind.GET and not key.epoch and key.slot == 6:
-            ahead.ended(0, 5)
+            ahead.record_end(0, 5)
     assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
 
 
 def test_an_epoch_whose_sampler_raised_ends_it() -> None:
     ahead = ahead_of()
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
-    ahead.opened(0, None)
+    ahead.record_epoch(0, None)
     assert ahead.next() is None

@@ -1,4 +1,4 @@
-"""Tests of `Buffer`, the fetcher's store of prepared batches: order, memory limit and removal."""
+"""Tests of `PrefetchBuffer`, the fetcher's store of batches: order, memory limit and removal."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -15,8 +15,8 @@ from taas_magic.data.protocol import (
     RequestKind,
     ResponseKind,
 )
-from taas_magic.data.scheduler import Buffer, PrefetchOrder, Prepared
-from taas_magic.data.sharding import VOID, FetcherShare
+from taas_magic.data.scheduler import PrefetchBuffer, PrefetchOrder, PreparedResponse
+from taas_magic.data.sharding import VOID, FetcherPart
 from taas_magic.data.worker import WorkerHandle
 
 BATCH_BYTES = 64 << 10
@@ -40,10 +40,10 @@ def answer(
     kind: ResponseKind = ResponseKind.BATCH,
     size: int = BATCH_BYTES,
     arena: Arena | None = None,
-) -> Prepared:
+) -> PreparedResponse:
     """Return a prepared response whose offset in the worker's memory is its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
-    return Prepared(reply, arena or Arena())
+    return PreparedResponse(reply, arena or Arena())
 
 
 def buffer_of(
@@ -51,24 +51,24 @@ def buffer_of(
     batches: int = 0,
     workers: int = 1,
     worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
-) -> Buffer:
+) -> PrefetchBuffer:
     """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
-    ahead = PrefetchOrder(FetcherShare(workers=workers))
+    ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
-        ahead.opened(epoch, EpochDescription(batches, None, 0))
-    return Buffer(budget_bytes, ahead, worker_for)
+        ahead.record_epoch(epoch, EpochDescription(batches, None, 0))
+    return PrefetchBuffer(budget_bytes, ahead, worker_for)
 
 
-def entries(buffer: Buffer) -> int:
+def entries(buffer: PrefetchBuffer) -> int:
     """Return the number of entries and unit counts that the buffer stores."""
     return len(buffer._entries) + len(buffer._counts)
 
 
-def ready(buffer: Buffer) -> list[LoaderRequest]:
+def ready(buffer: PrefetchBuffer) -> list[LoaderRequest]:
     return [one for one, entry in buffer._entries.items() if entry.prepared is not None]
 
 
-def let_go(buffer: Buffer) -> None:
+def let_go(buffer: PrefetchBuffer) -> None:
     """Remove all prepared responses from the buffer."""
     for one in ready(buffer):
         buffer._remove(one)
@@ -79,23 +79,27 @@ def by_parity(key: LoaderRequest) -> int:
     return key.slot % 2
 
 
-def chosen(buffer: Buffer, most: int = 1000) -> list[int]:
+def chosen(buffer: PrefetchBuffer, most: int = 1000) -> list[int]:
     """Choose at most `most` requests for worker 0, until there are none; return their slots."""
     return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
 
 
 def prepare(
-    buffer: Buffer, slots: Iterable[int], epoch: int = 0, units: int = 1, arena: Arena | None = None
+    buffer: PrefetchBuffer,
+    slots: Iterable[int],
+    epoch: int = 0,
+    units: int = 1,
+    arena: Arena | None = None,
 ) -> None:
     """Put the batches of `slots` into the buffer; no connection requests them afterwards."""
     for slot in slots:
         buffer.add_request("nobody", key(slot, epoch))
     while (one := buffer.choose(0)) is not None:
         buffer.put(one, answer(one.slot, units, arena=arena))
-    buffer.forget("nobody")
+    buffer.cancel_requests("nobody")
 
 
-def taken(buffer: Buffer, who: str, one: LoaderRequest) -> Prepared:
+def taken(buffer: PrefetchBuffer, who: str, one: LoaderRequest) -> PreparedResponse:
     """Return the prepared response to a connection's request; fail if it is not ready."""
     found = buffer.pop_ready(who, one)
     assert found is not None
@@ -364,7 +368,7 @@ def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
     for who, slots in (("rank 0", (0, 1)), ("rank 1", (1, 2))):
         for slot in slots:
             buffer.add_request(who, key(slot))
-    buffer.forget("rank 0")
+    buffer.cancel_requests("rank 0")
     assert sorted(chosen(buffer)) == [1, 2]
 
 
@@ -372,7 +376,7 @@ def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
     buffer = buffer_of()
     buffer.add_request("rank", key(0))
     assert chosen(buffer) == [0]
-    buffer.forget("rank")
+    buffer.cancel_requests("rank")
     assert buffer.put(key(0), answer(0)) == set()
     buffer.add_request("again", key(0))
     assert chosen(buffer) == []
@@ -384,7 +388,7 @@ def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants() -> 
     for slot in range(3):
         buffer.add_request("rank", key(slot))
     assert buffer.choose(0) == key(0)
-    buffer.lost(key(0))
+    buffer.requeue(key(0))
     assert chosen(buffer) == [0, 1, 2]
 
 
@@ -392,14 +396,14 @@ def test_what_was_lost_and_nobody_wants_is_done_ahead_again() -> None:
     buffer = buffer_of(batches=2)
     assert [buffer.choose_ahead(0) for _ in range(2)] == [key(0), key(1)]
     for slot in (0, 1):
-        buffer.lost(key(slot))
+        buffer.requeue(key(slot))
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
 
 
 def test_what_was_lost_while_nobody_waited_can_be_asked_for() -> None:
     buffer = buffer_of(batches=2)
     assert buffer.choose_ahead(0) == key(0)
-    buffer.lost(key(0))
+    buffer.requeue(key(0))
     buffer.add_request("rank", key(0))
     assert chosen(buffer) == [0]
     assert buffer.choose_ahead(0) == key(1)
@@ -477,7 +481,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.arena = Arena()
         self.asked: dict[str, list[LoaderRequest]] = {}
         self.doing: list[LoaderRequest] = []
-        self.prepared, self.held = 0, list[Prepared]()
+        self.prepared, self.held = 0, list[PreparedResponse]()
 
     @rule(who=RANKS, slot=SLOTS)
     def ask(self, who: str, slot: int) -> None:
@@ -489,7 +493,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(who=RANKS)
     def go(self, who: str) -> None:
         self.asked.pop(who, None)
-        self.buffer.forget(who)
+        self.buffer.cancel_requests(who)
 
     @precondition(lambda self: any(self.asked.values()))
     @rule(data=st.data())
@@ -523,12 +527,12 @@ class BufferMachine(RuleBasedStateMachine):
         reply = Reply(one.slot, ResponseKind.BATCH, 1, body_bytes=BATCH_BYTES, offset=self.prepared)
         self.prepared += 1
         waiting = {who for who, asked in self.asked.items() if one in asked}
-        assert self.buffer.put(one, Prepared(reply, self.arena)) == waiting
+        assert self.buffer.put(one, PreparedResponse(reply, self.arena)) == waiting
 
     @precondition(lambda self: self.doing)
     @rule(at=st.integers(0, 50))
     def die(self, at: int) -> None:
-        self.buffer.lost(self.doing.pop(at % len(self.doing)))
+        self.buffer.requeue(self.doing.pop(at % len(self.doing)))
 
     @rule()
     def make_room(self) -> None:
@@ -562,7 +566,7 @@ class BufferMachine(RuleBasedStateMachine):
         for answer in self.held:
             answer.release()
         for one in list(self.doing):
-            self.buffer.lost(one)
+            self.buffer.requeue(one)
         let_go(self.buffer)
         assert sorted(self.arena.frees) == list(range(self.prepared))
 

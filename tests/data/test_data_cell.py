@@ -70,8 +70,8 @@ def test_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
     assert outcome.run is not None
     handed = ledger.read_ledgers(outcome.run.path / "data" / "ledger")
     assert ledger.audit(handed) == []
-    assert {line.generation for line in handed} == {0, 1}
-    assert sum(line.batches for line in handed if line.generation) == 2 * (20 - 13)
+    assert {line.attempt for line in handed} == {0, 1}
+    assert sum(line.batches for line in handed if line.attempt) == 2 * (20 - 13)
     for rank in (0, 1):
         steps = [line.split()[1:] for line in whole.lines[rank][1:]]
         after = [line.split()[1:] for line in outcome.lines[rank] if line.startswith("1 ")]

@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed
-from taas_magic.data.order import Order, UnsizedBatches
+from taas_magic.data.order import EpochOrders, UnsizedBatches
 from taas_magic.data.sharding import seed_of
-from taas_magic.registry import Registered
+from taas_magic.registry import RegisteredLoader
 
 SEED = 11
 
@@ -188,7 +188,7 @@ def test_a_sampler_with_a_memory_is_replayed() -> None:
 @pytest.mark.parametrize("is_stateful", [True, False])
 def test_many_epochs_are_remembered_in_bounded_memory(is_stateful: bool) -> None:
     generator = torch.Generator().manual_seed(5) if is_stateful else None
-    order = Order(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
+    order = EpochOrders(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
     digests = [order.epoch(number).digest for number in range(40)]
     assert len(set(digests)) == 40
     assert len(order._starts) < 8
@@ -261,7 +261,7 @@ def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -
 
 def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> None:
     loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
-    one, other = Order(loader, SEED).epoch(0).indices, source_of(loader)
+    one, other = EpochOrders(loader, SEED).epoch(0).indices, source_of(loader)
     for slot in (0, 5000, 4999, 2):
         other.prepare(0, slot)
         assert other.indices(0, slot) == one[slot]
@@ -270,7 +270,7 @@ def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> N
 
 def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
     loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
-    indices = Order(loader, SEED).epoch(0).indices
+    indices = EpochOrders(loader, SEED).epoch(0).indices
     assert isinstance(indices, UnsizedBatches)
     first = [indices[batch] for batch in range(40_000)]
     assert len(indices._recent) < 20_000
@@ -287,15 +287,15 @@ def test_set_epoch_reaches_the_sampler() -> None:
 
 def test_the_digest_tells_orders_apart() -> None:
     loader = DataLoader(Squares(20), 4, shuffle=True)
-    one, other = Order(loader, 1), Order(loader, 2)
-    assert one.epoch(0).digest == Order(loader, 1).epoch(0).digest
+    one, other = EpochOrders(loader, 1), EpochOrders(loader, 2)
+    assert one.epoch(0).digest == EpochOrders(loader, 1).epoch(0).digest
     assert one.epoch(0).digest != one.epoch(1).digest != other.epoch(1).digest
 
 
 def test_a_sampler_does_not_carry_the_dataset() -> None:
     dataset = Squares(10)
     vars(dataset)["large"] = bytes(1_000_000)
-    assert len(Order(DataLoader(dataset, 2, shuffle=True), 0)._starts[0]) < 10_000
+    assert len(EpochOrders(DataLoader(dataset, 2, shuffle=True), 0)._starts[0]) < 10_000
 
 
 def test_randomness_depends_on_the_batch_alone() -> None:
@@ -431,7 +431,7 @@ def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
     notebook, worker = ModuleType("__main__"), ModuleType("__main__")
     exec(PICKLING, vars(notebook))
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    payload = Registered("stream", lambda: notebook.loader).packed().payload
+    payload = RegisteredLoader("stream", lambda: notebook.loader).packed().payload
     monkeypatch.setitem(sys.modules, "__main__", worker)
     source = BatchSource(payload, "stream", SEED, "test")
     for epoch, slot in (0, 0), (1, 0), (0, 1), (1, 1), (0, 2):

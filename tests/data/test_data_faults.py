@@ -166,7 +166,7 @@ def test_a_batch_that_kills_its_worker_is_named(tmp_path: Path) -> None:
 @pytest.mark.fault(22)
 def test_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2)) as running:
-        first = running.ledger(generation=0)
+        first = running.ledger(attempt=0)
         batches = iter(running.loader(ledger=first))
         for _ in range(4):
             next(batches)
@@ -174,11 +174,11 @@ def test_a_rank_dies_after_it_received_a_batch(tmp_path: Path) -> None:
         if not pid:
             os._exit(0)
         os.waitpid(pid, 0)
-        second = running.ledger(generation=1)
+        second = running.ledger(attempt=1)
         assert len(list(running.loader(ledger=second))) == 10
         lines = running.handed()
         assert audit(lines) == []
-        assert [(line.generation, line.batches) for line in lines] == [(0, 4), (1, 10)]
+        assert [(line.attempt, line.batches) for line in lines] == [(0, 4), (1, 10)]
         first.close()
         second.close()
 

@@ -20,9 +20,9 @@ import torch
 from taas_magic.data import client as client_module
 from taas_magic.data import connection, encode, protocol
 from taas_magic.data.client import Client, Route
-from taas_magic.data.connection import FetcherLink, Inbox, Silent
+from taas_magic.data.connection import FetcherLink, Inbox, PeerSilent
 from taas_magic.data.encode import checksum
-from taas_magic.data.memory import Blocks, BorrowedSpans
+from taas_magic.data.memory import BorrowedSpans, ReceiveBlocks
 from taas_magic.data.protocol import (
     FromServer,
     LoaderRequest,
@@ -110,7 +110,7 @@ def test_frames_come_whole_and_stay_what_they_are(
     server, rank = connected()
     tick(rank, 60.0)
     with server, rank:
-        sender, box, blocks = sent(server, stream, cuts), box_of(rank), Blocks(8 << 20)
+        sender, box, blocks = sent(server, stream, cuts), box_of(rank), ReceiveBlocks(8 << 20)
         heard = [box.receive(blocks) for _ in sizes]
         sender.join()
         # Compare the bodies only now: no later frame may have overwritten an earlier one.
@@ -122,9 +122,9 @@ def test_frames_come_whole_and_stay_what_they_are(
 def test_one_call_brings_all_that_has_come(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     server.sendall(b"".join(batch(number, 1024) for number in range(20)))
-    assert responded(box.receive(Blocks(0))).slot == 0
-    assert [responded(box.here()).slot for _ in range(19)] == list(range(1, 20))
-    assert box.here() is None
+    assert responded(box.receive(ReceiveBlocks(0))).slot == 0
+    assert [responded(box.next_complete()).slot for _ in range(19)] == list(range(1, 20))
+    assert box.next_complete() is None
 
 
 def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
@@ -154,8 +154,8 @@ def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) 
     server, box = ends
     odd = protocol.pack(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
     server.sendall(odd + batch(0, 64 << 10))
-    box.receive(Blocks(0))
-    _, body = box.receive(Blocks(0))
+    box.receive(ReceiveBlocks(0))
+    _, body = box.receive(ReceiveBlocks(0))
     assert isinstance(body.obj, bytearray)
 
 
@@ -174,8 +174,8 @@ def test_a_damaged_body_is_refused(ends: tuple[socket.socket, Inbox], size: int)
 
 def receive_once(box: Inbox) -> tuple[FromServer, memoryview] | None:
     try:
-        return box.receive(Blocks(0))
-    except Silent:
+        return box.receive(ReceiveBlocks(0))
+    except PeerSilent:
         return None
 
 
@@ -183,11 +183,11 @@ def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(
     ends: tuple[socket.socket, Inbox],
 ) -> None:
     server, box = ends
-    with pytest.raises(Silent):
-        box.receive(Blocks(0))
+    with pytest.raises(PeerSilent):
+        box.receive(ReceiveBlocks(0))
     server.close()
     with pytest.raises(ConnectionError, match="closed"):
-        box.receive(Blocks(0))
+        box.receive(ReceiveBlocks(0))
 
 
 @pytest.mark.parametrize("size", [4096, 3 << 20])
@@ -197,7 +197,7 @@ def test_a_frame_that_stands_still_is_given_up(size: int) -> None:
     with server, rank:
         server.sendall(batch(0, size)[: protocol.HEADER_BYTES + 100])
         with pytest.raises(ConnectionError, match="stopped in the middle"):
-            box_of(rank, patience_s=0.2).receive(Blocks(0))
+            box_of(rank, patience_s=0.2).receive(ReceiveBlocks(0))
 
 
 def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -> None:
@@ -208,7 +208,7 @@ def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -
         server.sendall(batch(0, 4096))
         socket.send_fds(server, [protocol.pack(shared)], [one.fileno()])
         server.sendall(batch(1, 4096))
-        heard = [responded(box.receive(Blocks(0))) for _ in range(3)]
+        heard = [responded(box.receive(ReceiveBlocks(0))) for _ in range(3)]
         assert [one.shared for one in heard] == [None, body, None]
         descriptor = box.descriptor()
         assert os.path.samestat(os.fstat(descriptor), os.fstat(one.fileno()))
@@ -223,7 +223,7 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
         response = Response(ResponseKind.BATCH, 0, 0)
         server.sendall(protocol.pack(response, protocol.MAX_BATCH_BYTES))
         with pytest.raises(ProtocolError, match="is too long; the limits are 2048 and 0"):
-            Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(Blocks(0))
+            Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(ReceiveBlocks(0))
 
 
 class Link(FetcherLink):
@@ -251,7 +251,7 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
     route = route_to(2)
     monkeypatch.setattr(route, "pick", lambda slot, streams, preferred: 1 if 0 in aside else 0)
     monkeypatch.setattr(route, "connect", links.__getitem__)
-    monkeypatch.setattr(route, "failed", lambda number, why, silent_s: aside.add(number))
+    monkeypatch.setattr(route, "record_failure", lambda number, why, silent_s: aside.add(number))
     client = Client(route, 0)
     client._order = 5
     client.send_requests([SlotRequest(slot, True) for slot in range(4)])
@@ -293,7 +293,7 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
     monkeypatch.setattr(link, "send", rings if during == "send" else link.send)
     monkeypatch.setattr(link, "receive", rings)
     monkeypatch.setattr(link, "cancel", rings)
-    monkeypatch.setattr(route, "failed", lambda *said: pytest.fail(f"aside: {said}"))
+    monkeypatch.setattr(route, "record_failure", lambda *said: pytest.fail(f"aside: {said}"))
     with pytest.raises(TimeoutError, match="took too long"):
         if during == "cancel":
             client.send_requests([ask])
@@ -317,10 +317,10 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
     route, link = route_to(1), Link()
     client, came = Client(route, 0), [Response(ResponseKind.VOID, 0, 0)]
 
-    def receive(blocks: Blocks) -> list[tuple[FromServer, memoryview]]:
+    def receive(blocks: ReceiveBlocks) -> list[tuple[FromServer, memoryview]]:
         if not clock[0]:
             clock[0] = 3600.0  # the machine was suspended, or a call in the cell held the GIL
-            raise Silent
+            raise PeerSilent
         return [(came.pop(), memoryview(b""))]
 
     monkeypatch.setattr(route, "connect", lambda number: link)
@@ -339,10 +339,10 @@ def route_to(fetchers: int) -> Route:
 def test_a_fetcher_that_says_nothing_is_asked_seldom(clock: list[float]) -> None:
     route = route_to(2)
     assert route.pick(0, None) == 0
-    route.failed(0, Silent(), silent_s=2.0)
+    route.record_failure(0, PeerSilent(), silent_s=2.0)
     for at, picked in ((0.0, 1), (19.0, 1), (21.0, 0)):
         clock[0] = at
-        route.answered(1)
+        route.record_response(1)
         assert route.pick(0, None) == picked
 
 
@@ -354,7 +354,7 @@ def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
             clock[0] += 100.0  # longer than any pause between two attempts
             tried.append(route.pick(0, None))
             assert route.patience_s >= 1.0
-            route.failed(tried[-1], Silent(), silent_s=route.patience_s)
+            route.record_failure(tried[-1], PeerSilent(), silent_s=route.patience_s)
     assert sorted(tried) == [0, 1, 2]
     for number in range(3):
         assert f"fetcher {number} at cpu1:{7000 + number} is silent" in str(lost.value)

@@ -367,7 +367,7 @@ def test_the_ledger_has_every_batch_once(tmp_path: Path) -> None:
                 assert len(list(remote)) == 6
         lines = running.handed()
         assert audit(lines) == []
-        first = [line for line in lines if line.turn == 0]
+        first = [line for line in lines if line.pass_number == 0]
         assert missing(first, 11) == []
         assert sum(line.batches for line in lines) == 24
         for ledger in ledgers:

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from taas_magic.data.memory import Arena, Blocks, BorrowedSpans, Mapping, Spans
+from taas_magic.data.memory import Arena, ArenaMapping, BorrowedSpans, ReceiveBlocks, SpanAllocator
 from taas_magic.data.protocol import ALIGN, SharedSpan, aligned
 
 MEGABYTE = 1 << 20
@@ -23,7 +23,7 @@ class SpansMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans, self.used = Spans(), dict[int, int]()
+        self.spans, self.used = SpanAllocator(), dict[int, int]()
 
     @rule(size=st.integers(0, 1000))
     def take(self, size: int) -> None:
@@ -35,10 +35,10 @@ class SpansMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         start = data.draw(st.sampled_from(sorted(self.used)))
         del self.used[start]
-        self.spans.give_back(start)
+        self.spans.free(start)
 
     @invariant()
     def nothing_overlaps(self) -> None:
@@ -60,13 +60,13 @@ TestSpans.settings = hypothesis.settings(max_examples=50, stateful_step_count=40
 
 
 def test_a_hole_is_used_again_before_the_end_grows() -> None:
-    spans = Spans()
+    spans = SpanAllocator()
     first, second, third = (spans.allocate(1000) for _ in range(3))
     end = spans.end
-    spans.give_back(first)
-    spans.give_back(second)
+    spans.free(first)
+    spans.free(second)
     assert (spans.allocate(2000), spans.end) == (first, end)
-    spans.give_back(third)
+    spans.free(third)
     assert spans.end == third
 
 
@@ -87,7 +87,7 @@ def test_an_arena_grows_under_what_is_looked_at() -> None:
     offset, _ = arena.allocate(3 << 30)
     _, last = arena.allocate(100)
     last[:] = b"y" * 100
-    memory = Mapping(os.dup(arena.descriptor))
+    memory = ArenaMapping(os.dup(arena.descriptor))
     assert bytes(memory.view(0, 100)) == bytes(first) == b"x" * 100
     assert bytes(memory.view(aligned(offset + (3 << 30)), 100)) == b"y" * 100
 
@@ -142,7 +142,7 @@ def writer() -> Iterator[Writer]:
 
 
 def test_another_process_sees_what_a_worker_writes(writer: Writer) -> None:
-    memory = Mapping(writer.descriptor)
+    memory = ArenaMapping(writer.descriptor)
     small = writer.write("a", 100)
     view = memory.view(small, 100)
     large = writer.write("b", 3 * MEGABYTE)
@@ -155,7 +155,7 @@ def test_another_process_sees_what_a_worker_writes(writer: Writer) -> None:
 
 def test_a_mapping_outlives_its_writer(writer: Writer) -> None:
     offset = writer.write("a", 5000)
-    memory = Mapping(writer.descriptor)
+    memory = ArenaMapping(writer.descriptor)
     writer.close()
     assert bytes(memory.view(offset, 5000)) == b"a" * 5000
 
@@ -169,7 +169,7 @@ def is_open(descriptor: int, file: os.stat_result) -> bool:
 
 
 def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
-    memory, file = Mapping(writer.descriptor), os.fstat(writer.descriptor)
+    memory, file = ArenaMapping(writer.descriptor), os.fstat(writer.descriptor)
     view = memory.view(writer.write("a", 100), 100)
     del memory
     assert not is_open(writer.descriptor, file)
@@ -262,7 +262,7 @@ def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
 
 
 def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
-    blocks = Blocks(MEGABYTE)
+    blocks = ReceiveBlocks(MEGABYTE)
     first = blocks.allocate(5000)
     first[:3] = b"one"
     second = blocks.allocate(5000)
@@ -276,7 +276,7 @@ def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
 
 
 def test_a_part_of_a_block_keeps_all_of_it() -> None:
-    blocks = Blocks(MEGABYTE)
+    blocks = ReceiveBlocks(MEGABYTE)
     part = blocks.allocate(5000)[4000:4003]
     part[:] = b"one"
     other = blocks.allocate(5000)
@@ -285,7 +285,7 @@ def test_a_part_of_a_block_keeps_all_of_it() -> None:
 
 
 def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
-    blocks = Blocks(MEGABYTE)
+    blocks = ReceiveBlocks(MEGABYTE)
     views = [blocks.allocate(1 << 19) for _ in range(6)]
     for number, view in enumerate(views):
         view[0] = number
@@ -296,6 +296,6 @@ def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
 @hypothesis.given(st.integers(1, 3 * MEGABYTE))
 @hypothesis.settings(deadline=None, max_examples=30)
 def test_a_block_is_as_large_as_asked_and_not_much_larger(size: int) -> None:
-    blocks = Blocks(0)
+    blocks = ReceiveBlocks(0)
     assert len(blocks.allocate(size)) == size
     assert size <= blocks.held_bytes <= size + max(size // 4, mmap.PAGESIZE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.data import service
-from taas_magic.data.loader import Feed
+from taas_magic.data.loader import RankFeed
 from taas_magic.host import rank
 from taas_magic.host.link import Link
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
@@ -16,19 +16,19 @@ from tests.data import ledger
 
 def line(
     rank: int = 0,
-    turn: int = 0,
+    pass_number: int = 0,
     epoch: int = 0,
-    generation: int = 0,
+    attempt: int = 0,
     first_step: int = 0,
     batches: int = 3,
 ) -> ledger.Handed:
-    return ledger.Handed(generation, "train", turn, epoch, rank, 2, first_step, batches)
+    return ledger.Handed(attempt, "train", pass_number, epoch, rank, 2, first_step, batches)
 
 
 def test_the_ledger_proves_that_nothing_was_handed_out_twice() -> None:
     assert ledger.audit([line(), line(rank=1)]) == []
-    assert ledger.audit([line(), line(rank=1), line(turn=1)]) == []
-    assert ledger.audit([line(), line(generation=1)]) == []
+    assert ledger.audit([line(), line(rank=1), line(pass_number=1)]) == []
+    assert ledger.audit([line(), line(attempt=1)]) == []
 
 
 def test_the_ledger_names_what_was_handed_out_twice() -> None:
@@ -42,17 +42,19 @@ def test_the_ledger_knows_what_is_missing() -> None:
 
 def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
     written, name = service.BatchLedger(tmp_path, 2**31, 2**31), "\1" * 100
-    for turn in range(200):
-        at = written.begin(name, turn, 2**31, 2**31, 2**63)
-        for _ in range(turn):
+    for pass_number in range(200):
+        at = written.begin(name, pass_number, 2**31, 2**31, 2**63)
+        for _ in range(pass_number):
             written.count_batch(at)
     written.close()
     found = ledger.read_ledgers(tmp_path)
     assert {(line.loader, line.first_step) for line in found} == {(name, 2**63)}
-    assert [(line.turn, line.batches) for line in found] == [(turn, turn) for turn in range(200)]
+    assert [(line.pass_number, line.batches) for line in found] == [
+        (pass_number, pass_number) for pass_number in range(200)
+    ]
 
 
-class Handed(Feed):
+class Handed(RankFeed):
     """A rank that was handed so many batches."""
 
     batches = 0

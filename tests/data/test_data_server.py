@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Requests, ResponseKind
-from taas_magic.data.scheduler import Prepared
+from taas_magic.data.scheduler import PreparedResponse
 from taas_magic.data.server import RankConnection
 from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError
@@ -170,7 +170,7 @@ def test_a_connection_that_ends_releases_the_responses_it_has_not_sent() -> None
         worker = WorkerHandle(0, 1, ours, is_suspect=False)
         connection = RankConnection(ours)
         reply = Reply(7, ResponseKind.BATCH, 1, body_bytes=64, offset=4096)
-        connection.respond(LoaderRequest(RequestKind.GET, 0, 0), Prepared(reply, worker))
+        connection.respond(LoaderRequest(RequestKind.GET, 0, 0), PreparedResponse(reply, worker))
         assert worker.frees == []
-        connection.forget()
+        connection.release_responses()
         assert worker.frees == [4096]

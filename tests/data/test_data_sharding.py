@@ -11,11 +11,11 @@ from taas_magic.data import sharding
 from taas_magic.data.sharding import (
     UNHINTED,
     VOID,
+    DynamicSchedule,
     EpochPosition,
-    EpochSchedule,
     NoSlot,
-    RankShare,
-    ScoutedSchedule,
+    RankPart,
+    StaticSchedule,
     Uneven,
 )
 
@@ -45,7 +45,7 @@ def bounded(rows: list[list[int]], units: int | None, counts: Sequence[int]) -> 
 
 
 def walk(
-    schedule: EpochSchedule | ScoutedSchedule,
+    schedule: StaticSchedule | DynamicSchedule,
     answers: Callable[[int], int],
     ahead: int = 3,
     step: int = 0,
@@ -61,9 +61,9 @@ def walk(
     handed: list[int] = []
     while True:
         for ask in schedule.requests(step + ahead):
-            if answers(ask.slot) == VOID or isinstance(schedule, ScoutedSchedule) or ask.mine:
+            if answers(ask.slot) == VOID or isinstance(schedule, DynamicSchedule) or ask.is_own:
                 schedule.record_units(ask.slot, answers(ask.slot))
-        verdict = schedule.at(step)
+        verdict = schedule.slot_at(step)
         assert verdict is not NoSlot.WAIT
         if verdict is NoSlot.END:
             return handed
@@ -80,8 +80,8 @@ def test_a_plain_course_deals_like_the_model(
     else:
         rows = bounded(rows_of(list(range(batches)), world_size, uneven), units, [1] * batches)
     for rank in range(world_size):
-        part = RankShare(rank, world_size, uneven, units)
-        schedule = EpochSchedule(part, batches)
+        part = RankPart(rank, world_size, uneven, units)
+        schedule = StaticSchedule(part, batches)
         want = [row[rank] for row in rows if rank < len(row)]
         assert walk(schedule, lambda slot: 1) == want
 
@@ -96,7 +96,7 @@ def test_streams_are_dealt_like_a_local_loaders(
     present = [s for s in range(streams * 13) if s // streams < lengths[s % streams]]
     rows = rows_of(present, world_size, uneven)
     for rank in range(world_size):
-        schedule = ScoutedSchedule(RankShare(rank, world_size, uneven), None, streams)
+        schedule = DynamicSchedule(RankPart(rank, world_size, uneven), None, streams)
         handed = walk(schedule, lambda s: 1 if s in present else VOID, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
@@ -113,7 +113,7 @@ def test_hints_bound_all_ranks_at_the_same_step(
 ) -> None:
     rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
     for rank in range(world_size):
-        schedule = ScoutedSchedule(RankShare(rank, world_size, uneven, units), len(counts), 1)
+        schedule = DynamicSchedule(RankPart(rank, world_size, uneven, units), len(counts), 1)
         handed = walk(schedule, counts.__getitem__, ahead)
         assert handed == [row[rank] for row in rows if rank < len(row)]
 
@@ -131,13 +131,13 @@ def test_a_course_goes_on_where_another_stopped(
         return 1 if slot in present else VOID
 
     for rank in range(world_size):
-        part = RankShare(rank, world_size, uneven)
-        whole = walk(ScoutedSchedule(part, None, streams), answers)
+        part = RankPart(rank, world_size, uneven)
+        whole = walk(DynamicSchedule(part, None, streams), answers)
         step = min(stop, len(whole))
-        schedule = ScoutedSchedule(part, None, streams)
+        schedule = DynamicSchedule(part, None, streams)
         for ask in schedule.requests(step + 1):
             schedule.record_units(ask.slot, answers(ask.slot))
-        resumed = ScoutedSchedule(part, None, streams, schedule.place(step))
+        resumed = DynamicSchedule(part, None, streams, schedule.position_after(step))
         assert walk(resumed, answers, step=step) == whole[step:]
 
 
@@ -146,15 +146,17 @@ def test_a_plain_course_goes_on_too(
     batches: int, world_size: int, uneven: Uneven, stop: int
 ) -> None:
     for rank in range(world_size):
-        schedule = EpochSchedule(RankShare(rank, world_size, uneven), batches)
+        schedule = StaticSchedule(RankPart(rank, world_size, uneven), batches)
         whole = walk(schedule, lambda slot: 1)
         step = min(stop, len(whole))
-        resumed = EpochSchedule(RankShare(rank, world_size, uneven), batches, schedule.place(step))
+        resumed = StaticSchedule(
+            RankPart(rank, world_size, uneven), batches, schedule.position_after(step)
+        )
         assert walk(resumed, lambda slot: 1, step=step) == whole[step:]
 
 
 def test_a_long_course_forgets_what_is_behind_it() -> None:
-    schedule = ScoutedSchedule(RankShare(1, 2), None, 3)
+    schedule = DynamicSchedule(RankPart(1, 2), None, 3)
     handed = walk(schedule, lambda slot: 1 if slot < 9000 else VOID)
     assert handed == list(range(1, 9000, 2))
     assert len(schedule._known) < 3000
@@ -163,29 +165,29 @@ def test_a_long_course_forgets_what_is_behind_it() -> None:
 def test_hints_of_some_batches_only_are_refused() -> None:
     late = 'batch 3 has hints["units"] and batch 0 does not'
     with pytest.raises(ValueError, match=re.escape(late)):
-        EpochSchedule(RankShare(0, 1), 10).record_units(3, 5)
+        StaticSchedule(RankPart(0, 1), 10).record_units(3, 5)
     with pytest.raises(ValueError, match=re.escape(late)):
-        ScoutedSchedule(RankShare(0, 1, units=9), None, 1, has_hints=False).record_units(3, 5)
+        DynamicSchedule(RankPart(0, 1, units=9), None, 1, has_hints=False).record_units(3, 5)
     with pytest.raises(ValueError, match="batch 3 has no hints and batch 0 does"):
-        ScoutedSchedule(RankShare(0, 1, units=9), 10, 1, has_hints=True).record_units(3, UNHINTED)
-    ScoutedSchedule(RankShare(0, 1), None, 1).record_units(3, 5)
+        DynamicSchedule(RankPart(0, 1, units=9), 10, 1, has_hints=True).record_units(3, UNHINTED)
+    DynamicSchedule(RankPart(0, 1), None, 1).record_units(3, 5)
 
 
 def test_an_unknown_row_waits() -> None:
-    schedule = ScoutedSchedule(RankShare(0, 2), None, 1)
+    schedule = DynamicSchedule(RankPart(0, 2), None, 1)
     list(schedule.requests(2))
     schedule.record_units(0, 1)
-    assert schedule.at(0) is NoSlot.WAIT
+    assert schedule.slot_at(0) is NoSlot.WAIT
     schedule.record_units(1, 1)
-    assert schedule.at(0) == 0
+    assert schedule.slot_at(0) == 0
 
 
 def test_the_units_of_a_row() -> None:
-    schedule = ScoutedSchedule(RankShare(0, 2), 4, 1)
+    schedule = DynamicSchedule(RankPart(0, 2), 4, 1)
     for ask in schedule.requests(2):
         schedule.record_units(ask.slot, ask.slot + 1)
     assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
-    assert EpochSchedule(RankShare(0, 2, "keep"), 3).row_units(1) == 1
+    assert StaticSchedule(RankPart(0, 2, "keep"), 3).row_units(1) == 1
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 import taas
 from taas_magic import registry
 from taas_magic.capture import pickling
-from taas_magic.data.loader import Feed, RemoteLoader, use_feed
-from taas_magic.data.server import OwnServers
+from taas_magic.data.loader import RankFeed, RemoteLoader, use_feed
+from taas_magic.data.server import RankServers
 from taas_magic.errors import RegistrationError, UsageError
-from taas_magic.registry import Registered
+from taas_magic.registry import RegisteredLoader
 from tests.data.data_rig import Lines, Rows
 
 
@@ -93,11 +93,11 @@ def test_a_wrong_rule() -> None:
 
 def test_the_shape_says_what_the_loader_says() -> None:
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
-    shape = Registered("train", lambda: loader).packed().shape
+    shape = RegisteredLoader("train", lambda: loader).packed().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
     assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
     assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
-    assert Registered("lines", lambda: DataLoader(Lines(3))).packed().shape.iterable
+    assert RegisteredLoader("lines", lambda: DataLoader(Lines(3))).packed().shape.iterable
 
 
 @pytest.mark.process
@@ -107,8 +107,8 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
     pickler.add({"loaders": [loader, loader], "other": other})
     used = pickler.replaced
     assert list(used) == ["train"]
-    own = OwnServers(b"", lambda served: used[served.name].payload)
-    use_feed(Feed(1, 2, lambda name: used[name].payload, own=own))
+    own = RankServers(b"", lambda served: used[served.name].payload)
+    use_feed(RankFeed(1, 2, lambda name: used[name].payload, own=own))
     try:
         data = pickler.pickled()
         arrived = pickling.loads(bytes(data.data), data.buffers)
@@ -135,9 +135,11 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
 @pytest.mark.process
 def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
-    travelling = Registered("plain", lambda: batches).packed()
-    own = OwnServers(b"", lambda served: travelling.payload)
-    remote = RemoteLoader(travelling.shape, Feed(0, 1, lambda name: travelling.payload, own=own))
+    travelling = RegisteredLoader("plain", lambda: batches).packed()
+    own = RankServers(b"", lambda served: travelling.payload)
+    remote = RemoteLoader(
+        travelling.shape, RankFeed(0, 1, lambda name: travelling.payload, own=own)
+    )
     try:
         assert list(remote) == batches
     finally:
