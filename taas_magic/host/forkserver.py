@@ -19,6 +19,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +36,8 @@ from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import die_with_parent, status_of
 from taas_magic.leases import START_TIMEOUT_S, STOPPED_S
 
-MODULES = ("torch", "taas_magic.api", "taas_magic.host.rank", "taas_magic.host.fetcher")
+_RANK = "taas_magic.host.rank"
+MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
@@ -87,6 +89,10 @@ _imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
 """In the forkserver and its forks: pid of the forkserver, or of the stand-in. None in the agent."""
+
+_failure = ""
+"""In the forkserver and its forks: message about the error that ended the imports of `_preload`.
+"" if there was none."""
 
 _problems: list[str] = []
 """In the forkserver and its forks: messages about modules of the pool's settings that could not be
@@ -199,7 +205,7 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
         One message for each module of the settings that could not be imported.
 
     Raises:
-        PoolError: The forkserver has ended.
+        PoolError: The forkserver has ended, or could not import a module of `MODULES`.
     """
     global _start_timeout_s
     _start_timeout_s = start_timeout_s
@@ -209,11 +215,14 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
         with ours:
             process = start(f"{__name__}.report", theirs)
             theirs.close()
-            problems: list[str] = ours.recv()
+            reported: tuple[str, list[str]] = ours.recv()
         process.join()
     except (EOFError, OSError, PoolError) as error:
-        text = "the forkserver could not import torch and what ranks need"
+        text = "the forkserver ended while it imported torch and what ranks need"
         raise PoolError(_why if _is_over else text) from error
+    failure, problems = reported
+    if failure:
+        raise PoolError(failure)
     return problems
 
 
@@ -516,11 +525,11 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send the forkserver's `_problems` to the agent.
+    """Send the forkserver's `_failure` and `_problems` to the agent.
 
     `warm_up` starts a fork of the forkserver that only calls this function.
     """
-    control.send(_problems)
+    control.send((_failure, _problems))
 
 
 def _preload() -> None:
@@ -528,8 +537,11 @@ def _preload() -> None:
 
     No import may create a CUDA context or a thread. A fork cannot use an inherited CUDA context,
     and does not inherit threads.
+
+    If an import fails, this function prints the traceback and records the error in `_failure`.
+    Python's forkserver would ignore an ImportError without a message.
     """
-    global _own_pid
+    global _own_pid, _failure
     _own_pid = os.getpid()
     # Python's forkserver ends when the write ends of a pipe are closed. Ranks hold write ends, too,
     # so without this line the forkserver would outlive a killed agent.
@@ -537,6 +549,23 @@ def _preload() -> None:
     _close_input()
     gc.disable()  # imported objects stay alive; collecting during the imports takes 0.2 s
     imports_file = Path(os.environ[_IMPORTS])
+    try:
+        _import_modules(imports_file)
+    except Exception as error:  # any error of a module
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        _failure = f"the forkserver could not import {imports_file.read_text()}: {what}"
+    _prepare_for_forks()
+    signal.signal(signal.SIGUSR1, _import_rest)
+    _write_import_name(imports_file, "")
+
+
+def _import_modules(imports_file: Path) -> None:
+    """Import `MODULES` and the modules of the pool's settings, and prepare what ranks need.
+
+    Args:
+        imports_file: File for the name of the module that is being imported.
+    """
     for name in MODULES:
         _write_import_name(imports_file, name)
         importlib.import_module(name)
@@ -546,10 +575,8 @@ def _preload() -> None:
             importlib.import_module(name)
         except Exception as error:  # any error of a module is only reported
             _problems.append(f"preload: {name!r} was not imported: {type(error).__name__}: {error}")
-    importlib.import_module("taas_magic.host.rank").prepare()
-    _prepare_for_forks()
-    signal.signal(signal.SIGUSR1, _import_rest)
-    _write_import_name(imports_file, "")
+    _write_import_name(imports_file, _RANK)
+    importlib.import_module(_RANK).prepare()
 
 
 def _close_input() -> None:

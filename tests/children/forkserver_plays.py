@@ -69,3 +69,15 @@ def give_up_an_import(gate: str, folder: str) -> None:
         assert f"used no processor time and read nothing {limit}" in str(error)
     else:
         raise AssertionError("it waits for ever")
+
+
+def report_a_broken_torch(gate: str, folder: str) -> None:
+    """Start a forkserver that cannot import torch, and print the error of `warm_up`."""
+    tempfile.tempdir = folder
+    forkserver.begin([])
+    try:
+        forkserver.warm_up()
+    except PoolError as error:
+        print(error)
+    else:
+        raise AssertionError("warm_up has not reported the error")

@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 GATE = """
 import importlib.abc, os, sys, time
 
@@ -19,7 +21,7 @@ sys.meta_path.insert(0, Gate())
 """
 
 
-def play(tmp_path: Path, function: str, pause_s: float) -> None:
+def play(tmp_path: Path, function: str, pause_s: float) -> tuple[str, str]:
     """Run a function of `forkserver_plays` in a process without a main module, as in an agent.
 
     Importing torch._dynamo waits until the gate file exists.
@@ -27,6 +29,9 @@ def play(tmp_path: Path, function: str, pause_s: float) -> None:
     Args:
         function: Name of the function.
         pause_s: Seconds between two checks for the gate file.
+
+    Returns:
+        What the process printed to standard output and to standard error.
     """
     gate_file = str(tmp_path / "gate")
     gate = GATE.format(gate=gate_file, pause_s=pause_s)
@@ -40,6 +45,7 @@ def play(tmp_path: Path, function: str, pause_s: float) -> None:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_processes_start_while_the_forkserver_imports_the_rest(tmp_path: Path) -> None:
@@ -48,3 +54,12 @@ def test_processes_start_while_the_forkserver_imports_the_rest(tmp_path: Path) -
 
 def test_an_import_that_does_nothing_is_given_up_by_name(tmp_path: Path) -> None:
     play(tmp_path, "give_up_an_import", pause_s=600)
+
+
+@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError"])
+def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path, kind: str) -> None:
+    """multiprocessing ignores an ImportError of the modules that a forkserver imports first."""
+    (tmp_path / "torch.py").write_text(f"raise {kind}('this torch is broken')\n")
+    printed, traceback = play(tmp_path, "report_a_broken_torch", pause_s=0)
+    assert printed == f"the forkserver could not import torch: {kind}: this torch is broken\n"
+    assert f'{tmp_path / "torch.py"}", line 1' in traceback

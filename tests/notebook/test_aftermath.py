@@ -360,12 +360,13 @@ def warm_only_after(go: Path, scene: Scene) -> str:
 def test_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
     broken = scene.folder / "broken"
     broken.mkdir()
-    (broken / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
+    (broken / "torch.py").write_text("raise ImportError('this torch is broken')\n")
     paths = os.pathsep.join([str(broken), environment(scene.folder)["PYTHONPATH"]])
     with scene.kernel(TAAS_WARM="0", PYTHONPATH=paths) as frontend:
         request = frontend.send(NEXT)
         assert frontend.finish(request)["ename"] == "PoolError"
-        assert "RuntimeError: this torch is broken" in error(frontend, request)
+        cause = "the forkserver could not import torch: ImportError: this torch is broken"
+        assert cause in error(frontend, request)
 
 
 def test_an_interrupt_and_a_kernels_death_while_a_run_starts_leave_no_run(scene: Scene) -> None:
