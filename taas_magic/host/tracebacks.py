@@ -7,10 +7,10 @@ of this package that come before the user's first frame are left out.
 import errno
 import faulthandler
 import gc
+import io
 import itertools
 import linecache
 import os
-import shutil
 import sys
 import threading
 import traceback
@@ -315,11 +315,56 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 
 
 def _room_left(error: BaseException) -> str:
-    """Return a hint if a write failed because the disk is full; "" for any other error.
+    """Return a hint if a write failed because a disk or a quota is full; "" for any other error.
 
-    The hint names this process's working directory, and the free bytes of its disk.
+    The hint names the folder of the file that was written, and the free space of its disk. If the
+    file is not known, the hint names the working directory and the folder for temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
-    store = os.getcwd()
-    return f" (the disk of {store} has {shutil.disk_usage(store).free} bytes free)"
+    try:
+        path = _written_path(error)
+        if path:
+            return f" ({_free_space(os.path.dirname(os.path.abspath(path)))})"
+        folders = [os.getcwd(), os.environ.get("TMPDIR") or "/tmp"]
+        disks = {os.stat(folder).st_dev: folder for folder in reversed(folders)}
+        free = ", ".join(map(_free_space, reversed(disks.values())))
+    except (OSError, ValueError):  # a folder has been removed, or a file object is damaged
+        return ""
+    return f" (the error does not name the file; {free})"
+
+
+def _written_path(error: OSError) -> str:
+    """Return the path of the file that a failed call wrote; "" if it is not known.
+
+    Errors of `open` and `shutil.copyfile` name the file; an error of `write` does not. In that
+    case, search the variables of the frames, innermost first. The first frame that has files open
+    for writing must have only one.
+    """
+    for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
+        if isinstance(named, str | bytes):
+            return os.fsdecode(named)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if paths := set(filter(None, map(_path_if_written, frame.f_locals.values()))):
+            return paths.pop() if len(paths) == 1 else ""
+    return ""
+
+
+def _path_if_written(value: object) -> str:
+    """Return the path of a file object that was opened for writing; "" for any other object."""
+    if not isinstance(value, io.TextIOWrapper | io.BufferedIOBase | io.RawIOBase):
+        return ""
+    name, mode = getattr(value, "name", None), getattr(value, "mode", "r")
+    is_path = isinstance(name, str) and not name.startswith("<")  # such as <stdout>
+    return str(name) if is_path and mode not in ("r", "rb", "rt") else ""
+
+
+def _free_space(folder: str) -> str:
+    """Return text with the free space of a folder's disk, and whether it has no free inodes."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    room = os.statvfs(folder)
+    has_inodes = room.f_favail or not room.f_files  # some file systems do not count inodes
+    free = f"the disk of {folder} has {room.f_bavail * room.f_frsize} bytes free"
+    return free if has_inodes else f"{free}, but no inodes: it has too many files"

@@ -318,6 +318,11 @@ def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
         assert isinstance(outcome.error, RankFailed)
         assert re.search(rf"the disk of {folder} has \d+ bytes free", outcome.shown)
         assert (folder / "old").read_text() == "kept"
+        (folder / "new").unlink()
+        elsewhere = source.replace("'new'", repr(str(folder / "new")))
+        outcome = notebook.run(elsewhere, gpus=1)
+        assert isinstance(outcome.error, RankFailed)
+        assert re.search(rf"the disk of {folder} has \d+ bytes free", outcome.shown)
     finally:
         subprocess.run(["umount", folder], check=True)
 
