@@ -1,17 +1,20 @@
 """The processes of a host: supervisor, agent, forkserver, ranks, fetchers.
 
-supervisor.py  starts the agent; ends the processes that the agent leaves
+supervisor.py  starts the agent; ends all processes of the host when the agent ends
 agent.py       starts the forkserver, then joins the pool
-agent_worker.py  the agent as a worker of the pool's Dask cluster, and its lease
+agent_worker.py  the agent as a worker of the pool's Dask cluster; the host's lease
 spec.py        descriptions of a run and its shares; messages between pool and agents
 host_run.py    a share of a run on this host: its ranks in all attempts, or its fetchers
 host_session.py  the ranks of a session on this host, and the cells that they run
 fetcher.py     the process of a fetcher
-feeding.py     connects a rank's registered loaders to fetchers, or to servers of the rank itself
+feeding.py     connects a rank's registered loaders to fetchers or to the rank's own data servers
 watch.py       the state of each rank; decides when the run is over on this host
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
 output.py      reads the ranks' output and messages
-rank.py        the process that runs the cell (tracebacks.py, results.py, cell_main.py)
+rank.py        the process that runs the cell
+tracebacks.py  turns exceptions and stacks of a rank into text for the user
+results.py     sends the values of `--out` from ranks to the notebook
+cell_main.py   the main module of child processes that a cell spawns
 prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
 process_groups.py  a key prefix for each process group that a session's ranks create

@@ -25,8 +25,8 @@ class Usage(NamedTuple):
     Attributes:
         at_s: Time of the sample, on the monotonic clock.
         cpu_s: Total CPU seconds.
-        calls: Number of reads and writes, plus the bytes read from disk. Only a change of this sum
-            has a meaning: the processes have read or written.
+        calls: Number of reads and writes, plus the number of bytes read from disk. If this sum
+            differs between two samples, the processes have read or written in the meantime.
         pids: Ids of the processes.
     """
 
@@ -39,8 +39,13 @@ class Usage(NamedTuple):
 def last_active(before: Usage | None, now: Usage) -> Usage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    A new or ended process counts as work. If the caller passes each result as `before` with the
-    next sample, `at_s` of the result is the time of the last sample that showed work.
+    The start or the end of a process counts as work, too. A caller with a series of samples passes
+    the result of the last call as `before`. Then `at_s` of each result is the time of the last
+    sample that showed work.
+
+    Args:
+        before: The earlier sample; None if `now` is the first one.
+        now: The new sample.
     """
     return now if before is None or before[1:] != now[1:] else before
 
@@ -75,7 +80,8 @@ class IdleTimer:
     An idle process uses no CPU time, and reads and writes nothing.
 
     Args:
-        with_children: Whether work of the process's descendants counts too.
+        pid: Id of the process.
+        with_children: Whether work of the process's descendants counts as work of the process.
     """
 
     def __init__(self, pid: int, with_children: bool = True) -> None:
@@ -83,7 +89,10 @@ class IdleTimer:
         self._active: Usage | None = None
 
     def idle_s(self) -> float:
-        """Take a sample; return the seconds since the last sample that showed work."""
+        """Take a sample; return the seconds since the last sample that showed work.
+
+        The first call returns 0.
+        """
         tree = tree_of(self._pid)
         now = usage_of(tree if self._with_children else tree[:1])
         self._active = last_active(self._active, now)
@@ -94,7 +103,9 @@ def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout
     """Wait until a process has started, has ended or counts as stuck.
 
     Args:
-        ready: Descriptor that becomes readable, or closes, when the process has started or ended.
+        process: The process, which was just created.
+        ready: Descriptor from which the caller can read when the process has started or ended, for
+            example the read end of a pipe that the process writes to.
         start_timeout_s: Seconds for which the process may be idle.
 
     Returns:

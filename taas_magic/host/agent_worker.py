@@ -1,13 +1,13 @@
-"""The agent as a worker of a Dask cluster: it joins the pool, handles its calls, and leaves.
+"""The agent as a worker of a Dask cluster: joins the pool, and handles the controller's calls.
 
 The agent uses three parts of Dask: membership in a cluster, TLS, and the stream to the scheduler. A
 run is not a Dask task. The controller starts a run by a call to each agent, because only the
 controller knows whether all hosts of the run have joined (docs/decisions.md).
 
-A host that receives nothing from its pool ends itself (`Lease`). The agent sends heartbeats, and
-the controller acknowledges each. A separate thread watches the lease, so that a hung event loop
-cannot keep the host alive. The lease uses only monotonic clocks, because the system clocks of two
-hosts may differ by days.
+The agent sends heartbeats, and the controller acknowledges each heartbeat. If no acknowledgement
+arrives for `lease_s` seconds, a host on another machine than the notebook's ends itself (`Lease`).
+A separate thread watches the lease, so that a hung event loop cannot keep the host alive. The lease
+uses only monotonic clocks, because the system clocks of two hosts may differ by days.
 """
 
 import asyncio
@@ -76,16 +76,16 @@ from taas_magic.store import guard
 from taas_magic.store.manifest import FileRequest
 
 ASK_TIMEOUT_S = 60.0
-"""Seconds for the pool's process to respond to a request of the agent."""
+"""Maximum seconds that the agent waits for the pool's process to respond to a request."""
 
 _T = TypeVar("_T")
 
 logger = logging.getLogger("taas_magic.agent")
 
 REST_IDLE_S = 2.0
-"""Seconds without a run until the forkserver imports the optional modules.
+"""Seconds that a host must be without a run before the forkserver imports the optional modules.
 
-Hosts that serve one run, or one cell after the other, do not spend processor time on this import.
+A host that gets its next run or cell within this time does not spend processor time on this import.
 """
 
 _LOOK_S = 0.5
@@ -116,14 +116,14 @@ EXPIRED = 75
 
 
 class Lease:
-    """Time limit after which a host ends itself, renewed by each acknowledged heartbeat.
+    """Time limit of a host. If no acknowledged heartbeat renews the lease in time, the host ends.
 
     An acknowledged heartbeat renews the lease from the time at which the host sent the heartbeat.
-    The controller counts from the time at which the heartbeat arrived, and waits one second longer.
-    So when the controller counts a host as lost, the host has already ended itself.
+    The controller counts from the time at which the heartbeat arrived, and waits one second longer
+    than `lease_s`. So when the controller counts a host as lost, the host has already ended itself.
 
     Args:
-        lease_s: Seconds from a heartbeat to the end of the lease.
+        lease_s: Seconds from the sending of a heartbeat to the end of the lease.
         expire: Function that is called in the watching thread when the lease ends. It must not
             return.
     """
@@ -138,7 +138,7 @@ class Lease:
         return self.lease_s / BEATS_PER_LEASE
 
     def start(self) -> None:
-        """Start the lease and the thread that watches it."""
+        """Start the lease, and start the thread that calls `expire` when the lease ends."""
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
@@ -161,10 +161,10 @@ class Lease:
 def end_agent(lease_s: float) -> None:
     """End this agent immediately, because its lease has expired.
 
-    The supervisor then ends all processes that the agent leaves.
+    The supervisor then ends all other processes of the host.
 
     Args:
-        lease_s: Length of the lease, for the log.
+        lease_s: Length of the lease in seconds, for the message on standard error.
     """
     sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
@@ -178,7 +178,7 @@ class ClosedWorker(Worker):
         """Do nothing. Dask's method would serve web pages that everybody could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; then close the port on which Dask's worker listens.
+        """Join the scheduler; then stop to listen, so that no process can connect to this worker.
 
         Called by Dask.
         """
@@ -235,7 +235,7 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Wait, without a time limit, until this host can start ranks; return its properties.
+        """Wait, without a time limit, until this host can start ranks; describe the host.
 
         Raises:
             PoolError: The forkserver has ended, so no run can start here. The pool then uses
@@ -263,15 +263,16 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        Each share has its own thread.
+        Each share has its own thread, which this method starts. If a share needs another attempt,
+        the share's existing thread starts the ranks of this attempt.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
             a session, the value has no meaning, because the ranks have already met.
 
         Raises:
-            PoolError: The run whose next attempt was requested has ended here, or the session of
-                the cell has ended here.
+            PoolError: The next attempt of a run was requested, but the run has ended on this host.
+                Or a cell was requested, but its session has ended on this host.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.again:
@@ -302,7 +303,7 @@ class AgentWorker(ClosedWorker):
         or for a cell in a session.
 
         Raises:
-            PoolError: The session of the cell has ended here.
+            PoolError: `spec` describes a cell, but its session has ended on this host.
         """
         if spec.fetches:
             return HostFetchers
@@ -316,7 +317,10 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, told: PoolCommand) -> None:
-        """Pass a command of the controller to its share. Ignore it if the share has ended."""
+        """Pass a command of the controller to the share that the command names.
+
+        If this share has ended, ignore the command.
+        """
         if share := self._shares.get(told.run_id):
             share.handle_command(told)
 
@@ -326,10 +330,11 @@ class AgentWorker(ClosedWorker):
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _carry_out(self, run_id: str, share: HostShare) -> None:
+        """Run a share to its end, then forget the share. The function of the share's thread."""
         try:
             share.run()
         finally:
-            if self._shares.get(run_id) is share:  # false if the fetchers have started again
+            if self._shares.get(run_id) is share:  # false if new fetchers of the run have started
                 del self._shares[run_id]
             self.loop.add_callback(self._is_rest_due.set)
 
@@ -350,9 +355,9 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool when the forkserver has ended or has failed to import a needed module.
+        """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
-        If the forkserver ends while runs use this host, wait for the end of these runs first.
+        If the forkserver ends while runs use this host, leave only when these runs have ended.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.
@@ -369,9 +374,10 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Whenever the host becomes idle, let the forkserver import the optional modules.
+        """Make the forkserver import the optional modules when the host is idle for `REST_IDLE_S`.
 
-        Runs until this task is cancelled. The import itself happens only once.
+        Runs until this task is cancelled. When the host becomes idle
+        again after the import, nothing more is imported.
         """
         while True:
             await self._is_rest_due.wait()
@@ -423,9 +429,10 @@ class AgentWorker(ClosedWorker):
 
 
 async def serve(words: bytes) -> None:
-    """Join the pool and handle its calls until the pool closes or the connection is lost.
+    """Join the pool, and handle the controller's calls.
 
-    Joins before the forkserver has finished its imports.
+    Returns when the pool has closed or the connection to the pool is lost. The agent joins the pool
+    before the forkserver has finished its imports.
 
     Args:
         words: `AgentSettings` in packed form, from standard input.
@@ -458,8 +465,9 @@ async def serve(words: bytes) -> None:
     )
     async with agent:
         report_joined()
-        # On the notebook's machine, a lease is not needed: the supervisor's pipe from the pool
-        # closes when the pool's process ends, and no network failure can cut it.
+        # On the notebook's machine, a lease is not needed. There, the pool's process writes to a
+        # pipe to the supervisor. The pipe closes when the pool's process ends, and no network
+        # failure can cut the pipe.
         if place.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())

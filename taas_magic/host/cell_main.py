@@ -1,10 +1,10 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. The main module of a script is the script's file. The main module of a cell is this module:
-the `__spec__` of a rank's `__main__` names it, as `python -m` would.
+by name. The main module of a script is the script's file. The main module of a cell is this module,
+because the `__spec__` of a rank's `__main__` has the name of this module.
 
-When the child first looks up a name, this module loads all names:
+When the child looks up a name for the first time, this module loads all names:
 
 - Names of earlier cells come from the run's payload.
 - Names of the `%%taas` cell come from its top-level statements, which the child runs again. If the
@@ -34,7 +34,7 @@ _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Return the statements of a cell that a child process runs.
+    """Return the statements of a cell that a spawned child process of a rank runs.
 
     If the cell has an `if` that tests `__name__`, return all statements. Otherwise, return only
     imports, functions, classes and constants.
@@ -63,7 +63,9 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
-    """Load a payload's names and the cell's definitions into a child's main namespace.
+    """Load a payload's names into a child's main namespace, and run the cell's definitions there.
+
+    `definitions` selects the statements of the cell that are run.
 
     Args:
         path: Path of the payload.

@@ -1,8 +1,9 @@
-"""Connect a rank to the data service: the run's fetchers, or servers of the rank itself.
+"""Connect a rank to the data service: the run's fetchers, or the rank's own data servers.
 
 In a session, a loader stays usable in later cells. Each cell whose payload has loaders gets its own
-data service, with its own fetchers or servers. A loader's server may start only in a later cell. So
-the ranks keep the pickled loaders of each cell, and the notebook's settings.
+data service, with its own fetchers or data servers. A data server starts when a loader is first
+used, which may be in a later cell. So the ranks keep the pickled loaders of each cell, and the
+notebook's settings.
 """
 
 import gc
@@ -38,11 +39,11 @@ _SETTINGS = "settings"
 
 @contextmanager
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
-    """Connect registered loaders that are unpickled inside the block to the run's fetchers.
+    """Connect a rank's registered loaders to the run's fetchers while the block runs.
 
-    If the run has no fetchers, the rank gets data servers of its own instead, and this function
-    forks their first process. So enter the block before the rank starts a thread or runs code of
-    the user.
+    The rank unpickles the loaders inside the block. If the run has no fetchers, the loaders use
+    data servers of the rank itself instead. In this case, this function forks the first process of
+    these servers. So enter the block before the rank starts a thread or runs code of the user.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -64,7 +65,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 def _feed_of(served: Service, share: LocalShare, rank: int) -> RankFeed:
     """Return the keys, addresses and settings that the loaders of a rank need to receive batches.
 
-    If the run has no fetchers, the rank gets servers of its own.
+    If the run has no fetchers, also create the rank's own data servers.
     """
     folder = service.folder_of(share.folder.path)
     own = agreement = None
@@ -92,7 +93,7 @@ def _feed_of(served: Service, share: LocalShare, rank: int) -> RankFeed:
 
 
 def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
-    """Return the addresses of the fetchers; None if the ranks run the loaders themselves.
+    """Return the directory with the fetchers' addresses; None if the run has no fetchers.
 
     Args:
         served: Settings of the data service.
@@ -109,21 +110,27 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load(served: ServedLoader) -> bytes:
-    """Turn this process, a fork of a rank, into a loader's server; return the pickled loader."""
+    """Apply the notebook's settings to this process, and return a run's pickled loader.
+
+    Called in a child process of a rank; this process then serves the loader.
+    """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Do what `_load` does, for a loader of a session."""
+    """Apply the settings of all cells to this process, and return a session's pickled loader.
+
+    Called in a child process of a rank; this process then serves the loader.
+    """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
 
 def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
     """Apply settings to this process, and return the pickled loader.
 
-    Also removes torchrun's variables, which a fetcher does not have either. A dataset that sees
-    these variables may divide the data by rank a second time.
+    Also removes torchrun's variables, because a dataset that sees them may divide the data by rank
+    a second time. A fetcher has no such variables.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -133,7 +140,7 @@ def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
 
 
 class SessionFeeds:
-    """The registered loaders of a session's rank, and their connections to the data service.
+    """The registered loaders of a session's rank, and the loaders' connections to the data service.
 
     Each cell whose payload has loaders has its own connection, a `RankFeed`.
 
@@ -155,12 +162,15 @@ class SessionFeeds:
         self._settings: list[Settings] = []
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
-        """The feeds whose loaders are run by fetchers, by the number of the cell."""
+        """The feeds that receive batches from fetchers, by the number of the cell."""
 
         when_imported("accelerate.accelerator", patch_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
-        """Prepare the feed for a cell's loaders, and set the batch counts of all loaders to 0.
+        """Set the batch counts of all loaders to 0, and connect the cell's loaders.
+
+        If the cell's payload has registered loaders, this method creates the `RankFeed` that these
+        loaders use when they are unpickled.
 
         Call this method before the cell's payload is unpickled.
 
@@ -202,10 +212,13 @@ class SessionFeeds:
             self._fetched[number] = self._feed
 
     def end_cell(self) -> list[int]:
-        """Return the numbers of the cells whose fetchers this rank still needs.
+        """Forget feeds that no loader uses; return the cells whose fetchers this rank still needs.
 
         A rank needs a cell's fetchers as long as a loader from that cell's payload exists. An
         iterator may keep the loader alive.
+
+        Returns:
+            Numbers of the cells in the session.
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):
@@ -222,7 +235,7 @@ class SessionFeeds:
         return {name: counts for name, counts in found.items() if counts.span_s}
 
     def close(self) -> None:
-        """End the servers of this rank."""
+        """End the data servers of this rank."""
         self._own.close()
 
     def _loaders(self) -> list[RemoteLoader]:
@@ -268,7 +281,7 @@ def _link(file: Path, copy: Path) -> None:
 
 @contextmanager
 def session_feeds(spec: ProcessSpec, rank: int) -> Iterator[SessionFeeds]:
-    """Create the `SessionFeeds` of a rank for the block; end the rank's servers after the block."""
+    """Create the `SessionFeeds` of a rank; end the rank's data servers after the block."""
     feeds = SessionFeeds(spec, rank)
     try:
         yield feeds

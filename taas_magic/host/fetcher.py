@@ -1,8 +1,8 @@
 """A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
-The host's agent starts the fetcher before the ranks start. The fetcher reports its address and
-its statistics to the agent. The fetcher ends when the agent sends a request to end, or when the
-agent has ended.
+The host's agent starts the fetcher before the ranks start. The fetcher sends its address and its
+statistics to the agent. The fetcher ends when the agent sends any message, or when the agent has
+ended.
 """
 
 import os
@@ -37,7 +37,7 @@ from taas_magic.messages import (
 from taas_magic.store.guard import apply_rule
 
 REPORT_S = 0.5
-"""Seconds between reports with a fetcher's statistics to the agent."""
+"""Seconds between two reports of a fetcher's statistics to the agent."""
 
 
 class Fetcher:
@@ -56,10 +56,10 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> AddressesByLoader:
-        """Return the addresses of this fetcher, for each of its loaders, by the loader's name.
+        """Return the addresses at which this fetcher serves its loaders, by the loader's name.
 
-        The agent of each host writes this entry into the run folder of its host, where the ranks
-        read the entry (`FolderDirectory`).
+        The agent on each host with ranks writes this entry to the host's run folder. The ranks read
+        the entry there (`FolderDirectory`).
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
@@ -71,11 +71,11 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and report to the agent, until the agent ends or sends a request to end.
+        """Serve ranks and send statistics to the agent, until the agent requests the end or ends.
 
         Args:
-            control: Connection to the agent. This call ends when the agent sends any message or
-                closes the connection.
+            control: Connection to the agent. This method returns when the agent sends any message
+                or closes the connection.
         """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
@@ -117,7 +117,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
     The fetcher sends a message to the agent when it begins to listen for ranks, every `REPORT_S`
     seconds, when it had to restart a worker, and when it fails. `messages.of_fetcher` decodes these
-    messages. The fetcher ends when the agent sends anything to `control` or closes it.
+    messages. The fetcher ends when the agent sends any message or closes the connection.
 
     Args:
         spec: The fetcher's specification.
@@ -154,6 +154,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
     from writes. Call this function before any thread starts.
 
     Args:
+        setting: The settings for all fetchers of this host.
         number: Number of the fetcher in the run.
     """
     share = setting.share
@@ -173,8 +174,8 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             means=setting.means,
             scratch=setting.folder / str(number),
             run_folder=share.run_dir,
-            # Only the workers could write, and `note` is not called in children. So the agent
-            # checks the scratch folder instead.
+            # Only the workers run code that may write, and `note` is not called in child processes.
+            # So the agent checks the scratch folder instead, and sends the note.
             note=lambda path: None,
             rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
@@ -184,7 +185,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 def _has_room(control: Connection) -> bool:
     """Return whether the fetcher can send a message to the agent without blocking.
 
-    If not, the fetcher drops the message. So ranks never wait because the agent is slow.
+    Otherwise, the fetcher does not send its report. So ranks never wait because the agent is slow.
     """
     return bool(select.select([], [control], [], 0)[1])
 

@@ -47,13 +47,13 @@ from taas_magic.store.receipt import Ledger
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 
 LOG_BYTES = 64 << 20
-"""Maximum bytes of a log that are sent back. If a log is longer, only its end is sent."""
+"""Maximum number of bytes of a log that are sent back. Of a longer log, only the end is sent."""
 
 RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
-"""Name of a result in the run folder: attempt and rank, then a number."""
+"""Pattern for the path of a result in the run folder. The groups are the attempt and the rank."""
 
 PROFILE = re.compile(r"profile/(\d+)-(\d+)\.json\.gz", re.ASCII)
-"""Name of a rank's profile in the run folder: attempt and rank."""
+"""Pattern for the path of a profile in the run folder. The groups are the attempt and the rank."""
 
 _NAMED_AT_MOST = 5
 
@@ -62,7 +62,8 @@ class RunFolderCopy:
     """The copy of the run folder on a host that does not share the notebook's run folder.
 
     Args:
-        ask: Sends a request to the pool's process and returns the response.
+        spec: The share that needs the files.
+        ask: Function that sends a request to the pool's process and returns the response.
         cache: Folder in which the copy is created.
     """
 
@@ -90,10 +91,11 @@ class RunFolderCopy:
         """Copy from the run folder to this host all files that ranks and fetchers read.
 
         Args:
-            is_wanted: Called before each message. If it returns False, the transfer stops.
+            is_wanted: Function that is called before each request for a part of the files. If it
+                returns False, the transfer stops.
 
         Returns:
-            Whether all files were copied completely.
+            True if all files were copied; False if the transfer was stopped.
 
         Raises:
             PoolError: The pool's process does not respond, or another process truncated a file
@@ -113,9 +115,10 @@ class RunFolderCopy:
         return True
 
     def send_back(self) -> None:
-        """Send back what ranks and fetchers wrote: logs, ledgers, results and profiles.
+        """Send to the notebook's run folder what ranks and fetchers wrote.
 
-        Called when all processes of the run have ended.
+        These are logs, ledgers, and the last attempt's results and profiles. Called when all
+        processes of the run have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -138,7 +141,10 @@ class RunFolderCopy:
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _write_part(self, name: str, offset: int, data: bytes) -> None:
-        """Append a part to a file. Parts of a file arrive in order; the first has `offset` 0."""
+        """Append a part to a file of the copy. If `offset` is 0, create the file first.
+
+        The parts of a file arrive in order.
+        """
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = 0 if offset else os.O_CREAT | os.O_EXCL
@@ -146,7 +152,10 @@ class RunFolderCopy:
             file.write(data)
 
     def _send(self, path: Path, name: str) -> None:
-        """Send a file to the run folder in pieces. Of a log, send only the last `LOG_BYTES`."""
+        """Send a file in pieces to the notebook's run folder.
+
+        Of a log, send only the last `LOG_BYTES` bytes.
+        """
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             left_out = max(0, size - LOG_BYTES) if name.startswith("logs/") else 0
@@ -178,13 +187,15 @@ def _is_same(run: RunSpec) -> bool:
 class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
-    After `start`, copies changes between the mirror and the store while the share runs.
+    The constructor copies the store to the mirror. After `start`, this object copies changes
+    between the mirror and the store while the share runs.
 
     Args:
-        ask: Sends a request to the pool's process and returns the response.
-        note: Called with messages for the user.
-        shares: For a cell in a session, the `StoreCopy` of the session: the cell uses its mirror.
-            None to reserve a mirror for this object.
+        spec: The share whose ranks or fetchers use the mirror.
+        ask: Function that sends a request to the pool's process and returns the response.
+        note: Function that sends a message to the user.
+        shares: If the share is a cell in a session: the `StoreCopy` of the session, whose mirror
+            the cell then uses. None to reserve a separate mirror.
 
     Raises:
         StoreError: The store cannot be copied to this host.
@@ -218,11 +229,11 @@ class StoreCopy:
     def start(self, spec: ShareSpec, ledger: Ledger | None) -> None:
         """Start to copy this host's changes to the store, and changes of other hosts to the mirror.
 
-        Not called for a session itself, because nothing is transferred between its cells.
+        Not called for a session, because each cell of the session transfers its own changes.
 
         Args:
             spec: The share.
-            ledger: Record of the files that are sent; None for a share that sends no files.
+            ledger: Record of the files that this host sends; None if this host sends no files.
         """
         self._ledger = ledger
         self._follow(_sends(spec))
@@ -249,9 +260,10 @@ class StoreCopy:
     def again(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        Updates the mirror from the store, so that every rank finds the same last checkpoint. If
-        rank 0 ran on this host and stays here, there is no update. The mirror is then current
-        already, and may also hold files that the store could not accept.
+        Updates the mirror from the store, so that every rank finds the same last checkpoint. There
+        is no update if rank 0 ran on this host in the last attempt and stays here. In this case,
+        the mirror has the newest files already. It may also have files that the store did not
+        accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -264,9 +276,10 @@ class StoreCopy:
         self._follow(sends)
 
     def finish(self) -> None:
-        """Send the remaining files to the store, and stop the transfer.
+        """Send the remaining files to the store, and stop the transfer in both directions.
 
-        Called before each further attempt, and when no process of the run writes any more.
+        Called before each further attempt, and at the end of the run, when all processes of the run
+        on this host have ended.
         """
         if self._updater is not None:
             self._updater.finish()
@@ -275,11 +288,16 @@ class StoreCopy:
         self._outbound = self._updater = None
 
     def close(self) -> None:
-        """Release the mirror for other runs."""
+        """Release the mirror for other runs. Do nothing if the mirror belongs to a session."""
         if self._is_own:
             self._mirror.close()
 
     def _follow(self, sends: Sequence[str] | None) -> None:
+        """Start the transfer of changes in the folders `sends`, and of other hosts' changes.
+
+        Args:
+            sends: Result of `_sends`.
+        """
         self._sends = sends
         if sends is None or sends:
             assert self._ledger is not None
@@ -299,10 +317,11 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
 
 
 def _sends(spec: ShareSpec) -> Sequence[str] | None:
-    """Return the folders of the project store to which this host sends changed files.
+    """Return the folders of the project store whose changed files this host sends to the store.
 
     Returns:
-        Paths relative to the store; empty if the host sends no files. None for the whole store.
+        Paths relative to the store; empty if the host sends no files. None if the host sends the
+        changed files of all folders.
     """
     rule = spec.plan.store
     if spec.run.reads_only or spec.fetches:
@@ -313,10 +332,10 @@ def _sends(spec: ShareSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The files of one share on this host.
+    """The run folder and the project store of one share, as this host sees them.
 
-    If the host does not share the notebook's folders, this class copies files from them to the host
-    and back. A share of fetchers writes no files to the project store.
+    If the host does not share the notebook's folders, this class copies files from these folders to
+    the host and back. A share of fetchers writes no files to the project store.
     """
 
     def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: EventSink) -> None:
@@ -328,14 +347,17 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use a session's mirror for this share, a cell in the session. Called before `copy_in`.
+        """Use a session's mirror for this share, which runs a cell of the session.
 
-        The session's ranks run the cell, and their working directory is the session's mirror.
+        The session's ranks run the cell, and their working directory is the session's mirror. Call
+        this method before `copy_in`.
         """
         self._session = session
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
-        """Copy all files that the share needs to this host.
+        """Copy all files that the share needs to this host, and begin the record for the receipt.
+
+        If the host has a mirror, also start to copy changes between the mirror and the store.
 
         Args:
             is_wanted: Function that returns False when the share must end. The transfer then stops.
@@ -367,12 +389,15 @@ class HostFiles:
         return here
 
     def again(self, spec: ShareSpec) -> LocalShare:
-        """Prepare the files for the next attempt; return its share with this host's paths.
+        """Prepare the files for the next attempt.
 
         Called when the ranks of the last attempt have ended.
 
         Args:
             spec: This host's share of the next attempt.
+
+        Returns:
+            The share `spec` with this host's paths.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -385,14 +410,15 @@ class HostFiles:
         return self._local(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record, for the receipt, a message of a rank about a file of the project store."""
+        """Record a rank's message about a file of the project store, for the receipt."""
         if self._ledger is not None:
             self._ledger.record(rank, message)
 
     def send_back(self) -> None:
-        """Send back the receipt, and the files that the run wrote on this host.
+        """Send the files that the share wrote on this host to the notebook, and send the receipt.
 
-        Called when all processes of the run on this host have ended.
+        Then remove the copy of the run folder. Called when all processes of the run on this host
+        have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -406,6 +432,7 @@ class HostFiles:
                 self._folder.close()
 
     def _local(self, spec: ShareSpec) -> LocalShare:
+        """Return the share `spec` with the folders, environment and import path of this host."""
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
         if self._place.is_foreign:
@@ -433,13 +460,14 @@ class HostFiles:
                 mirror.close()
 
     def _record(self, receipt: StoreReceipt) -> None:
-        """Record in the store's state folder that a run made the files of the receipt.
+        """Record in the store's state folder that a run wrote the files that the receipt lists.
 
         Called only on the notebook's machine.
         """
         rule = self._spec.plan.store
         assert rule is not None
-        # Without the record, other hosts cannot replace these files and store theirs beside them.
+        # Without this record, a later run on another host cannot replace these files. The new files
+        # are then stored beside them.
         with suppress(OSError):
             folder = state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
-"""The host's forkserver: multiprocessing's own, with torch and IPython imported before any run.
+"""The host's forkserver: multiprocessing's forkserver with torch and IPython already imported.
 
 Two processes import this module:
 
-- The agent imports neither torch nor IPython. It starts the forkserver and asks it to fork
-  processes. A fork takes tens of milliseconds. It has the same state as a new process that has
-  imported the same modules. The agent passes the dotted name of the function that the fork calls.
-- The forkserver runs `_preload` when it imports this module. Later, it
-  imports the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute.
-  During the import, a fork of the forkserver (`_StandIn`) starts processes in its place.
+- The agent, which imports neither torch nor IPython. The agent starts the forkserver, and sends
+  requests to fork processes. Each request has the dotted name of the function that the fork calls.
+  A fork takes tens of milliseconds, and has already imported everything that the forkserver has
+  imported.
+- The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
+  the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute. During the
+  import, a fork of the forkserver (`_StandIn`) starts processes in place of the forkserver.
 """
 
 import gc
@@ -41,11 +42,12 @@ MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""Modules that a forkserver imports later: on a host when the host is idle, and on a farm's node
-when a job has imported them.
+"""Modules that a forkserver imports later, because this import may take a minute.
 
-A rank or a job whose process starts earlier imports them itself at its first optimizer step, which
-takes 1 s."""
+The forkserver of a host imports them when the host is idle. The forkserver of a farm's node imports
+them when a job has imported them. A process that starts before this import imports the modules
+itself at its first optimizer step, which takes 1 s.
+"""
 
 _PRELOAD = "TAAS_PRELOAD"
 """Environment variable with the modules that the pool's settings add, separated by commas."""
@@ -54,16 +56,22 @@ _AGENT_PID = "TAAS_AGENT_PID"
 """Environment variable with the agent's pid. The forkserver ends when the agent ends."""
 
 _IMPORTS = "TAAS_IMPORTS"
-"""Environment variable with the path of the file that names the module being imported."""
+"""Environment variable with the path of a file.
+
+The forkserver writes the name of the module that it is importing to this file.
+"""
 
 _FORGET_S = 1.0
-"""Seconds for the forkserver to report that a killed process has ended."""
+"""Maximum seconds to wait until the forkserver reports that a killed process has ended."""
 
 _LOST = 255
 """Exit code that multiprocessing assigns to a process if its forkserver ended first."""
 
 _SEEN_S = 1.0
-"""Maximum seconds from the closing of a forkserver's pipes until the system shows that it ended."""
+"""Maximum seconds to wait until the system shows that a forkserver has ended.
+
+The pipes of the forkserver close a moment earlier.
+"""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -76,12 +84,12 @@ _lock = threading.RLock()
 _server: psutil.Process | None = None
 _stand_in: "_StandIn | None" = None
 _stand_ins: list["_StandIn"] = []
-"""All stand-ins that were started, including earlier ones that may still have children."""
+"""All `_StandIn` objects so far, including earlier stand-ins that may still have children."""
 
 _has_rest = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
-"""Idle timer of the forkserver or stand-in while it starts a process; None otherwise."""
+"""While a process is being started: idle timer of the forkserver or of the stand-in; else None."""
 
 _start_timeout_s = START_TIMEOUT_S
 _imports_file = Path()
@@ -113,8 +121,8 @@ def begin(modules: Sequence[str]) -> None:
     _write_import_name(_imports_file, MODULES[0])
     os.environ.update({_PRELOAD: ",".join(modules), _AGENT_PID: str(os.getpid())})
     os.environ[_IMPORTS] = str(_imports_file)
-    # No import may create a CUDA context, because a fork cannot use it. With this variable, torch
-    # asks NVML instead of CUDA whether there is a GPU.
+    # No import may create a CUDA context, because a fork cannot use an inherited context. With this
+    # variable, torch asks NVML instead of CUDA whether there is a GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     multiprocessing.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()
@@ -183,7 +191,7 @@ def _end(server: psutil.Process, what: str) -> None:
     """Kill the forkserver and its stand-ins because one of these processes failed.
 
     Args:
-        server: The process that failed.
+        server: The forkserver or stand-in that failed.
         what: Description of the failure for the user, such as "was stopped".
     """
     global _why, _is_over
@@ -229,9 +237,9 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 class _StandIn:
     """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
-    A stand-in runs multiprocessing's own server on a separate socket. After the import, the
-    stand-in starts no more processes, and ends when all its children have ended. It also ends if
-    the forkserver ends.
+    A stand-in runs multiprocessing's forkserver code on a separate socket. After the import, the
+    stand-in starts no more processes, and ends when all its children have ended. The stand-in also
+    ends if the forkserver ends.
 
     Attributes:
         children: Processes that the stand-in has started and that may still run.
@@ -253,9 +261,10 @@ class _StandIn:
         self._started = started
 
     def has_failed(self) -> bool:
-        """Return whether the stand-in has ended too early.
+        """Return whether the stand-in has ended during the import or with an error.
 
-        All its children have then ended, too, because each child ends with its parent process.
+        In this case, all children of the stand-in have ended, too, because each child ends with its
+        parent process.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
@@ -292,7 +301,7 @@ class _StandIn:
         return from_child, to_child
 
     def end_if_over(self) -> None:
-        """Let the stand-in end if it is no longer in use and all its children have ended.
+        """Make the stand-in end if the import is over and all children of the stand-in have ended.
 
         A child counts as ended only after the stand-in has reported the child's exit code.
         Otherwise the stand-in could end before it has reported the last exit code.
@@ -321,8 +330,8 @@ def stand_in(listener: socket.socket, held: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    The import begins when the children that the forkserver has now have ended, because the
-    forkserver cannot report their exits while it imports.
+    The import begins when all children that the forkserver has at this moment have ended. During
+    the import, the forkserver could not report the exit of a child.
     """
     if not _importing.locked():
         threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
@@ -331,7 +340,8 @@ def start_importing_rest() -> None:
 def _import_rest_once() -> None:
     """Make the forkserver import `LATER`, and wait for the end of the import.
 
-    Does nothing if the forkserver has imported `LATER`.
+    Until then, a new stand-in starts processes. Does nothing if the forkserver has already imported
+    `LATER`.
     """
     global _has_rest
     with _importing:
@@ -386,9 +396,9 @@ def wait_while_stopped() -> None:
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
-    Exit code `_LOST` means that multiprocessing has lost the forkserver. The system may show the
-    forkserver as running for another moment. So if a process has this exit code, wait up to
-    `_SEEN_S` seconds until the system shows the forkserver as ended.
+    If a process has exit code `_LOST`, multiprocessing has lost the connection to the forkserver.
+    The system may still show the forkserver as running for a moment. So in this case, wait up to
+    `_SEEN_S` seconds until the system shows that the forkserver has ended.
 
     Args:
         codes: Exit codes of the processes. None for a process that runs.
@@ -436,10 +446,9 @@ def start(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return an idle timer for the process that forks the next process.
+    """Return an idle timer for the stand-in if one is in use, else for the forkserver.
 
-    That is the stand-in if there is one, else the forkserver. Return None if the forkserver has not
-    been started yet.
+    Return None if the forkserver has not been started yet.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
@@ -455,7 +464,10 @@ def why_ended() -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function in this new fork of the forkserver. The fork ends if the forkserver ends.
+    """Call a function in this new process. Runs in a fork of the forkserver or of a stand-in.
+
+    Also makes the system kill this process when its parent ends, and disconnects the process from
+    the agent's resource tracker.
 
     Args:
         function: Dotted name of the function.
@@ -472,9 +484,9 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing starts a new tracker for the fork when the fork needs one. That tracker ends
-    with the run, and then removes semaphores and shared memory that the run has left. The agent's
-    tracker would not remove them, because it continues after the run.
+    multiprocessing starts a new tracker for the fork when the fork needs one. The new tracker ends
+    with the run. At its end, it removes semaphores and shared memory that the run has left. The
+    agent's tracker would not remove them at that time, because it continues after the run.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -496,9 +508,10 @@ def _runs(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process without waiting; None if the code is not known now.
 
-    The code is not known while the process runs, and while another thread starts a process. That
-    other thread may itself wait for a suspended forkserver, which only the watching thread kills.
-    The watching thread calls this function, so a wait for the other thread could last forever.
+    The code is not known while the process runs, or while another thread holds `_lock` to start a
+    process. This function must not wait for the lock, because the thread of `_watch` calls this
+    function. The other thread may wait for a suspended forkserver, and only `_watch` kills the
+    suspended forkserver. Both threads would then wait forever.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -517,7 +530,10 @@ def exitcode(process: Any) -> int | None:
 
 
 def forget(process: Any) -> None:
-    """Close the descriptors of a process that has ended, without waiting for garbage collection."""
+    """Release a process: wait up to `_FORGET_S` for its end, then close its descriptors.
+
+    If the process has not ended by then, the descriptors stay open.
+    """
     with _lock:
         process.join(_FORGET_S)
         if process.exitcode is not None:
@@ -525,7 +541,7 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send the forkserver's `_failure` and `_problems` to the agent.
+    """Send `_failure` and `_problems`, which describe failed imports, to the agent.
 
     `warm_up` starts a fork of the forkserver that only calls this function.
     """
@@ -533,10 +549,10 @@ def report(control: Connection) -> None:
 
 
 def _preload() -> None:
-    """Import modules and prepare the forkserver, so that each fork inherits the result.
+    """Import all modules except `LATER`, and prepare the forkserver for forks.
 
-    No import may create a CUDA context or a thread. A fork cannot use an inherited CUDA context,
-    and does not inherit threads.
+    Each fork inherits the result. No import may create a CUDA context or a thread. A fork cannot
+    use an inherited CUDA context, and does not inherit threads.
 
     If an import fails, this function prints the traceback and records the error in `_failure`.
     Python's forkserver would ignore an ImportError without a message.
@@ -603,9 +619,9 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _prepare_for_forks() -> None:
-    """Prepare imported objects for forks.
+    """Disable finalizers that would run at exit, and exempt all objects from garbage collection.
 
-    Disables exit finalizers, and exempts all objects from garbage collection.
+    Forks inherit both.
     """
     # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
     # first rank that exits would remove a temporary folder that all ranks share.

@@ -4,7 +4,7 @@ Each share has a thread in the agent. `HostShare` is the common part: it copies 
 starts processes, and checks them until they end or must end. Then it ends all remaining processes,
 sends files back, and reports the end to the pool.
 
-`HostRun` is for ranks. It starts the attempts, decides when they are over, and carries out the
+`HostRun` is for ranks. It starts the attempts, decides when an attempt is over, and carries out the
 controller's commands. Three threads work together:
 
 - The share's own thread starts, checks and ends the ranks. It sleeps until a rank ends, another
@@ -90,13 +90,13 @@ POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
 
 CLEAN_UP_S = 120.0
-"""Maximum number of seconds to wait until the last attempt is cleaned up on this host.
+"""Maximum seconds to wait, before the next attempt, until this host has cleaned up the last one.
 
-Meanwhile, the controller and the other hosts wait for this host.
+During this time, the controller and the other hosts wait for this host.
 """
 
 FAILED_GRACE_S = 1.0
-"""Seconds that the other ranks may take to end after SIGTERM, when a rank has failed."""
+"""Seconds that ranks may take to end after SIGTERM, when another rank has failed."""
 
 RANK = "taas_magic.host.rank.rank_main"
 
@@ -112,7 +112,7 @@ PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
 
 
 class HostShare(ABC):
-    """A run's ranks, or its fetchers, on this host.
+    """Base class that runs one share, a run's ranks or its fetchers, on this host.
 
     Args:
         spec: The share, as the pool describes it.
@@ -126,7 +126,10 @@ class HostShare(ABC):
     """
 
     port = 0
-    """Port of torch's key-value store for the first attempt. 0 except on the run's first host."""
+    """Port of torch's key-value store for the first attempt, if this is the run's first host.
+
+    0 on other hosts, and for fetchers.
+    """
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with the paths on this host. Available when its files are on the host."""
+        """The share with this host's paths. Available after its files were copied to the host."""
         assert self._local is not None
         return self._local
 
@@ -208,9 +211,9 @@ class HostShare(ABC):
 
     @abstractmethod
     def _ending(self) -> tuple[Callable[[], None], ...]:
-        """Return functions which together end all processes of the share.
+        """Return the steps that end all processes of the share, as functions without arguments.
 
-        The caller must call every function, even if one raises an exception.
+        The caller must call every function, even if an earlier function raises an exception.
         """
 
     @abstractmethod
@@ -231,6 +234,7 @@ class HostShare(ABC):
         return self.folder
 
     def _sweep(self) -> None:
+        """End the processes that the share has left. Send a note about processes that remain."""
         found = leftovers(self.spec.share_id, self._held(), self._alone())
         if left := end_at_once(found):
             self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
@@ -244,10 +248,11 @@ _A = TypeVar("_A", bound="Attempt")
 
 
 class Attempt:
-    """The ranks of one attempt on this host.
+    """One attempt on this host: starts the attempt's ranks, checks them and ends them.
 
     Attributes:
-        folder: Private folder of the attempt, with the pipes and files between ranks and agent.
+        folder: Private folder of the attempt. It has the pipes and files by which ranks and agent
+            communicate.
         reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
         ranks: States of the ranks.
@@ -269,7 +274,7 @@ class Attempt:
         self.ranks = Ranks(self._spec.ranks)
         self.monitor = StackMonitor(share, self.ranks, reader, folder, emit)
         self.ended: tuple[str, list[Failure]] | None = None
-        """State in which the attempt ended on this host, with failures; None while it runs."""
+        """State in which the attempt ended on this host, and failures. None while ranks run."""
 
     @classmethod
     def begin(
@@ -280,7 +285,15 @@ class Attempt:
         emit: EventSink,
         on_message: OnMessage,
     ) -> _A:
-        """Create an attempt, and its own folder with pipes in `folder`. Starts no ranks yet."""
+        """Create an attempt with its pipes, but do not start ranks.
+
+        Args:
+            share: This host's share of the attempt.
+            place: Name and address of the host.
+            folder: The share's folder. The attempt's private folder is created in this folder.
+            emit: Function that sends an event to the pool.
+            on_message: Function that receives the ranks' messages, in the reader's thread.
+        """
         own = folder / str(share.spec.attempt)
         own.mkdir(mode=0o700)
         reader = PipeReader(own, share.folder, share.spec.ranks, emit, on_message)
@@ -316,11 +329,11 @@ class Attempt:
         """Update the ranks' states, and end the attempt if `decide` says that it is over.
 
         Args:
-            deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock;
-                None without `--timeout`.
-            interrupted_at: Time at which the run was interrupted; None if it was not. After an
-                interrupt, this method sends SIGINT once to each rank that has reported that it
-                accepts SIGINT.
+            deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock.
+                None without `--timeout`, and while a rank waits for the user's input.
+            interrupted_at: Time at which the user interrupted the run, in seconds of the same
+                clock; minus infinity to kill the ranks at once. None if there was no interrupt.
+                After an interrupt, this method calls `_interrupt`.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -350,7 +363,9 @@ class Attempt:
             forkserver.forget(self.processes.popitem()[1])
 
     def _interrupt(self, since: float) -> None:
-        """Ask the ranks to end. Called again and again after an interrupt.
+        """Send SIGINT, once, to each rank that has reported that it accepts SIGINT.
+
+        `check` calls this method repeatedly after an interrupt.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -372,7 +387,7 @@ class Attempt:
         end_all(below, grace_s=0.0)
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Report the verdict, then end the ranks unless they succeeded.
+        """Send the verdict and the failures to the pool. Then end the ranks unless they succeeded.
 
         The report comes first, because ending ranks takes time.
         """
@@ -394,7 +409,8 @@ class Attempt:
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or the failure of the host itself.
 
-        Also lists ranks that left by `sys.exit(0)`, even if the attempt has succeeded on this host.
+        The list includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on
+        this host.
         """
         if verdict.cause == "host":
             return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
@@ -423,11 +439,11 @@ class _NextAttempt:
     spec: ShareSpec
     rendezvous: Rendezvous | None
     is_clean: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when the last attempt's ranks are gone and their files are sent back."""
+    """Event that is set when the ranks of the last attempt have ended and their files are sent."""
 
 
 class HostRun(HostShare):
-    """A run's ranks on this host.
+    """Runs the ranks of one run on this host, in all attempts of the run.
 
     Raises:
         OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
@@ -447,7 +463,7 @@ class HostRun(HostShare):
         self._next: _NextAttempt | None = None
         self._is_over = False
         self._error_end: tuple[str, list[Failure]] | None = None
-        """State and failures of a share that an error ended; None if its ranks decide its end."""
+        """State and failures of the share if an error in the agent ended the share; else None."""
         self._entries = dict(spec.fetchers)
         self._addresses: Path | None = None
         self._placing = threading.Lock()
@@ -529,7 +545,11 @@ class HostRun(HostShare):
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
-        """Write the fetchers' addresses to `base` from now on (`service.addresses_folder`)."""
+        """Write the known addresses of fetchers below `base`, and later addresses when they arrive.
+
+        Args:
+            base: Folder that contains the folder of addresses (`service.addresses_folder`).
+        """
         self._addresses = service.addresses_folder(base)
         self._place_fetchers()
 
@@ -541,7 +561,7 @@ class HostRun(HostShare):
         spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
-        self._readers.append(attempt.reader)  # children that outlive an attempt may keep writing
+        self._readers.append(attempt.reader)  # children that outlive the attempt may keep writing
         port = spec.master_port
         if own_rendezvous is None:
             rendezvous.reach(spec.master_addr, port)
@@ -573,7 +593,10 @@ class HostRun(HostShare):
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
-        """Close the old rendezvous, update this host's files, and release `start_next_attempt`."""
+        """Replace the rendezvous and this host's files by those of the next attempt.
+
+        Then let `start_next_attempt` return, which waits in another thread.
+        """
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = next_attempt.rendezvous
@@ -585,7 +608,10 @@ class HostRun(HostShare):
             next_attempt.is_clean.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Handle a message of a rank. Called by the thread of the `PipeReader`."""
+        """Record a rank's message in the rank's state, and pass it on to the pool or the receipt.
+
+        Called by the thread of the `PipeReader`.
+        """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
         if isinstance(message, RankMessage):
@@ -618,27 +644,30 @@ class HostRun(HostShare):
 
 
 def _rendezvous_of(spec: ShareSpec) -> Rendezvous | None:
-    """Create the rendezvous of an attempt's ranks. On other hosts than the first, return None."""
+    """Create the rendezvous of an attempt's ranks if this is the run's first host.
+
+    On other hosts, return None.
+    """
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
 FETCHER = "taas_magic.host.fetcher.fetcher_main"
 _EXIT_S = 0.5
 _END_S = 5.0
-"""Seconds that fetchers may take to end by themselves. Then they are killed.
+"""Seconds that fetchers may take to end after the request to end. Then they are killed.
 
-A fetcher that was stopped by SIGSTOP never ends by itself.
+A fetcher that SIGSTOP has suspended never ends by itself.
 """
 
 _ENDLESS = 1 << 62
 
 
 def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
-    """Return the amount of data that workers must prepare before ranks ask for any (`--prefill`).
+    """Return the amount of data that `--prefill` makes workers prepare before ranks request data.
 
     Returns:
-        Minimum number of batches, and minimum number of bytes. At least one of them is 0, which
-        means no minimum.
+        Two values: a minimum number of batches, and a minimum number of bytes. 0 means no minimum,
+        and at least one of the two values is 0.
     """
     if prefill is None:
         return 0, 0
@@ -649,10 +678,12 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
 @dataclass
 class _Running:
-    """A started fetcher.
+    """A fetcher that was started and may still run.
 
     Attributes:
-        why: Reason of the fetcher's failure; "" if the reason is not known.
+        spec: Description of the fetcher.
+        process: The fetcher's `multiprocessing.Process`.
+        why: Reason of the fetcher's failure; "" if the fetcher has not reported a reason.
         said_writes: Whether a note has told the user that the fetcher's writes to the project store
             are dropped.
         stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
@@ -674,7 +705,7 @@ class _Running:
 
 
 class HostFetchers(HostShare):
-    """The fetchers of one run on this host."""
+    """Runs the fetchers of one run on this host."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -693,7 +724,10 @@ class HostFetchers(HostShare):
         return RunStacks(fetchers=found)
 
     def _run_processes(self) -> None:
-        """Start the fetchers, and send their messages to the pool until all fetchers have ended."""
+        """Start the fetchers, and forward their messages until all fetchers have ended.
+
+        If the share must end, request the end of all fetchers, and wait at most `_END_S` for it.
+        """
         for spec in self._specs():
             control, theirs = connection.Pipe()
             process = forkserver.start(FETCHER, spec, theirs)
@@ -736,7 +770,7 @@ class HostFetchers(HostShare):
             )
 
     def _fail(self, error: Exception) -> None:
-        """Report that no fetcher will start here, so that no rank waits for one."""
+        """Report all fetchers of this host as failed, so that no rank waits for them."""
         said = error if isinstance(error, TaasError) else f"{type(error).__name__}: {error}"
         why = f"host {self.host} has no fetchers: {said}"
         self.note(why)
@@ -755,7 +789,7 @@ class HostFetchers(HostShare):
         return tuple(partial(self._end, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:
-        """Wait up to `POLL_S` for messages of fetchers, and send them to the pool.
+        """Wait up to `POLL_S` for messages of fetchers, and forward these messages to the pool.
 
         Returns:
             The connections of fetchers that have ended.
@@ -778,7 +812,7 @@ class HostFetchers(HostShare):
         return ended
 
     def _check_for_writes(self, one: _Running) -> None:
-        """If a fetcher tried to write to the project store, send a note, but only once."""
+        """If a fetcher has tried to write to the project store, send one note about the fetcher."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return
@@ -796,9 +830,10 @@ class HostFetchers(HostShare):
             one.process.kill()
 
     def _end(self, control: connection.Connection) -> None:
-        """Wait up to `_EXIT_S` for the exit of a fetcher, and kill it if it has not exited.
+        """Wait up to `_EXIT_S` for the exit of a fetcher, and kill the fetcher if it still runs.
 
-        Sends `FetcherEnded`, which describes a failure unless the share is being stopped.
+        Then send `FetcherEnded` to the pool. This event describes a failure, unless the share is
+        being stopped.
 
         Args:
             control: Connection to the fetcher.

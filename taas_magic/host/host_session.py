@@ -1,11 +1,11 @@
 """Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
 This code runs in the agent. A session is a run whose ranks wait for cells at a prompt
-(`host/prompt.py`) instead of running one cell. Like any run, a session starts the ranks, notices
-the end of a rank, and cleans up (`HostSession`).
+(`host/prompt.py`) instead of running one cell. `HostSession` starts the ranks, checks whether a
+rank has ended, and cleans up, as `HostRun` does for any run.
 
-Each cell of the session is a run, too (`HostCell`). It starts no processes, but sends the cell to
-the session's ranks. The run of a cell is over when all ranks are back at their prompt. While a cell
+Each cell of the session is a run, too. `HostCell` starts no processes, but sends the cell to the
+session's ranks. The run of a cell is over when all ranks are back at their prompt. While a cell
 runs, `HostCell` checks the ranks for failures and hangs. Between cells, `HostSession` checks them.
 """
 
@@ -26,19 +26,23 @@ from taas_magic.host.watch import REPORT_S, RankState
 from taas_magic.messages import CellOrder, Note, RanksKilled
 
 CUT_AFTER_S = 1.0
-"""Seconds from a rank's interrupt until its connections to other ranks are cut.
+"""Seconds from the interrupt of a rank until the rank's connections to other ranks are cut.
 
-SIGINT does not end a collective of gloo, which waits in C++. Cutting the connections ends it.
+A collective of gloo waits in C++, where SIGINT does not end it. Without connections, the collective
+raises an exception.
 """
 
 RETURN_S = 10.0
-"""Seconds that a rank has to raise KeyboardInterrupt after an interrupt. Then it is killed."""
+"""Seconds that a rank has to raise KeyboardInterrupt after an interrupt.
+
+A rank that needs longer is killed.
+"""
 
 CELL_END_S = 20.0
-"""Seconds that an ending session waits for the end of the cell that it runs."""
+"""Maximum seconds that a session, when it is ended, waits for the end of its current cell."""
 
 START_S = 60.0
-"""Seconds that a cell waits for its session to start the ranks."""
+"""Maximum seconds that a cell waits until its session has started the ranks."""
 
 _LOOK_S = 0.02
 
@@ -60,7 +64,7 @@ class SessionAttempt(Attempt):
             os.close(self._pipes.pop())
 
     def _interrupt(self, since: float) -> None:
-        """Order the ranks to end as soon as they are at their prompt."""
+        """Send the ranks, once, the order to end. A rank ends when it is at its prompt."""
         if not self._was_told_to_end:
             self._was_told_to_end = True
             for rank in self._spec.ranks:
@@ -68,7 +72,10 @@ class SessionAttempt(Attempt):
 
 
 class CellAttempt(Attempt):
-    """One cell on a session's ranks. When a rank is back at its prompt, it has ended the cell."""
+    """The execution of one cell on a session's ranks of this host.
+
+    A rank has ended the cell when it is back at its prompt. The process of the rank continues.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,7 +85,7 @@ class CellAttempt(Attempt):
         self._killed: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Order the ranks to run the cell.
+        """Send the cell to the ranks.
 
         Args:
             port: Not used, because the ranks have already met.
@@ -98,9 +105,9 @@ class CellAttempt(Attempt):
             link.order(self.folder, rank, cell)
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Read all output of ranks that are back at their prompt; then check all ranks.
+        """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
-        The check is that of `Attempt.check`.
+        So the cell's log is complete before the cell ends. `Attempt.check` checks the ranks.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -109,11 +116,14 @@ class CellAttempt(Attempt):
         super().check(deadline, interrupted_at)
 
     def close(self) -> None:
-        """Bring all ranks back to their prompt. The session keeps their processes."""
+        """Interrupt the ranks that still run the cell, and wait until they are at their prompt.
+
+        The processes of the ranks continue, because they belong to the session.
+        """
         self._end_ranks(0.0)
 
     def note_if_cut(self) -> None:
-        """If a collective was interrupted, tell the user how to renew the process group."""
+        """If connections of ranks were cut, send a note on how to renew the process group."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session
@@ -142,10 +152,12 @@ class CellAttempt(Attempt):
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Interrupt all ranks, wait until they are at their prompt, and kill ranks that are late.
+        """Interrupt the ranks that still run the cell, and wait until they are at their prompt.
+
+        Then kill the ranks that are not at their prompt within the time limit (`_patience_s`).
 
         Args:
-            grace_s: Not used. `_patience_s` returns the time limit instead.
+            grace_s: Not used, because `_patience_s` returns the time limit.
         """
         if self._called_back_at is None:
             self._called_back_at = time.monotonic()
@@ -182,7 +194,7 @@ class CellAttempt(Attempt):
 
 
 class HostSession(HostRun):
-    """A session's ranks on this host. At most one cell uses them at a time."""
+    """Runs the ranks of a session on this host. At most one cell uses the ranks at a time."""
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
         self._cell: ShareSpec | None = None
@@ -194,14 +206,17 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The project's files on this host, which the session shares with its cells."""
+        """The session's files on this host. The cells of the session use the same mirror."""
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
-        """Reserve the ranks for a cell.
+        """Reserve the ranks for a cell. Wait up to `START_S` until the session has started them.
 
-        Until `end_cell`, the cell's run checks the ranks for failures and hangs, instead of the
-        session. Waits up to `START_S` seconds until the session has started the ranks.
+        From now until `end_cell`, the cell's run checks the ranks for failures and hangs, and the
+        session does not check them.
+
+        Args:
+            cell: This host's share of the cell's run.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.
@@ -217,7 +232,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Give the ranks back to the session, which then reads their output and checks them."""
+        """Release the ranks from the cell. The session then gets their output and checks them."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
@@ -226,9 +241,9 @@ class HostSession(HostRun):
         self.wakeup.set()
 
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
-        """Return an attempt that runs `cell` on the ranks.
+        """Return an attempt that can run `cell` on the ranks.
 
-        From now on, output and messages of the ranks go to the cell's run.
+        This method also sends all further output and messages of the ranks to the cell's run.
         """
         ours = self._attempt
         assert ours is not None
@@ -257,7 +272,7 @@ class HostSession(HostRun):
     def _checks_ranks(self) -> bool:
         """Return whether the session must check the ranks now.
 
-        This is the case between cells, and while the session is being ended.
+        The session checks the ranks between cells, and while the session is being ended.
         """
         return self._cell is None or self.stopped_at is not None
 
@@ -278,14 +293,17 @@ class HostSession(HostRun):
         return (first, self._await_cell, *others)
 
     def _await_cell(self) -> None:
-        """Wait up to `CELL_END_S` for the cell's end, because the cell uses the session's pipes."""
+        """Refuse further cells, and wait up to `CELL_END_S` for the end of the current cell.
+
+        The session's pipes must stay open until then, because the cell uses them.
+        """
         with self._changing:
             self._is_over = True
         self._cell_over.wait(CELL_END_S)
 
 
 class HostCell(HostRun):
-    """The run of one cell on a session's ranks on this host.
+    """Runs one cell on a session's ranks on this host.
 
     Args:
         spec: This host's share of the cell's run.
@@ -308,7 +326,10 @@ class HostCell(HostRun):
         self.port = session.port or 1  # not used, because the ranks have already met
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Handle a message of a rank while the cell runs. Called by the `PipeReader`'s thread."""
+        """Record or forward a rank's message. Called by the thread of the `PipeReader`.
+
+        Used while the cell runs.
+        """
         self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:

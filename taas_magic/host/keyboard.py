@@ -41,7 +41,7 @@ _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).d
 
 
 class Keyboard:
-    """The source of the lines that a rank's program reads from its standard input.
+    """The source of the lines that a rank's program reads from its standard input: the user.
 
     Args:
         link: The rank's connection to its agent.
@@ -59,13 +59,13 @@ class Keyboard:
         self.was_refused = False
 
     def install(self) -> None:
-        """Let `input`, `getpass.getpass` and `sys.stdin` of this process read from the user."""
+        """Replace `input`, `getpass.getpass` and `sys.stdin` so that they read from the user."""
         builtins.input = self._input
         getpass.getpass = self._getpass
         sys.stdin = _UserInput(self)
 
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
-        """Ask the user for a line, and wait for it. Any thread may call this.
+        """Send the user a request for a line, and wait for the line. Any thread may call this.
 
         Args:
             prompt: Text to show before the input.
