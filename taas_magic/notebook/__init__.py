@@ -5,7 +5,7 @@ flags.py      parser of the flags after `%%taas`
 launch.py     runs a cell on ranks from start to end; with `--dry-run`, describes what would run
 rehearsal.py  rehearses a cell on this machine and reports what its pool would need (`--rehearse`)
 functions.py  runs a function (`taas.run`) or a script on ranks
-options.py    checks options of a call against the parameters of the user's function
+options.py    checks that a call's options and the user's function share no parameter name
 run.py        follows a run, handles the user's interrupts, and starts its fetchers
 keyboard.py   lines that the user types for the ranks of a run
 runs.py       finds runs and reads their folders (`taas.runs()`)
@@ -15,5 +15,5 @@ sessions.py   the sessions of this kernel
 pools.py      the pools of this kernel
 logs.py       reads the log files of ranks
 report.py     writes the file of `%taas report`
-between_cells.py  lists that the magics read before and after each cell
+between_cells.py  functions to call before each cell, and names for a hint after each cell
 """

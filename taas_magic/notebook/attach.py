@@ -24,7 +24,10 @@ POLL_S = 0.1
 """Seconds between reads of the journal."""
 
 CHECK_S = 1.0
-"""Seconds between checks that the process that owns the run is alive, if the journal is silent."""
+"""Minimum seconds between checks whether the run's owner process is alive.
+
+These checks are made only while the journal gets no events.
+"""
 
 NOT_ATTACHED = "NOT ATTACHED"
 """Title of a run's status header after the user stopped watching. The run may still be active."""

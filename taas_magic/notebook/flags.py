@@ -26,7 +26,8 @@ from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
 
-# A single word. `#!/usr/bin/env python` and `#!python3` name interpreters and do not match.
+# Matches `#!` and the name of a pool. It does not match names of interpreters, as in
+# `#!/usr/bin/env python` and `#!python3`.
 _POOL = re.compile(r"#!\s*(?!python|i?pypy|sh$|bash$)([A-Za-z][\w.-]*)\s*")
 _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 
@@ -34,8 +35,8 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
     """Parse the taas comments at the top of a cell: `#!POOL` and `#pragma taas`.
 
-    If the cell has no pragma, `#!POOL` must be the first line with text. Further down, it is an
-    ordinary comment.
+    In a cell without a pragma, `#!POOL` counts only as the first line with text. In a cell with a
+    pragma, other comments may precede `#!POOL`.
 
     Returns:
         The flags as one string, and the number of lines up to and including the last taas comment.
@@ -53,7 +54,10 @@ def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """Replace the taas comments at the top of a cell by a `%%taas` line; an IPython transformer."""
+    """Replace the taas comments at the top of a cell by a `%%taas` line.
+
+    IPython calls this function as an input transformer, with the lines of every cell.
+    """
     found = parse_top_comments(lines)
     if found is None:
         return lines
@@ -92,12 +96,15 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 MAX_RANKS = 1_000_000
-"""Upper bound on numbers of ranks in flags. Planning the run checks the pool's own limit."""
+"""Maximum number of ranks that flags accept. The pool's own limit is checked later (`plan`)."""
 
 MAX_COUNT = 1 << 60
 
 REHEARSED_BATCHES = 3
-"""Batches of each registered loader in a rehearsal, if `--rehearse` has no value."""
+"""Number of batches after which each pass over a registered loader ends in a rehearsal.
+
+This is the default value of `--rehearse`.
+"""
 
 _NOT_REHEARSED = (
     *("--session", "--ranks", "--send"),
@@ -106,7 +113,10 @@ _NOT_REHEARSED = (
 """Flags that cannot be combined with `--rehearse`."""
 
 MAX_PROFILED_STEPS = 100
-"""Upper bound of `--profile`. The trace of a step of a small model has about 100 kB."""
+"""Maximum value of `--profile`, the number of recorded steps.
+
+The limit bounds the size of the trace: a step of a small model adds about 100 kB.
+"""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
@@ -270,7 +280,10 @@ OF_EACH_RANK = frozenset(
     | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
 )
-"""Variables that `--env` must not set: the ranks of a run find each other by their values."""
+"""Environment variables that `--env` must not set.
+
+taas-magic sets them on each rank, so that the ranks of a run find each other.
+"""
 
 REPEATED = ("--env", "--shared-writes")
 """Flags that may be given more than once."""
@@ -551,7 +564,7 @@ def check_ranks(flags: Flags) -> None:
     """Check that the run has all ranks that `--out`, `--logs` and `--ranks` name.
 
     Raises:
-        UsageError: The run does not have such a rank.
+        UsageError: The run has no rank with one of these numbers.
     """
     gpus = flags.gpus
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
@@ -565,7 +578,10 @@ def check_ranks(flags: Flags) -> None:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Raise UsageError if fetchers could never prepare what `--prefill` asks for."""
+    """Raise UsageError if fetchers could never prepare what `--prefill` asks for.
+
+    `all` needs `--units`, every value needs `--cpus`, and a size must fit the fetchers' buffers.
+    """
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")
     if not flags.cpus:
@@ -590,7 +606,10 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return the flags in `line` without a trailing comment, which begins with a `#` word."""
+    """Return `line` without a trailing comment.
+
+    The comment begins at the first word that begins with `#`.
+    """
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
 _of_script: InteractiveShell | None = None
-"""The shell that was created for a script."""
+"""The shell that `_shell` has created for a script; None in a notebook."""
 
 
 def run(
@@ -112,7 +112,7 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for the options of `run`; add the function's value to the flag `--out`.
+    """Return the flags for the options of `run`; add the function's returned value to `--out`.
 
     Raises:
         UsageError: An option has an impossible value.
@@ -160,7 +160,7 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":
-    """Run a cell or a function on ranks.
+    """Run a function or a script on ranks, or rehearse the script (`--rehearse`).
 
     If a rank of a script's run fails, print that rank's traceback. In a notebook, the exception
     shows the traceback itself (`RunError._render_traceback_`).

@@ -18,7 +18,7 @@ _left: dict[str, Run] = {}
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run. Its status header then says how to show the run again.
+    """Close the view of an active run. Its last status header says how to show the run again.
 
     Args:
         run: The run.

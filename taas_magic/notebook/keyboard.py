@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 SAME_RANK_S = 1.0
-"""Seconds after an answer during which only the same rank may ask, as a debugger does at once."""
+"""Seconds after an answer during which only the answered rank may ask again.
+
+A debugger asks for its next line at once.
+"""
 
 ANSWER_LIMIT_BYTES = 4000
-"""Maximum size of an encoded answer. The agent writes it to the rank's pipe at once, and Linux
-guarantees that only up to PIPE_BUF (4096) bytes."""
+"""Maximum size of an encoded answer.
+
+The agent writes the answer to the rank's pipe in one call. Linux guarantees an undivided write only
+for up to PIPE_BUF (4096) bytes.
+"""
 
 _TOO_LONG = "(the line is too long; at most about 3,900 characters) "
 _CHECK_S = 0.25
-"""Seconds between calls of `is_void`."""
+"""Seconds between calls of the argument `is_void` of `ask`."""
 
 
 class InputQueue:
@@ -40,7 +46,7 @@ class InputQueue:
         self._answered_at = float("-inf")
 
     def add(self, request: InputRequested) -> None:
-        """Add a request, and drop an older request of the same rank, which was interrupted."""
+        """Add a request in place of an older request of the same rank, which was interrupted."""
         self._waiting[request.rank] = request
 
     def clear(self) -> None:
@@ -75,7 +81,7 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
     """Return the text of the input box: the rank's prompt, and the number of the rank.
 
     The hosts of an untrusted pool could send a misleading prompt, such as a request for a password.
-    So the prompt of such a pool is a single line that begins with the pool's name.
+    So for an untrusted pool, the text is a single line that begins with the pool's name.
     """
     prompt, size = request.prompt, plan.world_size
     if size > 1:

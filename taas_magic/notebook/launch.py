@@ -67,13 +67,16 @@ NO_LOADER_SENT = (
 )
 
 PRUNE_S = 60.0
-"""Seconds between two searches for old runs to remove, while cells of sessions run."""
+"""Minimum seconds from one search for old runs to the next, after cells of sessions.
+
+Each run with ranks of its own starts a search as well.
+"""
 
 _pruned_at = float("-inf")
 """Monotonic time of the last search for old runs to remove."""
 
 _told: set[str] = set()
-"""Notes that this kernel has shown and does not repeat."""
+"""Lasting notes (see `_news`) that this kernel has shown and does not repeat."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
@@ -427,7 +430,9 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
-    """Ask the ranks for the names of their variables, if this kernel has taken the session over.
+    """Ask the ranks for the names of their variables, and record the names in `session`.
+
+    Do nothing unless this kernel has taken the session over and does not know the names yet.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -513,7 +518,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
     """Return the plan of a cell, which may belong to a session.
 
-    The first cell of a session decides where the ranks run.
+    The plan of a session's first cell decides where the session's ranks run. The plan of a later
+    cell has the same ranks and hosts.
 
     Raises:
         UsageError: The pool has no room for so many ranks.

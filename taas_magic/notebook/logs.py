@@ -13,10 +13,10 @@ from taas_magic.host.output import LineAssembler
 from taas_magic.messages import harmless, harmless_block
 
 READ_BYTES = 4_000_000
-"""Number of bytes to read from the end of a log."""
+"""Maximum number of bytes that `end_of_log` reads from the end of a log."""
 
 SHOWN_BYTES = 500_000
-"""Number of characters of a log to show in a cell. A browser becomes slow with more."""
+"""Maximum number of characters of a log to show in a cell; more make a browser slow."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -62,7 +62,7 @@ def end_of_log(path: Path) -> str:
 
 
 def shortened(text: str, path: Path) -> str:
-    """Return at most SHOWN_BYTES from the end of a text, without terminal control sequences.
+    """Return at most SHOWN_BYTES characters from the end of a text, without control sequences.
 
     Args:
         text: The text.

@@ -244,8 +244,8 @@ INSTALLS_TAAS = re.compile(
 )
 """Pattern of a command that installs PyPI's `taas` with pip.
 
-That package is an old client of DataSphere, whose guide begins with this command. The percent sign
-is optional, because IPython's automagic accepts the command without it, and %%bash cells need none.
+That package is an old client of DataSphere, and the guide of DataSphere begins with this command.
+The percent sign is optional: IPython's automagic does not need it, and a %%bash cell has none.
 """
 
 
@@ -761,7 +761,7 @@ _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
 _LOGS_VALUES = ("--rank", "--tail", "--grep")
-"""Flags whose value is not completed."""
+"""Flags of `%taas logs` for whose values Tab completion suggests nothing."""
 
 _OF_A_RUN = ("stop", "stacks", "ranks", "report")
 _OF_A_SESSION = ("vars", "debug", "restart", "end")

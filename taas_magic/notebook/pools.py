@@ -183,7 +183,7 @@ def _process_of(pool: Pool) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml and its status. If the pool does not answer, the status is empty."""
+    """A pool of taas.toml and its status. The status is empty for a pool that does not answer."""
 
     name: str
     engine: str
@@ -377,7 +377,11 @@ def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
 
 
 def _ours(seen: Facts, here: KernelVersions) -> str:
-    """Return where a host gets taas-magic from: installed, in its cache, or sent on first use."""
+    """Return where a host gets taas-magic from, as text for the table.
+
+    The text is "installed"; "in its cache", if the host keeps an earlier copy; or "sent on first
+    use", if the kernel will send a copy.
+    """
     from taas_magic.setup.install import what_to_bring
 
     parcels = [parcel.name for parcel in what_to_bring(seen, here)]

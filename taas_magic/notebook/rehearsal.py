@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
 MAX_RANKS = 2
-"""Maximum number of ranks of a rehearsal. The cell may ask for more."""
+"""Maximum number of ranks of a rehearsal, whatever `--gpus` says."""
 
 BATCHES_VARIABLE = "TAAS_REHEARSE"
 """Environment variable of a rehearsal's ranks: the number of batches after which a pass ends."""
@@ -39,7 +39,7 @@ BATCHES_VARIABLE = "TAAS_REHEARSE"
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
-"""Minimum seconds that a rank must compute for a batch. Else `--cpus` is not estimated."""
+"""Minimum seconds of a rank's computing for a batch. Below this, `--cpus` is not estimated."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Findings:
         problems: Reasons why the run would fail on the pool.
         host_rows: Result of checking each host for the cell's modules. A pool without a running
             host has one row, with an empty host name.
-        captured: Values that are sent to the ranks.
+        captured: Variables of the notebook that are sent to the ranks.
         travels_bytes: Size of everything that is sent to the ranks.
         loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
         flows: Counts of batches and times of each registered loader, by name.
@@ -75,7 +75,7 @@ class Findings:
 
     @property
     def all_problems(self) -> list[str]:
-        """`problems`, then the hosts' problems. Hosts with the same problem share one line."""
+        """`problems`, then the problems of hosts. Hosts with the same problem share one entry."""
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
             for finding in row.findings:
@@ -217,7 +217,10 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
 
 
 def report(found: Findings) -> str:
-    """Return the report of a rehearsal."""
+    """Return the report of a rehearsal as text, with one labelled line for each finding.
+
+    The lines name problems, hosts, sizes of what is sent, speeds of loaders, memory and files.
+    """
     rows = [
         *_problem_rows(found),
         *_host_rows(found),

@@ -51,13 +51,16 @@ from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
 
 LEAVE_S = 1.2
-"""Seconds that work may still take after the user has interrupted the wait for it."""
+"""Seconds that the cell still waits for work after the user has interrupted the wait.
+
+Then the cell ends, and the work continues in its thread.
+"""
 
 MEANWHILE_S = 0.25
-"""Seconds between updates of the display while the user waits."""
+"""Seconds between updates of the view while the user waits."""
 
 CHECK_S = 1.0
-"""Seconds between checks that a run's pool is alive, while no event arrives."""
+"""Seconds between checks whether the process of a run's pool is alive, while no event arrives."""
 
 KILL_WAIT_S = 15.0
 """Seconds that the cell waits for a run to end after the first interrupt."""
@@ -81,9 +84,10 @@ ShowLines = Callable[[list[str]], None]
 class Interrupts:
     """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
-    A KeyboardInterrupt can be raised between any two instructions. There, it could cause the loss
-    of an event, or leave a process without an owner. Signals reach the main thread only. In another
-    thread (a subshell of the kernel), no handler is installed, and `count` stays 0.
+    Python can raise a KeyboardInterrupt between any two instructions. At the wrong place, the
+    exception could lose an event, or leave a process without an owner. Signals reach the main
+    thread only. In another thread (a subshell of the kernel), no handler is installed, and `count`
+    stays 0.
 
     Attributes:
         count: Number of interrupts so far.
@@ -120,8 +124,8 @@ class Interrupts:
         Args:
             work: Function that may wait for another process. If the user interrupts the wait, the
                 function continues in its thread.
-            patience: Number of interrupts that end the wait. After the last interrupt, the work has
-                LEAVE_S more to finish.
+            patience: Number of interrupts that end the wait. After the last of them, the method
+                waits up to LEAVE_S for the work to finish.
             meanwhile: Function called in this thread every MEANWHILE_S during the wait.
 
         Raises:
@@ -138,7 +142,7 @@ class Interrupts:
 
 
 class Background(Generic[T]):
-    """Work in a separate thread. The work continues if the user stops waiting for it.
+    """A function call in a separate thread, which continues if the user stops waiting for it.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the
@@ -339,7 +343,7 @@ class RunFetchers:
         """Get hosts for the fetchers and start them (runs in a thread)."""
 
         def listen(event: Event) -> None:
-            # The run has no display before it starts, so show notes to the waiting user here.
+            # The run has no view before it starts, so show notes to the waiting user here.
             if isinstance(event, Note):
                 tell([event.text])
             self.record_event(event)
@@ -437,7 +441,7 @@ class RunDriver:
     Attributes:
         run: The `Run` object that users get as `taas.last_run`.
         plan: Plan of the run.
-        head: State of the run, computed from its events. The status header above its log shows it.
+        head: State of the run, computed from its events. The status header shows this state.
         hosts: Names of the hosts of the first attempt, in the order of their ranks.
         is_detached: Whether the run continues without this kernel.
     """
@@ -521,7 +525,7 @@ class RunDriver:
             connection: Connection to the pool.
             spec: The run.
             fetcher_events: Events of the run's fetchers so far, for the pool of the ranks.
-            view: Display of the run.
+            view: View of the run.
             interrupts: The user's interrupts.
 
         Raises:
@@ -563,7 +567,7 @@ class RunDriver:
         Args:
             connection: Connection on which the run was started. If the connection ends, the run
                 ends, unless it is detached.
-            view: Display of the run.
+            view: View of the run.
             interrupts: The user's interrupts.
             detaches: Whether to detach the run as soon as all ranks have started.
         """
@@ -634,7 +638,7 @@ class RunDriver:
         The request is refused if nobody can type, or if the run was interrupted.
 
         Args:
-            view: Display of the run; None if the run is about to be detached.
+            view: View of the run; None if the run is about to be detached.
         """
         request = self._inputs.pop_next(time.monotonic())
         if request is None:

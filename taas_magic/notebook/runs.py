@@ -64,7 +64,7 @@ POLL_S = 0.2
 
 
 class Run:
-    """One execution of a cell on N ranks. The object reads the run's folder, and never writes it.
+    """One execution of a cell or function on ranks. The object only reads the run's folder.
 
     Any kernel of the user may have started the run.
 
@@ -108,7 +108,7 @@ class Run:
 
     @cached_property
     def context(self) -> RunContext:
-        """Facts that the notebook recorded for other processes: its project, pools and labels."""
+        """Facts that the kernel recorded for other processes: project, pools, labels of cells."""
         return self._folder.context()
 
     @property
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """The run's state, computed from all its events. The run's status header shows it."""
+        """The run's state, computed from all its events and shown by the run's status header."""
         if self.live:
             return self.live
         if self._replay is None:
@@ -172,7 +172,7 @@ class Run:
 
     @property
     def receipt(self) -> Receipt:
-        """Files that rank 0 wrote to the project store, and other ranks' writes kept out of it."""
+        """Files that rank 0 wrote to the project store, and files of other ranks kept out of it."""
         return self.head.receipt or Receipt()
 
     @property
@@ -206,8 +206,8 @@ class Run:
     def result_notes(self) -> list[str]:
         """Notes for the user about functions that the run returned.
 
-        Each note names a variable that such a function uses, and that has another value in the
-        notebook than in the cell. The function then uses the notebook's value.
+        In the notebook, a returned function uses the notebook's variables. Each note names one of
+        these variables whose value in the notebook differs from its value in the cell.
         """
         return list(self._results().notes)
 
@@ -275,7 +275,7 @@ class Run:
         return self._folder.log(rank)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the run has ended; return the variables of `--out`, or raise its error.
+        """Wait until the run has ended; return the variables of `--out`, or raise the run's error.
 
         An interrupt ends the wait, not the run.
 
@@ -364,7 +364,10 @@ class Run:
         return journal.summary(self._folder)
 
     def _results(self) -> returned.Received:
-        """Return the results of the run, loaded only once; empty while the run is active."""
+        """Return the results of the run; empty while the run is active.
+
+        The first call after the run's end reads the files. Later calls return the same object.
+        """
         if self._received is None:
             if self.is_active:
                 return returned.Received()

@@ -48,7 +48,7 @@ END_S = 40.0
 """Seconds to wait until all ranks of a session have ended after the user ended the session."""
 
 DEATH_SEEN_S = 15.0
-"""Seconds to wait for the report that a session has ended, after one of its ranks died."""
+"""Maximum seconds to wait, after a rank's death, for the report that its session has ended."""
 
 FIXED = {
     **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
@@ -152,7 +152,7 @@ class Session:
         return self._notes[-1] if self._notes else "it was ended"
 
     def lost_names(self) -> str:
-        """Return a list of the variables that ended with the ranks, as text for a message."""
+        """Return the names of the variables that the ended ranks had, as text for a message."""
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return f"{', '.join(names[:_LISTED])}{more}" if names else "none"
@@ -180,9 +180,11 @@ class Session:
         return structs.replace(flags, **same, cpus=cpus, data_pool=data_pool)
 
     def begin_cell(self, plan: Plan) -> Plan:
-        """Change a cell's plan so that the cell runs on the session's ranks; return the new plan.
+        """Prepare the session for a new cell, and return the cell's plan on the session's ranks.
 
-        The plan of the first cell decides which hosts run the ranks.
+        The first cell's plan also becomes the plan of the session's own run, without the options
+        that concern only the cell. For a later cell, this method forgets the last cell's reports,
+        and allows the session's fetchers one restart.
         """
         self._loaded, self._changes = set(), []
         if self._n_fetchers:
@@ -315,7 +317,7 @@ class Session:
         fetchers.forward_events(self.connection, self.run_id)
 
     def _allow_restarts(self) -> None:
-        """Allow the session's fetchers one more restart, because a new cell begins.
+        """Allow the session's fetchers one restart during the cell that begins now.
 
         Sends the requests in background threads.
         """
@@ -326,7 +328,7 @@ class Session:
             threading.Thread(target=request, name="taas-restarts", daemon=True).start()
 
     def count_cell(self) -> int:
-        """Return the number of the session's next cell, counted from 1."""
+        """Count a new cell of the session, and return its number; the first cell has number 1."""
         self._cells += 1
         return self._cells
 
@@ -342,7 +344,7 @@ class Session:
             self._has_lost_ranks = True
 
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
-        """Record which names the ranks have after a cell.
+        """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
         Args:
             captured: Payload of the cell.
@@ -464,9 +466,9 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
         registers: Whether to keep a new session under its name for later cells.
 
     Raises:
-        UsageError: A flag cannot be combined with `--session`, or needs `--session`. The name is
-            not valid. No session with this name is running and `--gpus` is missing, or a detached
-            session of this project has the name.
+        UsageError: A flag cannot be combined with `--session`, or needs `--session`. Or the
+            session's name is not valid. Or the session is new, and `--gpus` is missing or a
+            detached session of this project already has the name.
     """
     if not flags.session:
         misplaced = {"ranks": "--ranks", "send": "--send"}
@@ -619,7 +621,7 @@ def is_kept(run: Run) -> bool:
 
 
 def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
-    """Take over a detached session of another kernel, which may have ended.
+    """Take over a detached session of another kernel. The other kernel may have ended.
 
     Returns:
         The session, and what `Session.take_over` returns.
