@@ -4,7 +4,7 @@ rule.py      chooses the store, checks that it is usable, and locks it for the r
 guard.py     enforces the rule in a rank, by mounts, Landlock, or Python alone
 redirect.py  redirects the Python file writes of ranks other than 0
 libraries.py redirects file writes of libraries in C, C++ and Rust
-receipt.py   the record of what a host's ranks wrote, and the receipt of a run
+receipt.py   records what a host's ranks wrote, and makes the receipt of a run
 publish.py   atomic file writes: a file appears complete or not at all
 
 A host that shares no file system with the notebook has a mirror. Before the ranks of a run start,

@@ -127,11 +127,11 @@ def apply_rule(
         who: Name of the process in messages.
         means: Strongest mechanism by which this host can protect the store, from `strongest`.
         scratch: Path at which to make the scratch folder of this process, on this host and
-            outside the store. The process that ends this process removes the folder.
+            outside the store. After this process has ended, the agent or supervisor removes it.
         run_folder: Run folder, which stays writable.
         note: Called once with each path in the store that this process wrote or tried to write.
-        writes: Whether this process is rank 0. Rank 0 may write to the store, and its writes are
-            only noted.
+        writes: Whether this process is rank 0. Rank 0 may write to the store: its writes are only
+            reported by `note`. In a rehearsal, rank 0 may not write either.
         rehearsal: In a rehearsal, the folder that receives all writes to the store; made if it is
             missing. None if the run is not a rehearsal.
 
@@ -181,7 +181,7 @@ def _redirect_calls(view: redirect.Watched) -> None:
 
 
 _held: list[str] = []
-"""Path of the store that this process may not write; empty if it may write."""
+"""List with the path of the store if this process may not write to the store; else empty."""
 
 _ONLY_RANK_0 = (
     "only rank 0 writes to the project store {}: write under `if rank == 0:`, open a folder to all "
@@ -192,10 +192,10 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _why_held: list[str] = [_ONLY_RANK_0]
-"""Explanations of a refused write; the last one applies to this process."""
+"""Templates of the user's explanation for a refused write. The last template is in use."""
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
-"""Folders of the system that have no users' files."""
+"""Folders of the system without users' files. A rehearsal does not report writes in them."""
 
 _REFUSED = re.compile(
     r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
@@ -250,9 +250,9 @@ def _caches() -> list[str]:
 def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store, which need exceptions from the protection.
 
-    Missing folders are created first. Under Landlock, a process cannot create a folder in a folder
-    that contains the store. So under Landlock, missing `writable` folders in such places are
-    created, too. They are not returned, because they are not below the store.
+    Missing folders are created first. A process under Landlock cannot create entries directly in a
+    folder that contains the store. So for Landlock, this function also creates the missing
+    `writable` folders in those places, but does not return them.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -381,7 +381,7 @@ _KEPT_FLAGS = {
 }
 """Map from statvfs flag to mount flag.
 
-A user namespace may not drop these flags, so a remount repeats them.
+In a user namespace, a remount must keep these flags, so `_mount_read_only` repeats them.
 """
 
 
@@ -389,7 +389,7 @@ def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
 
     Args:
-        as_user: Whether to enter also a user namespace, in which an ordinary user may mount. There,
+        as_user: Whether to enter a user namespace, too, in which an ordinary user may mount. In it,
             files of all other users appear to belong to `nobody`.
     """
     user, group = os.geteuid(), os.getegid()

@@ -1,4 +1,4 @@
-"""Redirect file accesses of libraries in C, C++ and Rust, which bypass Python's `open`.
+"""Redirect file accesses of libraries in C, C++ and Rust. Such libraries bypass Python's `open`.
 
 `CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
 of these functions is replaced when its module is imported. The replacement changes the path as

@@ -9,7 +9,8 @@ A `Manifest` lists all files of a store to copy, and a regular file is identifie
 (`Hashes`). Files are cut into pieces. The size of a message is adapted to the speed of the link and
 is at most `CHUNK_BYTES`.
 
-The same requests copy files of the run folder, to which the rules do not apply (`FileRoot`).
+The same requests copy files of the run folder (`FileRoot`). The rules for files of the store do not
+apply to files of the run folder.
 
 Both sides check paths: a host may be hostile, and the notebook's folder may contain names that are
 impossible on a host.
@@ -131,18 +132,19 @@ _SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
 
 
 def is_believed(path: str) -> bool:
-    """Return whether some tool runs files of this name, or reads them as settings, by itself.
+    """Return whether a tool would, without being asked, run this file or read it as settings.
 
-    The tools are shells, ssh, git, Python and this package. Such files are not accepted from hosts.
+    The result depends only on the path. The tools are shells, ssh, git, Python and this package.
+    Files for which the result is True are not accepted from hosts.
     """
     return _BELIEVED.fullmatch(normal_form(path)) is not None
 
 
 class PathFileCheck:
-    """Check that an arriving file with the suffix `.pth` is a checkpoint of torch.
+    """Checker of an arriving file with the suffix `.pth`: is the file a checkpoint of torch?
 
-    Python uses the same suffix for its path files. Python executes the lines that begin with
-    `import` in path files, if the files are in a folder in which Python looks for packages.
+    Python uses the same suffix for its path files. In a folder of installed packages, Python
+    executes each line of a path file that begins with `import`.
     """
 
     def __init__(self) -> None:
@@ -217,13 +219,16 @@ class Ignore:
         """
         if not folder:
             return self._spec.match_file(path)
-        # In the spec, `*` overrides `!*/` for a folder, as for the files in the folder. Here, the
-        # last matching pattern must decide instead.
+        # For a folder, the spec's `match_file` lets `*` win over a later `!*/`. In git, the last
+        # matching pattern wins, so look for this pattern here.
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether a rule matches `path`, as a file or as a folder, or a parent folder."""
+        """Return whether an ignore rule matches `path` or a parent folder of `path`.
+
+        Unlike `leaves_out`, this method assumes that `path` may be a file or a folder.
+        """
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
@@ -232,7 +237,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _includes_any_folder(line: str) -> bool:
-    """Return whether a line includes folders of any name, as `!*/`, `!*` and `!.*/` do."""
+    """Return whether a `!` line re-includes folders of any name, as `!*/`, `!*` and `!.*/` do."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 
@@ -241,9 +246,9 @@ _ALWAYS = Ignore()
 
 
 _FRESH_NS = 2_000_000_000
-"""Nanoseconds after a change in which a further change may leave the file's time stamp the same.
+"""Nanoseconds after a file's change during which a second change may keep the time stamp.
 
-The time stamps of NFS may be in whole seconds.
+The hash of such a file is not cached. NFS may store time stamps in whole seconds.
 """
 
 _BLOCK_BYTES = 1 << 20
@@ -413,8 +418,8 @@ class ChangeList(Struct):
 
     Attributes:
         number: Number of the last change.
-        entries: Changed files and folders as they are now. A folder may have replaced a file, or a
-            file a folder.
+        entries: Changed files and folders as they are now. A path that was a file may now be a
+            folder, and the other way round.
         removed: Paths that were removed; a folder comes after its contents.
     """
 
@@ -531,7 +536,10 @@ CHUNK_BYTES = 4 << 20
 """Maximum bytes of file content in one message, and in memory at a time for one file."""
 
 MAX_PARTS = 1000
-"""Maximum number of parts, pieces and removals in one message."""
+"""Maximum number of parts that one message requests, or of changes that one message carries.
+
+The changes are pieces of files and removals.
+"""
 
 _FIRST_BYTES, _LEAST_BYTES = 1 << 18, 1 << 16
 _QUICK_S, _SLOW_S = 0.25, 1.0
@@ -539,7 +547,7 @@ _QUICK_S, _SLOW_S = 0.25, 1.0
 _T = TypeVar("_T")
 
 Part = tuple[str, int, int]
-"""Part of a file: path, offset, number of bytes."""
+"""Part of a file: path, offset in bytes, number of bytes."""
 
 
 class Piece(Struct, frozen=True, array_like=True):
@@ -548,7 +556,7 @@ class Piece(Struct, frozen=True, array_like=True):
     Attributes:
         entry: The file or folder. The hash of a file is "" in all pieces except the last. A file
             of the run folder has no hash; its last piece ends at `entry.size`.
-        offset: Position of `data` in the file. A piece with offset 0 discards all earlier pieces.
+        offset: Position of `data` in the file. A piece with offset 0 starts the file anew.
         data: Content; empty for a folder.
     """
 
@@ -573,7 +581,7 @@ class FileRoot(Enum):
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """Request of a host that does not share the project store or run folder, for files in it.
+    """Request for files of the project store or run folder, from a host that does not share them.
 
     The requests to list, read and write files work for both folders. `MakeToken` and `ListChanges`
     work for the store only.
@@ -663,7 +671,7 @@ class Ask(Protocol):
 
 
 class MessageSizer:
-    """Adapts the size of messages to the speed of the link.
+    """The size of messages, adapted to the speed of the link after each message.
 
     The run's logs and heartbeats use the same link, so no message may occupy a slow link for long.
 
@@ -682,7 +690,11 @@ class MessageSizer:
         return answer
 
     def took(self, seconds: float) -> None:
-        """Adapt `size`: double it if the last request was quick, halve it if it was slow."""
+        """Double `size` if the request took less than 0.25 s; halve `size` if it took over 1 s.
+
+        Args:
+            seconds: Time from the last request to its response.
+        """
         if seconds < _QUICK_S:
             self.size = min(2 * self.size, CHUNK_BYTES)
         elif seconds > _SLOW_S:
@@ -690,7 +702,10 @@ class MessageSizer:
 
 
 def batches(entries: Iterable[Entry], sizer: MessageSizer) -> Iterator[list[Part]]:
-    """Yield, for each message, the parts of files to request. The parts of a file are in order."""
+    """Yield lists of parts of files; each list is for one `ReadFiles` request.
+
+    The parts cover all files in `entries`, in order. The sizer limits the bytes of a list.
+    """
     batch: list[Part] = []
     room = sizer.size
     for entry in entries:

@@ -48,7 +48,7 @@ MAX_MIRRORS = 16
 """Maximum number of copies of one store on a host; simultaneous runs need one each."""
 
 KEPT_S = 30 * 24 * 3600.0
-"""Seconds since its last use after which an unused mirror is removed."""
+"""Seconds without use after which a mirror is removed."""
 
 
 class Mirror:
@@ -134,7 +134,7 @@ def _forget_old(cache: Path, before: float) -> None:
 
 
 ATTEMPTS = 3
-"""Attempts to fetch files that arrive damaged or that change meanwhile."""
+"""Maximum number of attempts to fetch a file that arrives damaged or changes meanwhile."""
 
 _ASK_AGAIN_S = 0.05
 
@@ -223,8 +223,8 @@ def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     """List and hash the useful files of a mirror, and remove all other files.
 
-    A file is useful if its path is in `wanted`, or if its hash is known, because it may then be
-    copied to another path.
+    A file is useful if its path is in `wanted`. A file with a known hash is useful, too, because a
+    wanted file at another path may have the same content.
 
     Args:
         mirror: The mirror.
@@ -325,8 +325,8 @@ class StoreUpdater:
     Args:
         mirror: Mirror to update.
         ask: Sends requests to the notebook's side.
-        note: Function that shows a message to the user: why a file was not copied here, or why no
-            further changes will arrive.
+        note: Function that shows the user a message: why a file was not copied to the mirror, or
+            why the mirror gets no further changes.
     """
 
     def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
@@ -340,7 +340,7 @@ class StoreUpdater:
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread and wait until it has ended. It first completes the current update."""
+        """Stop the thread, and wait until the thread has completed its current update and ended."""
         self._over.set()
         self._thread.join()
 
@@ -370,7 +370,10 @@ class StoreUpdater:
         return self._mirror.tree.remove(path)
 
     def _makes_way(self, entry: Entry) -> bool:
-        """Remove a file where a new folder must be, or an empty folder where a new file must be.
+        """Remove what is in the way of a new file or folder.
+
+        A file is in the way if a folder must be at its path. An empty folder is in the way if a
+        file must be at its path.
 
         Args:
             entry: The new file or folder.

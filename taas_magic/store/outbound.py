@@ -85,7 +85,7 @@ class _Watch:
                 os.close(descriptor)
 
     def wake(self) -> None:
-        """Make `wait` return at once: a call in another thread now, and all later calls."""
+        """Make `wait` return at once: the current call in another thread, and all later calls."""
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
@@ -95,8 +95,8 @@ class _Watch:
             timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths to check, and whether all other paths must be checked, too. This is so if events
-            may have been lost.
+            Paths to check, and whether to check all other paths, too. The second value is True if
+            events may have been lost.
         """
         if self._is_blind:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
@@ -133,8 +133,9 @@ class _Watch:
     def _add(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        The watch of a moved folder stays active. If the folder is still in the tree, the watch gets
-        the new path here. Otherwise, its events name the old path, and a check finds nothing there.
+        The system keeps the watch of a moved folder. If the folder was moved within the tree, this
+        method records the new path. If the folder was moved out of the tree, events of the watch
+        name the old path, and a check finds nothing at that path.
         """
         if path and self._skips(path):
             return []
@@ -163,7 +164,8 @@ def is_being_written(file: FileIO) -> bool:
 
     The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has the file
     open for writing. This function releases the lease immediately. If another process opens the
-    file before the release, this process gets the signal SIGURG, which is ignored by default.
+    file before the release, the system sends SIGURG to the calling process, which ignores SIGURG by
+    default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -190,13 +192,13 @@ _FRESH_NS = 100_000_000
 
 
 class _Sender:
-    """Sends the changes in one host's mirror to the notebook's side.
+    """Sender of the changes in one host's mirror to the notebook's side.
 
     Args:
         mirror: Mirror to send from.
         ask: Sends requests to the notebook's side.
         note: Function that shows the user immediately which file could not be sent, and why.
-        ledger: Record of files that were sent, and of files that were refused; updated.
+        ledger: Record of files that were sent or refused. This class updates the record.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
@@ -257,8 +259,8 @@ class _Sender:
     def _pieces(self, path: str) -> Iterator[Piece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        If the file is being written or changes meanwhile, the iterator ends early. The file is sent
-        again when the file system reports that its writer has closed it.
+        If the file is being written or changes meanwhile, the iterator ends early. When the writer
+        closes the file, an event of inotify causes another check.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -323,7 +325,7 @@ class _Sender:
         self._unsent.removed += gone
 
     def _add_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a small file if it differs from the store's file; add a large file to `large`."""
+        """Queue a changed small file for the next message; add a changed large file to `large`."""
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
@@ -361,11 +363,11 @@ class _Sender:
         self._ledger.record_refused(path, why)
         if why not in self._stays:
             self._note(f"{shown(path)} was not copied to the project store: {why}")
-        self._stays.add(why)  # one note a reason, because there may be thousands of files
+        self._stays.add(why)  # one note for each reason, because there may be thousands of files
 
 
 SETTLE_S = 0.05
-"""Seconds from a change to its check, so that a temporary file is renamed before the check."""
+"""Seconds from a change to the check of its path. Most temporary files are renamed by then."""
 
 QUIET_S = 0.2
 """Minimum seconds between two checks of the same file."""

@@ -1,9 +1,9 @@
-"""Rules for which files of a project store belong to the user, and which to runs.
+"""Rules that decide which files of a project store belong to the user, and which to runs.
 
 A host that does not share the store sends the files that rank 0 wrote. If a run made a file, and
 nobody has changed the file since, a host may replace or remove it. All other files belong to the
-user, and stay. If rank 0 writes a file of the user, the store keeps both versions. Rank 0's version
-gets the name of the user's file with the suffix `KEPT_BESIDE`.
+user, and stay. If rank 0 writes a file of the user, the store keeps both versions. Rank 0's
+version is named like the user's file, with `KEPT_BESIDE` at the end of the name.
 
 In the user's own folders, a host may not make hidden files, programs or modules. Shells, tools and
 Python would use such files without being asked. Files such as `conftest.py`, for which tools look
@@ -38,7 +38,7 @@ WHY_NOT_REMOVED = f"{_YOURS}, so no host can remove it; {OVERWRITE}"
 WHY_NOT_NEW = f"a new hidden file, program, module or start-up file; {OVERWRITE}"
 
 _DATA = re.compile(r"\.(?:metadata|z(?:array|attrs|group|metadata)|hydra|complete|done|success)")
-"""Hidden names of data files of libraries: torch's checkpoints, zarr, Hydra, markers."""
+"""Hidden names that hosts may make: data of torch checkpoints, zarr and Hydra, and marker files."""
 
 _HIDDEN = re.compile(r"[._]netrc|\..+", re.DOTALL)
 
@@ -46,7 +46,7 @@ _CODE = re.compile(
     r".*\.(?:py[cdiow]?|so(?:\.[\d.]+)?|dylib|dll|exe|sh|bash|zsh|fish|command|ps1|bat|cmd|mk|cmake)",
     re.DOTALL,
 )
-"""Names of modules, libraries and scripts."""
+"""Names of Python modules, shared libraries and scripts."""
 
 _STARTS_BY_ITSELF = re.compile(
     r"(?:gnu)?makefile|justfile|rakefile|gemfile|vagrantfile|jenkinsfile|procfile|snakefile"
@@ -56,7 +56,7 @@ _STARTS_BY_ITSELF = re.compile(
     r"|pip\.(?:conf|ini)",
     re.DOTALL,
 )
-"""Names of files that tools run or install from in the folder in which they are called."""
+"""Names of files, such as `makefile`, that a tool uses if a user calls the tool in their folder."""
 
 _COLLECTED = re.compile(
     r"(?:conftest|sitecustomize|usercustomize|test_.*|.*_test)\.py[co]?|activate(?:[._].*)?"
@@ -217,7 +217,7 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class Exceptions:
-    """Paths that hosts may write even if they are the user's: `[store] overwrite` in taas.toml.
+    """Paths of the user's files that hosts may write all the same (`[store] overwrite`).
 
     Args:
         patterns: Patterns in gitignore's syntax.

@@ -23,7 +23,10 @@ SAVES = "TAAS_SAVES"
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
-"""Texts by which torch's errors for a full disk are recognized; they name no path and no disk."""
+"""Texts in torch's errors for a full disk. `atomic` recognizes the errors by these texts.
+
+The errors name no path and no disk.
+"""
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
@@ -36,8 +39,8 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
     Args:
         obj: Object to save.
-        f: Path of the file, or an open file. To an open file, every rank writes, as by
-            `torch.save`; such a write is not atomic.
+        f: Path of the file, or an open file. Every rank writes to an open file, as `torch.save`
+            does, and this write is not atomic.
         *args: Further arguments of `torch.save`.
         **kwargs: Further arguments of `torch.save`.
 

@@ -10,8 +10,8 @@ on the host:
 - On a host with a mirror, `outbound.py` records each file that the store has accepted, whichever
   process wrote the file. So rank 0's reports are not needed there.
 
-The host makes the receipt when its ranks have ended, so that it includes the files of a killed
-rank.
+The host makes its part of the receipt when its ranks have ended. So the receipt includes the files
+of a killed rank.
 """
 
 import os
@@ -40,7 +40,8 @@ from taas_magic.store.tree import Tree, TreeEntry, shown
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
 
-Changed files that the search has not found by then are listed only if rank 0 noted them.
+If the search ends early, the receipt lists a changed file that the search has not found only if
+rank 0 reported the file.
 """
 
 _NOTEBOOK = ".ipynb"
@@ -111,7 +112,11 @@ class Ledger:
         self._means = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message: a path that it wrote or tried to write, or its protection."""
+        """Record a rank's message.
+
+        The message names a path that the rank wrote or tried to write, or the mechanism that
+        protects the store from the rank.
+        """
         with self._lock:
             if isinstance(message, RankTouched):
                 self._reported[rank, message.path] = None
@@ -171,7 +176,7 @@ class Ledger:
         return any(is_below(place, folder) for folder in self._shared)
 
     def _find_written(self, reported: Iterable[str]) -> tuple[list[WrittenFile], bool]:
-        """Return the files that rank 0 reported or that a search of the store finds, if they exist.
+        """Return the existing files that rank 0 reported or that a search of the store finds.
 
         Returns:
             The files, and whether the search covered all of the store.

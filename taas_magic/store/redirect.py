@@ -1,8 +1,8 @@
 """Redirect Python's own file calls in a rank, according to the rule of the project store.
 
-All Python code opens files through `open` and the functions of `os`, also in pathlib, shutil,
-tempfile, numpy, and torch except for its C++ code. `install` replaces these functions in the rank
-before user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
+All Python code opens files through `open` and the functions of `os`. This includes pathlib, shutil,
+tempfile, numpy, and the Python part of torch. `install` replaces these functions in the rank before
+user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
 `guard.py` stops writes that bypass both modules, such as those of subprocesses and ctypes.
 
 In this module, a view is an object that decides which path a call really uses. Rank 0 has a
@@ -34,10 +34,16 @@ from taas_magic.store import publish
 from taas_magic.store.rule import is_below
 
 COPY_LIMIT_BYTES = 1 << 30
-"""Largest file of the store that is copied for a rank that appends to it or changes it."""
+"""Maximum size of a file of the store that a rank other than 0 can append to or change in place.
+
+The rank changes a copy in its scratch folder. For a larger file, the rank gets PermissionError.
+"""
 
 _SHARDS = (".distcp",)
-"""Suffixes of checkpoint files of which every rank writes one; all are needed to load it."""
+"""Suffixes of shards: every rank writes one shard of a checkpoint, and loading needs all shards.
+
+So a shard must not go to a rank's scratch folder.
+"""
 
 Path = Any
 """Path argument of a file call: str, bytes, PathLike or a descriptor."""
@@ -125,7 +131,7 @@ class Watched:
         return None
 
     def theirs(self, place: str) -> str:
-        """Return the path of the file at `place` as ranks without an own version see it."""
+        """Return the path of the file that ranks without a version of their own see at `place`."""
         return self.replaced(place) or place
 
     def shown(self, place: str) -> str | None:
@@ -197,7 +203,7 @@ class Watched:
     def note(self, place: str) -> None:
         """Report a place that the rank wrote, or would have written without redirection.
 
-        Each place is reported only once. Bytecode files are not reported, because it is Python that
+        Each place is reported only once. Bytecode files are not reported, because Python itself
         writes them. Forked children of the rank report nothing, because the channel for reports may
         have been in use during the fork.
         """
@@ -207,7 +213,7 @@ class Watched:
             self._note(place)
 
     def begin_run(self) -> None:
-        """Forget which paths were noted. Call when another run begins in this process."""
+        """Forget which places were reported. Call when another run begins in this process."""
         self._noted = {self.store}
 
     @property
@@ -244,9 +250,9 @@ def _refusal(who: str, place: str) -> PermissionError:
 class Discarded(Watched):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    The changes of one rank do not conflict with those of another: all ranks may `mkdir` the same
-    folder, or remove the same file. A call with an error of its own, such as the removal of a file
-    that never existed, fails on rank 0. Here, it may succeed.
+    Changes of different ranks do not conflict: all ranks may `mkdir` the same folder, or remove the
+    same file. Some calls that would fail on rank 0 succeed with this view, for example the removal
+    of a file that never existed.
 
     Args:
         *args: See `Watched`.
@@ -344,7 +350,7 @@ class Discarded(Watched):
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
-        """Make an empty file or folder, which a call changes or removes instead of the store's."""
+        """Make an empty file or folder for a call to change or remove, instead of the store's entry."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
@@ -368,7 +374,7 @@ class Rehearsed(Discarded):
     `shared`. All their other writes go to their private scratch folders.
 
     Args:
-        *args: See `Watched`. `open_folders` has no shared folders.
+        *args: See `Watched`. `open_folders` must not contain the shared folders of the run.
         scratch: See `Discarded`.
         folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
@@ -467,7 +473,7 @@ class Rehearsed(Discarded):
         return os.path.join(self._folder, os.path.relpath(place, self.store))
 
     def _publishes(self, place: str) -> bool:
-        """Return whether all ranks see what this rank writes to `place`."""
+        """Return whether this rank's writes to `place` go to the rehearsal folder."""
         return self._is_writer or any(is_below(place, folder) for folder in self._shared)
 
     def refuse_shard(self, place: str) -> None:
@@ -490,7 +496,7 @@ def rehearsed() -> Rehearsed | None:
 
 
 def begin_run() -> None:
-    """Forget the paths noted in the last run of this process. Call when a new run begins."""
+    """Forget which places the last run of this process reported. Call when a new run begins."""
     for view in _installed:
         view.begin_run()
 
@@ -528,7 +534,10 @@ def install(view: Watched) -> None:
 
 
 def _writing_calls(view: Watched) -> dict[str, _Call]:
-    """Return, for each function of `os` that changes a file system, the redirecting function."""
+    """Return the redirecting functions for the functions of `os` that change files, by name.
+
+    A redirecting function has the original function as its first argument (`_redirected`).
+    """
     makes = partial(_write, view, view.target)
     removes = partial(_write, view, view.subject)
     changes = partial(_write, view, view.subject, follow=True)
@@ -556,7 +565,7 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
 
 
 def _reading_calls(view: Watched) -> dict[str, _Call]:
-    """Return, for each function of `os` that reads a file system, the redirecting function."""
+    """Return the redirecting functions for the functions of `os` that only read, by name."""
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
     return {
@@ -627,9 +636,10 @@ def _replace_open(call: _Call) -> None:
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a function that pathlib copied when pathlib was imported.
+    """Replace a function where pathlib or glob holds a copy of the reference to it.
 
-    pathlib copies functions in Python 3.10 (where `open` is `io.open`) and in Python 3.13.
+    At import, pathlib copies functions in Python 3.10 (where `open` is `io.open`), and glob copies
+    functions for pathlib in Python 3.13.
     """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
@@ -787,7 +797,8 @@ def _write(
 def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
-    If the redirected paths are on different file systems, call `across`, which moves or copies.
+    If `real` fails because a redirected path is on another file system, call `across` instead.
+    `across` moves or copies the file.
     """
     source, kw["src_dir_fd"] = _redirect_path(view, view.source, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dst_dir_fd"))
@@ -813,7 +824,7 @@ def _access(
 ) -> bool:
     """Return whether a path is accessible, as `os.access` does.
 
-    A path in the store counts as writable, because writes to such paths go to the scratch folder.
+    A readable path in the store also counts as writable, because a write to it is redirected.
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
@@ -881,7 +892,7 @@ class _Entries(contextlib.ExitStack):
 
 
 def _redirect_torch_writer(view: Watched) -> None:
-    """Redirect torch.save's C++ writer, and add the path to its errors, which do not name it."""
+    """Redirect torch.save's C++ writer, and add the path to the messages of the writer's errors."""
     import torch
 
     real: Any = torch._C.PyTorchFileWriter

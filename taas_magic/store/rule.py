@@ -309,7 +309,7 @@ class Identity(Struct, frozen=True):
 
         Args:
             token: Function that makes the notebook's machine create a file in the folder, and that
-                returns the file's name. It is called only on other machines.
+                returns the file's name. The function is called only on another machine.
         """
         try:
             here = Identity.of(self.path)

@@ -58,7 +58,7 @@ MAX_OPEN = 16
 """Maximum number of large files that one host may send at the same time."""
 
 GROUP = 64
-"""Maximum number of pieces of files that are written before their files are forced to the disk."""
+"""Maximum number of pieces that are written before complete files are forced to the disk."""
 
 FLUSHERS = 16
 """Number of threads that force files to the disk."""
@@ -118,7 +118,7 @@ class StoreServer:
         }
 
     def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
-        """Handle a host's request and return the response. Block until the disk has done the work.
+        """Handle a host's request and return the response. Block until written data is on the disk.
 
         Args:
             host_rank: Number of the host that sent the request.
@@ -274,8 +274,8 @@ class StoreServer:
             here = "/".join(parts[: depth + 1])
             if self._tree.status(here) is not None:
                 continue
-            # Python can import a folder with __init__.py, as it can import a module's file. So for
-            # __init__.py, the folder above the package decides.
+            # Python can import a folder with __init__.py, as it can import a module's file. So
+            # __init__.py must be allowed in the folder that contains the package.
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
             if is_start_up(normal_form(name), in_users_folder=not self._is_runs_folder(folder)):

@@ -94,7 +94,9 @@ def folders_of(path: str) -> Iterator[str]:
 
 
 class CaseChecker:
-    """Finds paths that differ only by case. Some file systems treat such paths as the same path.
+    """The known paths of a tree, with a check whether a new path differs from one only by case.
+
+    Some file systems treat paths that differ only by case as the same path.
 
     The checker accepts a path if no known path differs from it only by case. Accepted paths are
     added to the known paths.
@@ -128,7 +130,7 @@ def _folded(path: str) -> str:
 
 
 class UnsafeError(OSError):
-    """Error for a path that is unsafe or names no regular file. It has the path and the reason."""
+    """Error for a path that is unsafe or names no regular file; with path and reason."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -323,7 +325,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
 
 
 class DamagedError(UnsafeError):
-    """Error for an arrived file that differs from the file that was sent. It names the file."""
+    """Error for an arrived file that differs from the file that was sent; it holds the path."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
@@ -334,7 +336,7 @@ _BEGINS_BYTES = 16
 
 
 class Arrival:
-    """A file that is being received under a temporary name. It must end by `place` or `discard`.
+    """A file that is being received under a temporary name. Call `place` or `discard`.
 
     Args:
         staging: Descriptor of the folder in which the file is written. The folder must be on the
@@ -387,8 +389,8 @@ class Arrival:
     def place(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Move the file to `path`, and replace an old file there.
 
-        The new file gets the old file's permissions, except that `executable` decides about
-        execution.
+        The new file gets the permissions of the old file for reading and writing. `executable`
+        decides about the permission to execute.
 
         Args:
             tree: Tree of the destination.
