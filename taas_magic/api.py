@@ -65,8 +65,8 @@ __all__ = [
 ]
 """The names that `taas.<Tab>` offers.
 
-The names below that exist only for code written for DataSphere's old package `taas` are left out.
-They can be imported.
+This module also defines names that only code written for DataSphere's old package `taas` needs. The
+list leaves these names out, but they can be imported.
 """
 
 unregistered = unregister
@@ -88,9 +88,10 @@ def get_worker_info() -> Any:
     None. A dataset uses the result to select the data that this process loads.
 
     Returns:
-        An object with `id`, `num_workers` and `seed`. The replacement is worker `RANK` of
-        `WORLD_SIZE` in a rank. In a registered loader with `num_workers=0`, it is worker 0 of 1,
-        because the loader loads all data and its batches are divided among the ranks.
+        An object with `id`, `num_workers` and `seed`. In a rank, the replacement has the rank as
+        its `id` and the world size as its `num_workers`. In a fetcher that runs a registered loader
+        with `num_workers=0`, `id` is 0 and `num_workers` is 1: the fetcher loads all data, and its
+        batches are divided among the ranks.
     """
     import torch
     from torch.utils.data import get_worker_info
@@ -107,8 +108,9 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    In a rank, torch decides. In other processes, such as the notebook's kernel, this function must
-    not load torch and CUDA. There, it checks with `probe.count_gpus` whether the machine has a GPU.
+    In a rank, the result is "cuda" if `torch.cuda.is_available()`. Other processes, such as the
+    notebook's kernel, must not load torch and CUDA for this. In these processes, the result is
+    "cuda" if `probe.count_gpus` finds a GPU.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch

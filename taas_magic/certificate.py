@@ -9,14 +9,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
-"""Unlimited validity: a host's clock may be wrong, and no key outlives the process that made it."""
+"""First and last day on which every certificate is valid.
+
+The certificates are valid at any time, because a host's clock may be wrong. A shorter validity is
+not needed, because a private key is used only as long as the process that made it runs.
+"""
 
 
 def make(name: str) -> tuple[str, str]:
-    """Make a self-signed certificate and its private key, both as PEM, in under a millisecond.
+    """Make a self-signed certificate and its private key, both as PEM.
 
-    The holder of this private key can also sign other certificates. To issue certificates whose
-    holders cannot do so, use `Authority`.
+    The holder of this private key can also sign other certificates. `Authority` makes certificates
+    whose holders cannot sign others.
 
     Args:
         name: Common name of the holder.

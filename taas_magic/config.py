@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 60
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
 _CLOSE = 0.7
-"""Minimum similarity, from 0 to 1, of a known name that is suggested for an unknown one."""
+"""Minimum similarity of an unknown name to the known name that a message suggests, from 0 to 1."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
@@ -89,7 +89,8 @@ class PoolConfig(Struct, frozen=True):
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
         lease_s: Seconds without a message from the pool after which a host ends all its processes.
         start_timeout_s: Seconds without any activity after which a starting process counts as
-            stuck. Also seconds to wait for hosts that are not starting yet, such as queued jobs.
+            stuck. The pool also waits this long for requested hosts of which none is starting yet,
+            for example while their jobs are in a batch system's queue.
         preload: Modules to import before ranks start, in addition to torch and IPython.
         trusted: Whether the pool's hosts may return objects that run code in the kernel or the
             browser.
@@ -238,7 +239,7 @@ else:
     import tomli as tomllib
 
 IDLE_TIMEOUT_S = 600.0
-"""Default of `idle_timeout_s` for pools of other hosts than this machine."""
+"""Default of `idle_timeout_s` for pools whose engine is not `local`."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _SIZE_FACTORS = {
@@ -329,9 +330,10 @@ def _why_foreign(place: Path, status: os.stat_result) -> str:
 
 
 def _is_own(group: int) -> bool:
-    """Return whether a group is the user's private group.
+    """Return whether a group is the user's private group, which has no other members.
 
-    On many systems, new files are by default writable for the private group of their owner.
+    On many systems, the private group of the owner may by default write new files. So a file that
+    this group can write is still the user's own.
     """
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
@@ -441,7 +443,18 @@ def _meta(kind: object) -> str:
 
 
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
-    """Check the table of one pool and convert it to a `PoolConfig`."""
+    """Check the table of one pool and convert it to a `PoolConfig`.
+
+    Without `max_hosts` in the table, a pool with `hosts` may use all of them.
+
+    Args:
+        name: Name of the pool.
+        table: The parsed table.
+        source: Path of the file, for error messages.
+
+    Raises:
+        UsageError: The name is not allowed, or a value is wrong or does not fit the engine.
+    """
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         raise UsageError(f"{where}: a pool's name is letters, digits, '.', '_' and '-'")
@@ -481,7 +494,7 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
 def _right_table(name: str) -> str:
     """Return a hint such as ` (it belongs below "[runs]")` for a key that is in the wrong table.
 
-    Returns "" if no table has such a key.
+    Returns "" if none of the tables [store], [capture], [runs] and [data] may have this key.
     """
     tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
     right = [key for key, table in tables.items() if name in table.__struct_fields__]

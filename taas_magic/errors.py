@@ -48,7 +48,10 @@ class CellSyntaxError(TaasError):
 
 
 class CaptureError(TaasError):
-    """Raised if an object cannot be sent to or from the ranks; the message has the path to it."""
+    """Raised if an object cannot be sent to or from the ranks.
+
+    The message has the path to the object, such as `config['a'][3].db`.
+    """
 
 
 class ResultError(TaasError):
@@ -115,7 +118,7 @@ class PoolError(TaasError):
 class RunLost(PoolError):
     """Raised if the processes that ran the cell are gone.
 
-    The journal has the events until that time.
+    The journal has the events up to the loss.
     """
 
 

@@ -17,9 +17,9 @@ from ipykernel.kernelapp import IPKernelApp
 from traitlets import List, Unicode
 
 ENCRYPTS_FROM = (7, 3)
-"""First version of ipykernel with encryption.
+"""First version of ipykernel that can encrypt its connection to the frontend.
 
-An older one never answers a frontend that requests it.
+If a frontend requests encryption, an older ipykernel never answers the frontend.
 """
 
 

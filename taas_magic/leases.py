@@ -41,7 +41,7 @@ HOST_END_S = 10.0
 ALIVE_S = 1.0
 """Seconds between two signs of life from a fetcher to a waiting rank.
 
-The rank checks for them at the same interval.
+The rank also checks every `ALIVE_S` seconds whether signs of life have arrived.
 """
 
 PROOF_S = 5.0
@@ -53,8 +53,8 @@ NODE_JOIN_S = 120.0
 LEAST_FETCH_S = 4 * ALIVE_S
 """Minimum value of `fetch_s`.
 
-A rank waits half of `fetch_s` for a sign of life from a fetcher, so that half must be longer than
-the interval between two of them.
+A rank waits half of `fetch_s` for a sign of life from a fetcher. Half of `fetch_s` must be longer
+than `ALIVE_S`, the interval between two signs of life.
 """
 
 
@@ -72,5 +72,5 @@ class FetchLease(NamedTuple):
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a response from one fetcher, after which the rank asks another."""
+        """Seconds without a response from one fetcher before the rank asks another fetcher."""
         return self.fetch_s / 2

@@ -1,7 +1,7 @@
 """Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
 A plan decides everything about a run before any host is allocated. So `--dry-run` can print the
-plan, and a test can compare it.
+plan, and a test can compare the plan with the expected one.
 
 `--cpus M` requests M hosts for each registered loader. If the pool has too few hosts, several
 loaders share the same fetchers. If the hosts are still too few, several fetchers share a host. The
@@ -74,14 +74,19 @@ class DataPlan(Struct, frozen=True):
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
     """Choose the pool for the fetchers.
 
-    Without `--data-pool`, this is the first pool with `role = "data"`. If no pool has this role, it
-    is the pool of the ranks.
+    Without `--data-pool`, the function chooses the first pool with `role = "data"`. If no pool has
+    this role, the function chooses the pool of the ranks.
+
+    Args:
+        ranks_pool: Name of the pool of the ranks.
+        data_pool: Name in `--data-pool`; "" without this flag.
+        config: The settings.
 
     Returns:
-        The pool, and a note for the user if several pools were possible, else "".
+        The pool, and a note for the user if several pools have `role = "data"`, else "".
 
     Raises:
-        UsageError: There is no pool with this name.
+        UsageError: There is no pool with the name `data_pool`.
     """
     if data_pool:
         return config.pool(data_pool), ""
@@ -129,7 +134,14 @@ def place_fetchers(
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return a note for the user if there are fewer hosts than `--cpus` requests, else ""."""
+    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else "".
+
+    Args:
+        loaders: Number of loaders.
+        cpus: Value of `--cpus`, the number of hosts for each loader.
+        pool: The pool that runs the fetchers.
+        fetchers: Number of fetchers in the plan.
+    """
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
@@ -295,10 +307,11 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
 
 LAST = -1
-"""Rank number that means the last rank in a name of `--out`, for any world size."""
+"""Value that `split_name` returns instead of a rank for `@last`: the rank with the highest number.
+"""
 
 ALL = -2
-"""Rank number that means all ranks in a name of `--out`."""
+"""Value that `split_name` returns instead of a rank for `@all`: all ranks."""
 
 
 def split_name(text: str) -> tuple[str, int]:

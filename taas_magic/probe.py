@@ -39,7 +39,7 @@ _ABANDONED_AFTER_S = 24 * 3600
 """Age in seconds above which an unfinished installation counts as interrupted."""
 
 _SAID_CHARS = 2000
-"""Number of characters from the end of pip's output that an error text has."""
+"""Maximum number of characters, from the end of pip's output, that an error text contains."""
 
 
 def main(
@@ -53,8 +53,8 @@ def main(
     Args:
         packages: Distributions whose versions are reported.
         modules: Top-level modules to check; those that are missing are reported.
-        mark: Path of a file that was just created in the project store. A host that sees it shares
-            the store.
+        mark: Path of a file that was just created in the project store. If the file exists on this
+            host, the host shares the store.
         names: Whether to report the names of the GPUs, which may take seconds.
     """
     cache = cache_folder()

@@ -38,9 +38,9 @@ pickle calls no reducer for them, so every rank would get all the data.
 
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
-"""Limit on the length of a loader's name.
+"""Maximum length of a loader's name in bytes of UTF-8.
 
-The name is part of a file name, in hexadecimal, and of a line of the ledger.
+Names of files contain the loader's name in hexadecimal, and the length of a file name is limited.
 """
 
 _Loader = TypeVar("_Loader")
@@ -112,10 +112,10 @@ def register(
 ) -> _Loader:
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    An earlier registration of the same loader, or with the same `name`, is replaced. So is the
-    registration of a loader that was in the same variable before. A loader without a `name` stays
-    registered as long as the notebook refers to it. Every run starts with the state that the
-    loader's sampler and generator have now.
+    An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
+    again and puts a new loader into the same variable, the new loader replaces the old one. A
+    loader that is registered without a `name` stays registered as long as the notebook refers to
+    it. Every run starts with the state that the loader's sampler and generator have now.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -171,9 +171,9 @@ def _is_short(name: str) -> bool:
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None if the loader no longer exists.
 
-    The function keeps a loader alive only if the user named it; to another loader, it has a weak
-    reference. A cell that registers a loader may run many times, and the data of one loader may
-    fill most of the memory.
+    If the user named the loader, the function keeps the loader alive. Otherwise the function has
+    only a weak reference, if the loader's type allows one. A cell that registers a loader may run
+    many times, and the data of one loader may fill most of the memory.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -216,15 +216,15 @@ def registered() -> dict[str, RegisteredLoader]:
 
 
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
-    """Return what the pickler stores in place of a registered loader: a description of it.
+    """Reduce a registered loader to its description, from which a rank makes a remote loader.
 
     Args:
         loader: Any loader.
-        used: Mapping to which this function adds the packed loader, under its name.
+        used: Mapping to which this function adds the packed loader, under the loader's name.
 
     Returns:
-        The reduced loader. NotImplemented if the loader is not registered: then the pickler pickles
-        the loader as usual.
+        The function and the arguments that pickle stores in place of the loader. If the loader is
+        not registered, NotImplemented: then the pickler pickles the loader as usual.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -246,7 +246,7 @@ def serve(
         run_dir: Folder of the run.
         plan: Plan of the run.
         settings: Settings of the data service.
-        tls: Whether to encrypt batches. A network that other people use too needs this.
+        tls: Whether to encrypt batches. Must be True if other people use the network, too.
     """
     if not loaders:
         return
@@ -447,7 +447,11 @@ def _length(value: Any) -> int | None:
 
 
 def _may_vary(parts: "LoaderParts") -> bool:
-    """Return whether the loader's number of batches may change from epoch to epoch."""
+    """Return whether the loader's number of batches may change from epoch to epoch.
+
+    This is possible if the sampler is not one of torch's, or if the dataset has `set_epoch`.
+    Without a sampler, the result is False.
+    """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
     return has_sampler and (_has_own_sampler(parts) or _has(parts.dataset, "set_epoch"))
 
@@ -485,7 +489,11 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn if the dataset has random generators of its own. They are not seeded for each batch."""
+    """Warn if the loader's dataset has a random generator of its own.
+
+    taas-magic does not seed such a generator. So its numbers depend on `--cpus` or, in an
+    iterable-style dataset that every epoch copies, are the same in every epoch.
+    """
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, keeps_dataset

@@ -1,4 +1,4 @@
-"""Find the notebook objects that a cell needs, and pickle them for the ranks and back.
+"""Find the notebook objects that a cell needs, send them to the ranks, and receive results.
 
 work.py               the two kinds of work: a cell, and the call of a function
 syntax.py             Python's parser, for several threads

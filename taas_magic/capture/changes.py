@@ -19,9 +19,10 @@ from taas_magic.capture.modules import is_shipped
 from taas_magic.capture.reducers import LruCache
 
 _BUDGET = 10_000
-"""Cost limit for describing all values: about 10 ms before the cell, and again after it.
+"""Limit on the total cost of making the digests of all values, before the cell and again after it.
 
-The cost is counted, not timed, so that the same values are compared on a busy machine.
+The cost is a count of objects and bytes, not a time, so that a busy machine compares the same
+values. The limit corresponds to about 10 ms.
 """
 
 _TENSOR_COST = 10
@@ -53,7 +54,8 @@ class ChangeDetector:
 
     Args:
         values: The notebook's values by name, small ones first.
-        out: Variables listed in `--out`. They come back anyway, so they are not compared.
+        out: Variables listed in `--out`. Their values return to the notebook, so the detector does
+            not compare them.
         stores: Names that the cell sets.
         updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
     """
@@ -111,7 +113,7 @@ class ChangeDetector:
 
 
 def _sentence(names: list[str]) -> str:
-    """Return the part of the note that names changed values other than classes."""
+    """Return the part of the note about changed values that are not classes."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -156,8 +158,8 @@ def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | N
 
     Args:
         value: The value.
-        known: Ids of objects that `--out` returns. Their content is not compared.
-        budget: The remaining cost limit. The call spends from it.
+        known: Ids of objects that `--out` returns. The digest does not depend on their content.
+        budget: The remaining cost limit. This function subtracts its cost.
     """
     digest = _Digest(budget)
     try:
@@ -168,9 +170,9 @@ def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | N
 
 
 class _Describer(pickle.Pickler):
-    """Pickler that writes only the parts of a value that a cell may change.
+    """Pickler that writes only the parts of a value that a cell may change (`_description`).
 
-    It runs none of the user's code. Its output is only digested, never loaded.
+    The pickler runs none of the user's code. Its output goes to a `_Digest` and is never loaded.
     """
 
     def __init__(self, digest: _Digest, known: Collection[int], budget: _Budget) -> None:
@@ -178,6 +180,10 @@ class _Describer(pickle.Pickler):
         self._known, self._budget = known, budget
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object to `_loaded` and its description. Called by pickle.
+
+        An object that `--out` returns is reduced to a constant, so its content does not matter.
+        """
         is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
         self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
         if obj is _loaded:
@@ -189,9 +195,10 @@ class _Describer(pickle.Pickler):
 
 
 def _loaded(*described: Any) -> None:
-    """Stand for the constructor in the pickled description of a value.
+    """Take the place of an object's constructor in the output of `_Describer`.
 
-    Never called, because no description is unpickled.
+    pickle needs a function that would make the object again. Nothing unpickles the output, so
+    nothing calls this function.
     """
 
 

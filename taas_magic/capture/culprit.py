@@ -24,7 +24,7 @@ registered loaders to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Advice, each with the endings of class names that it is for; the first match counts."""
+"""Endings of class names, by the advice for these classes. The first match counts."""
 
 _BUDGET_S = 5.0
 """Maximum seconds for the search for the culprit."""
@@ -75,12 +75,15 @@ def refusal(
     note: str = "",
     to: Destination = "ranks",
 ) -> CaptureError:
-    """Return the error for a variable whose value cannot be sent. It names the part at fault.
+    """Return the error for a variable whose value cannot be sent.
+
+    The message has the path to the innermost part that cannot be sent, the part's class, and
+    advice.
 
     Args:
         name: Name of the variable. The path in the message starts with this name.
         value: The variable's value, which cannot be pickled.
-        probe: Function that pickles an object, and raises if it cannot be pickled.
+        probe: Function that pickles an object, and raises an exception if that fails.
         error: Exception that `probe` raised for `value`. The message may quote it.
         note: Reason why the variable is captured, shown in parentheses; may be empty.
         to: Destination of the value. The advice in the message depends on it.
@@ -112,12 +115,13 @@ def refusal(
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
-    The search goes from a value into its first part that cannot be pickled, and so on. It ends if
-    all parts of a value can be pickled. It also ends after `_BUDGET_S` seconds, after `_DEPTH`
-    steps, and at an object that is bound to one process, such as a thread.
+    The search goes from a value into its first part that cannot be pickled, and so on. It ends at a
+    value whose parts can all be pickled, after `_BUDGET_S` seconds, and after `_DEPTH` steps. It
+    also ends at objects that are refused as a whole: running objects such as a thread, compiled
+    functions, and objects that are bound to one process or to one rank's data.
 
     Returns:
-        The path to that part (`config['a'][3].db`), and the part itself.
+        The path to the part at which the search ended (`config['a'][3].db`), and this part.
     """
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives
@@ -209,7 +213,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
 
-    `_parts` calls this function for all objects without a case of their own.
+    `_parts` calls this function for objects of all classes that it does not handle itself.
     """
     try:
         reduced = value.__reduce_ex__(5)
@@ -253,7 +257,12 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
-    """Return the advice for an object that cannot be sent to the ranks; None if there is none."""
+    """Return the advice for an object that cannot be sent to the ranks; None if there is none.
+
+    Args:
+        value: The object.
+        names: Names of the object's class and of its base classes.
+    """
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):
@@ -270,7 +279,10 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _by_name(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first class name that has a known ending; None if none has."""
+    """Return the advice for the first of some class names that has an ending in `advice`.
+
+    Returns None if no name has such an ending.
+    """
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 
@@ -307,7 +319,7 @@ _CLASSES = {
 }
 """Classes whose instances belong to the process that made them, by top-level package.
 
-The key is the package, not the module, as these classes have moved between modules before.
+The keys are packages, because the libraries have moved these classes from module to module.
 """
 
 

@@ -6,14 +6,17 @@ from typing import Any
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 1000
-"""Maximum number of objects in a value, and maximum length of each string in it."""
+"""Maximum number of objects in a value, and maximum length of each string or bytes object in it.
+
+A larger value gets no digest.
+"""
 
 
 def plain_digest(value: Any) -> str:
     """Return a digest of a small plain value; "" for any other value.
 
-    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. If
-    digests from two processes are equal, the values are equal.
+    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. If two
+    processes have equal digests other than "", their values are equal.
     """
     if not _is_plain([value], [0]):
         return ""

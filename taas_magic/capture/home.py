@@ -2,8 +2,8 @@
 
 A returned function gets the notebook's namespace as its globals, as if the cell had run in the
 notebook. The notebook's variables that the function uses are not sent. The cell's variables that
-the function uses are sent with it. Each of them is set in the notebook, unless the notebook has a
-variable of that name already.
+the function uses are sent with it. The kernel sets each of these variables in the notebook, unless
+the notebook already has a variable of the same name.
 """
 
 import builtins
@@ -144,8 +144,8 @@ class ResultPickler(ValuePickler):
     def _kept_name(self, obj: Any) -> str | None:
         """Return the name under which the notebook has the same object; None if there is none.
 
-        Only objects that cannot have changed count: sentinels, functions without state and cached
-        functions.
+        Only three kinds of objects qualify, because they cannot have changed: sentinels (instances
+        of `object` itself), functions without state, and functions with `functools.lru_cache`.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -164,7 +164,10 @@ def _is_stateless(function: FunctionType) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether all results that refer to `value` must get the same copy of this object."""
+    """Return whether all results that refer to `value` must get the same copy of this object.
+
+    True for objects that can change in place, and for functions that cannot be imported.
+    """
     if isinstance(value, FunctionType | LruCache):
         return not is_importable(value)
     if isinstance(value, type | ModuleType | Enum):
@@ -189,12 +192,13 @@ def load(
     Args:
         stream: The pickle.
         buffers: Its out-of-band buffers.
-        namespace: Namespace of the notebook. A variable of the cell that was sent with a result is
-            set in this namespace if its name is free.
-        out: Names of all results, which replace the notebook's variables anyway.
+        namespace: Namespace of the notebook. The function sets variables of the cell that were sent
+            with a result in this namespace, if no other variable or builtin has the name.
+        out: Names of all results. The caller sets these variables later, so there are no notes
+            about them.
 
     Raises:
-        EOFError: The pickle has no results at its end.
+        EOFError: The pickle ends before the results.
     """
     notes: list[str] = []
     for loaded in load_each(stream, buffers, namespace):

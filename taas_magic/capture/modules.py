@@ -36,7 +36,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 """Names of folders with installed packages."""
 
 _MOST_DIFFERENCES = 3
-"""Maximum number of notes of one kind."""
+"""Maximum number of names for which `differences`, and also `patches`, gives a note each."""
 
 _SYSTEM = tuple(
     Path(p).resolve()
@@ -137,10 +137,10 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
 
 
 def install(modules: Mapping[str, ModuleSource]) -> None:
-    """Make this process (a rank) import these modules from their shipped source.
+    """Make this process (a rank) import these modules from the source that the notebook sent.
 
-    These modules take precedence over everything else on the import path. Tracebacks show the
-    shipped text, even if the file has changed since.
+    These modules take precedence over everything else on the import path. Tracebacks show the sent
+    source, even if the file has changed since.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
@@ -183,7 +183,9 @@ def patches(
     namespace: Mapping[str, Any],
     cell: str,
 ) -> Iterator[str]:
-    """Yield a note on each function of a module or class that the notebook has replaced.
+    """Yield notes on functions that the notebook has replaced in a module or class.
+
+    Ranks have the original functions. There are at most `_MOST_DIFFERENCES` notes.
 
     Args:
         modules: Modules that the cell uses.
@@ -226,7 +228,7 @@ def patches(
 
 
 def is_shipped(name: str) -> bool:
-    """Return whether this process (a rank) imported a module from its shipped source."""
+    """Return whether this process (a rank) imported a module from the source that was sent."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and isinstance(spec.loader, _Loader)
 
@@ -253,7 +255,7 @@ def release_taas() -> None:
 
 
 class _ShippedFinder(importlib.abc.MetaPathFinder):
-    """Finder for the project's modules. Their source came from the notebook."""
+    """Finder for the project's modules, whose source the notebook sent."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self._modules = modules
@@ -269,7 +271,7 @@ class _ShippedFinder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.FileLoader):
-    """Loader that compiles the shipped text; it reads and writes no bytecode."""
+    """Loader that compiles the source that the notebook sent; reads and writes no bytecode."""
 
     def __init__(self, module: ModuleSource) -> None:
         super().__init__(module.name, module.path)
@@ -344,7 +346,10 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse a source. If it is not Python, return an empty tree: running it fails later anyway."""
+    """Parse the source of a module.
+
+    If the source is not Python, return an empty tree: the import in the rank will raise the error.
+    """
     try:
         return parse(source)
     except (SyntaxError, ValueError):

@@ -146,10 +146,10 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the variables in a source; an empty set if it is not Python.
+    """Return the variables in a source; an empty set if the source is not Python.
 
     Args:
-        source: Python source.
+        source: The source.
         stored: Return only the variables that the source sets or deletes.
     """
     try:
@@ -169,13 +169,14 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
-    """Find the notebook names that `source` may read.
+    """Find the notebook names that a cell may read.
 
-    A name is left out if the cell certainly assigns it before any possible read. The names in a
-    function's code count as read when a statement first loads the function; see `UsedNames`.
+    A name is left out if the cell certainly assigns the name before any statement can read it. The
+    names in a function's code count as read when a statement first loads the function; see
+    `UsedNames`.
 
     Args:
-        source: Python, after IPython's transformers; top-level `await` is allowed.
+        source: The cell as Python, after IPython's transformers; top-level `await` is allowed.
         filename: File name that a SyntaxError shows.
 
     Raises:
@@ -188,7 +189,7 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
 
 
 def why_used_by(owner: str) -> str:
-    """Return the reason for capturing a name that `owner` reads, for messages."""
+    """Return text for messages: a name is captured because `owner` reads it."""
     return f"`{owner}` uses it"
 
 
@@ -231,7 +232,11 @@ class UsedNames:
 
     @property
     def definitions(self) -> Mapping[str, frozenset[str]]:
-        """Names that each function or class of the cell reads when its code runs."""
+        """Names that the code of each function or class of the cell reads, by function or class.
+
+        Functions and classes that a later statement of the cell loads are left out: the names in
+        their code are in `why`.
+        """
         return self._later
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
@@ -306,6 +311,7 @@ class UsedNames:
             self._read({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        """Analyse a `with` statement; its body may end early if the context swallows exceptions."""
         for item in node.items:
             self._evaluate(item.context_expr)
             if item.optional_vars is not None:
@@ -316,6 +322,7 @@ class UsedNames:
             self._defined |= inside
 
     def _try(self, node: ast.stmt) -> None:
+        """Analyse a `try` statement; only its `finally` block certainly runs to the end."""
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
         block: ast.Try = node  # type: ignore[assignment]
         done = self._branch(block.body)
@@ -428,11 +435,11 @@ def unknown_result(
     Args:
         names: Names in `--out`.
         source: The cell as Python.
-        captured: Names of the notebook that the ranks get.
-        namespace: Namespace of the notebook, whose functions may set names as well.
+        captured: Names of the notebook's variables that the ranks get.
+        namespace: Namespace of the notebook. The functions in it may set further names by `global`.
 
     Returns:
-        The message, or None if every name may exist.
+        The message; None if every name may exist when the cell ends.
     """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):

@@ -1,4 +1,4 @@
-"""Capture the work of a run with all that it needs of the notebook; write and read the payload.
+"""Capture the work of a run and the notebook objects that it needs; write and read the payload.
 
 The work is a cell or a call of a function (`work.py`).
 """
@@ -273,12 +273,12 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         requires: Top-level modules that must be installed on every host that runs the work.
         loaders: The registered loaders that the work uses, packed, by name.
         call: The function and the arguments of a call, with their sizes; empty for a cell.
-        notes: Notes for the user about objects that are not sent to the ranks.
+        notes: Notes for the user about changes in the notebook that do not reach the ranks.
         data: A pickle of several values, with its buffers. First comes the process state of the
             notebook, then the values in the order of `captured`. A call's function and arguments
             come last.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
-        state: The whole process state of the notebook. The state in `data` is empty if the ranks
+        state: The complete process state of the notebook. The state in `data` is empty if the ranks
             of a session have it already.
     """
 
@@ -402,10 +402,10 @@ def capture(
             counts as a function of the notebook.
         project: The notebook's folder.
         limit_bytes: Limit on the payload's size.
-        source_of: Function that returns the cell that the kernel compiled under a filename; None if
-            the file is no cell.
-        problems: List that receives the messages of refused values, so that --dry-run can report
-            all of them. None: the first refused value raises CaptureError.
+        source_of: Function that takes a filename, and returns the cell that the kernel compiled
+            under this name; None for the name of any other file.
+        problems: List that receives the messages of refused values, so that `--dry-run` can report
+            all of them. If None, the first refused value raises CaptureError.
         to: Destination of the values. `ranks` get a remote loader in place of a registered loader;
             `jobs` get the loader itself.
         known: Record of the variables that the session's ranks have; None if the ranks are new.
@@ -492,7 +492,10 @@ def _notes(
     namespace: Mapping[str, Any],
     state: process_state.State,
 ) -> tuple[str, ...]:
-    """Return the notes for the user about objects that are not sent to the ranks."""
+    """Return notes for the user about changes in the notebook that do not reach the ranks.
+
+    These are library functions that the notebook has replaced, and handlers of loggers.
+    """
     pickler = gathering.pickler
     replaced = patches(
         [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],

@@ -52,9 +52,9 @@ from taas_magic.shared_files import replacing
 
 _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
-"""Header of an archive: the magic, and the number of sizes that follow it.
+"""Header of an archive: the bytes `_MAGIC`, and the number of sizes after the header.
 
-The sizes are those of the description, the pickle and each of its buffers.
+The sizes are those of the description, of the pickle, and of each buffer, in this order.
 """
 
 _ALIGNMENT = 64
@@ -92,7 +92,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return the pickle, or the table of plain data that the archive has instead."""
+        """Return the pickle. In an archive of plain data (`plain.py`), return the table."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
@@ -164,11 +164,11 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 Handler = Callable[[Any], Any]
 
 STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""Reducers, by type, for values that ranks get a replacement of.
+"""Reducers, by type, for registered loaders: ranks get a remote loader in place of the loader.
 
 `registry.py` adds a reducer for each type of registered loader. A reducer gets the value and the
-pickler's `replaced`, to which it adds the packed loader. It returns NotImplemented for a value that
-is sent unchanged.
+pickler's `replaced`, to which the reducer adds the packed loader. For a value that is sent
+unchanged, the reducer returns NotImplemented.
 """
 
 
@@ -227,8 +227,9 @@ class ValuePickler(cloudpickle.Pickler):
         namespace: Namespace of `__main__`. Functions defined in it are pickled without their
             globals, and get the loading side's namespace. If None, functions are pickled with
             copies of the globals that they use.
-        to: Destination of the values; see `Destination`. For `fetchers`, the pickle itself holds
-            the memory of arrays and tensors, so that `pickle.loads` alone can load it.
+        to: Destination of the values; see `Destination`. For `fetchers`, the pickle itself contains
+            the memory of arrays and tensors, so that `pickle.loads` can load the pickle without
+            buffers.
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
@@ -500,7 +501,7 @@ def _contents(cell: CellType) -> Iterator[Any]:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Return whether an object can change in place, so that sharing it matters."""
+    """Return whether an object can change in place, so that two copies could differ later."""
     if isinstance(value, type | FunctionType | ModuleType | Enum):
         return False
     if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":

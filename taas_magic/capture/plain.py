@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DEPTH = 100
-"""Limit on the nesting of containers.
+"""Maximum nesting depth of containers.
 
-The limit is needed as Python hashes nested tuples without checking for a stack overflow.
+Python hashes nested tuples without checking for a stack overflow, so a deeper value could crash the
+process.
 """
 
 _INLINE_BYTES = 4096
-"""Size up to which the memory of a value is written into the table."""
+"""Maximum size in bytes of a value's memory in the table; larger memory goes to a buffer."""
 
 Item = None | bool | int | float | str | tuple[int]
 """A part of a node: a value, or a tuple with the number of the node that holds the value."""
 
 
 class NotPlainError(TypeError):
-    """Raised for a value that is not, or not only, plain data."""
+    """Raised if an object in a value is no plain data, or is nested more than `MAX_DEPTH` deep."""
 
 
 class Node(Struct, array_like=True):
@@ -98,7 +99,7 @@ class PlainWriter:
         """Write `value` as the value of the table. Must be called only once.
 
         Raises:
-            NotPlainError: The value is not, or not only, plain data.
+            NotPlainError: An object in the value is no plain data.
         """
         number = self._item(value)
         self._nodes.append(Node("root", [number]))
@@ -300,7 +301,11 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _is_dense(tensor: "torch.Tensor") -> bool:
-    """Return whether storage, dtype, shape and strides describe a tensor completely."""
+    """Return whether storage, dtype, shape and strides describe a tensor completely.
+
+    The result is False for sparse, quantized and nested tensors, for tensors that are neither on
+    the CPU nor on a CUDA device, and for tensors with attributes or hooks of their own.
+    """
     import torch
 
     return (
@@ -471,6 +476,7 @@ def _numpy_dtype(items: list[Any], memory: memoryview) -> Any:
 
 
 def _make_array(items: list[Any], memory: memoryview) -> Any:
+    """Make a numpy array from plain data; the array uses `memory` without copying it."""
     import numpy
 
     name, order, *shape = items

@@ -130,11 +130,14 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """Settings of a logger. Of a library's logger, only the level is used.
+    """Settings of a logger.
+
+    If a library made the logger, ranks use only `level`.
 
     Attributes:
-        is_own: Whether a cell, and not a library, probably made the logger. Libraries name their
-            loggers after their modules.
+        is_own: Whether a cell, and not a library, probably made the logger: no imported module has
+            the logger's name. True for the root logger, too.
+        propagate: `Logger.propagate`.
         handlers: Stream name, level and pickled formatter of each handler.
     """
 
@@ -145,9 +148,10 @@ class _Logger(NamedTuple):
 
 
 def _collect_loggers() -> dict[str, Any]:
-    """Return the changed settings of all loggers.
+    """Return the settings of all loggers whose settings differ from the defaults.
 
-    Handlers are included only for the root logger and loggers that no library made.
+    Only the root logger and loggers that no library made are returned with handlers. The result is
+    empty if there are no such loggers, and `logging.disable` was not called.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -165,9 +169,10 @@ def _collect_loggers() -> dict[str, Any]:
 
 
 def lost_loggers(collected: State) -> list[str]:
-    """Return notes on loggers whose lines would be lost.
+    """Return notes on loggers of which ranks show only warnings.
 
-    Ranks get the level of such a logger, but none of its handlers.
+    The notebook shows the lines of such a logger by a handler that cannot be copied, such as one
+    that writes to a file. Ranks get the logger's level, but no handler.
 
     Args:
         collected: The current result of `collect`.
@@ -188,7 +193,7 @@ def lost_loggers(collected: State) -> list[str]:
 
 
 def _shows(handler: logging.Handler) -> bool:
-    """Return whether a handler shows log records and is not one of the kernel's own handlers."""
+    """Return whether a handler outputs log records and is not one of the kernel's own handlers."""
     is_kernels = type(handler.formatter).__module__.startswith("traitlets")
     return not isinstance(handler, logging.NullHandler) and not is_kernels
 
@@ -207,10 +212,13 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
-    """Set levels and handlers of loggers.
+    """Set the levels and handlers of this process's loggers as in the notebook.
 
-    Skips loggers of libraries that are not imported here, because a library sets up its own
+    Skips loggers of libraries that this process has not imported, because a library sets up its own
     loggers when it is imported.
+
+    Args:
+        found: The result of `_collect_loggers`.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -267,7 +275,10 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
-    """Return torch's settings and seed, without settings that have torch's default value."""
+    """Return those settings of torch that differ from torch's defaults, and the user's seed.
+
+    The result is empty if torch is not imported.
+    """
     torch = _imported("torch")
     if torch is None:
         return {}
@@ -315,6 +326,7 @@ def _apply_torch(values: Mapping[str, Any]) -> None:
 
 
 def _collect_numpy() -> dict[str, Any]:
+    """Return numpy's print and error settings that differ from numpy's defaults."""
     numpy = _imported("numpy")
     if numpy is None:
         return {}
@@ -333,6 +345,7 @@ def _apply_numpy(found: Mapping[str, Any]) -> None:
 
 
 def _collect_matplotlib() -> bytes:
+    """Return a pickle of the rcParams that differ from matplotlib's defaults; b"" for none."""
     matplotlib = _imported("matplotlib")
     if matplotlib is None:
         return b""

@@ -1,10 +1,12 @@
-"""Reducers for objects that pickle would save by name, not at all, or with too much content.
+"""Reducers for objects that pickle cannot save, or saves by name or with too much content.
 
 A reducer returns what pickle saves for an object: a function that makes the object again, the
-arguments of this function, and the object's state. There are reducers for the notebook's classes,
-streams and namespace, and for objects of functools and typing that belong to the notebook. Torch's
-storages become buffers outside of the pickle. A path in the project becomes the path in the host's
-copy.
+arguments of this function, and the object's state. There are reducers for:
+
+- the notebook's classes, streams and namespace
+- the notebook's objects of functools and typing
+- torch's storages, whose bytes become buffers outside of the pickle
+- paths in the project, which become paths in the host's copy of the project
 """
 
 import builtins
@@ -76,7 +78,14 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
 
 
 def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) -> None:
-    """Set the attributes of a class, unless this process had the class already."""
+    """Set the attributes of a class that `_make_class` made; register the class by its id.
+
+    Does nothing if this process had the class already.
+
+    Args:
+        cls: The class.
+        given: Id of the class, cloudpickle's function that sets the attributes, and the attributes.
+    """
     class_id, fill, state = given
     if cls not in _ids:
         fill(cls, state)
@@ -85,7 +94,7 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
 
 
 def _known_class(class_id: str, name: str) -> type:
-    """Return the class with this id. This process has sent the class to the ranks.
+    """Return the class with this id, which this process has sent to the ranks.
 
     Raises:
         CaptureError: This process does not have the class.
@@ -108,7 +117,12 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Set the content of closure cells."""
+    """Set the content of a closure cell when pickle sets its state.
+
+    Args:
+        made: The cell; not used, because `contents` contains it.
+        contents: Pairs of a cell and its content.
+    """
     for cell, content in contents:
         cell.cell_contents = content
 
@@ -151,9 +165,9 @@ MADE_ANEW: dict[type, Collection[str]] = {
     functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
     - {"dispatcher", "func"},
 }
-"""Attributes that cannot be pickled, by type; the constructor makes them again.
+"""Attributes that cannot be pickled, by type; the type's constructor makes them again.
 
-They are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13).
+The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13).
 """
 
 
@@ -363,7 +377,11 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 
 
 def target_device(device: str) -> str:
-    """Return this process's device for a value that was pickled on `device`."""
+    """Return this process's device for a value that was pickled on `device`.
+
+    The result is the rank's GPU if `device` is "cuda" and this process is a rank with CUDA, else
+    "cpu".
+    """
     import torch
 
     local_rank = os.environ.get("LOCAL_RANK")
@@ -375,7 +393,8 @@ def target_device(device: str) -> str:
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     """Make a generator on this process's device, and set its state.
 
-    If the type of the device has changed, the state is not set, because it has no meaning there.
+    If this device has another type than `device`, the state is not set, because generators of
+    different device types have different states.
     """
     import torch
 
@@ -505,7 +524,9 @@ _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
-    """Return the environment variables for processes on a host that has a copy of the project.
+    """Return environment variables that tell a process where its host has a copy of the project.
+
+    `reduce_path` and the other functions below use these variables.
 
     Args:
         home: Project folder on the notebook's machine.

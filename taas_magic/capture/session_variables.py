@@ -1,8 +1,8 @@
 """Record the variables that a session's ranks have, and choose the notebook's variables to send.
 
 A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
-notebook. Its value is sent again only if the value has changed. Values are compared by digests of
-their pickles.
+notebook. The kernel sends the value of such a name again only if the value has changed. To find
+changes, the kernel compares digests of pickles.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ class VariablesToSend:
         state: Process state of the notebook (`process_state`); empty if the ranks have it already.
         notes: Notes for the user.
         sent: Record of each value that is sent, by name.
-        reads: Names that each function or class of the cell reads when its code runs.
+        reads: Names that the code of each function or class of the cell reads, by function or
+            class; see `UsedNames.definitions`.
     """
 
     why: dict[str, str] = field(default_factory=dict)
@@ -146,6 +147,9 @@ class RankVariables:
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
         """Return the reason for each name that the cell, or a function of an earlier cell, reads.
 
+        Functions of earlier cells count only if the cell uses a name that belongs to the ranks. The
+        result also has the names in `--send`.
+
         Args:
             used: Names that the cell uses.
             forced: Names in `--send`.
@@ -203,7 +207,10 @@ class RankVariables:
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
-        """Record that all ranks have the values of a choice."""
+        """Record that all ranks have received the values of a choice.
+
+        The names of these values belong to the notebook from now on.
+        """
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
             if name not in choice.sent and sent.shared & fresh:
@@ -245,9 +252,9 @@ class RankVariables:
         return known is not None and known.digest == sent.digest
 
     def _is_news(self, name: str, value: Any) -> bool:
-        """Return whether to tell the user that the notebook's value differs from the ranks'.
+        """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
-        The user is told once for each value: the call records the value.
+        The method records the value. So later calls with the same value return False.
         """
         if _is_module(value) or self._brought.get(name) == id(value):
             return False
