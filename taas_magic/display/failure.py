@@ -27,7 +27,7 @@ DETAIL_LINES = 200
 """Maximum number of lines of a traceback, and of a rank's last lines."""
 
 LINE_CHARS = 120
-"""Maximum length of a line of code at which a rank was."""
+"""Maximum length of the line of code in `rank_positions`."""
 
 MAX_OTHERS = 10
 """Maximum number of lines for the failures after the first."""
@@ -74,7 +74,7 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
 
 
 def place(failure: Failure) -> str:
-    """Return who failed: `rank 3 on host gpu1 (pid 812)`, or the host if no rank is to blame."""
+    """Return the failed rank, such as `rank 3 on host gpu1 (pid 812)`; else the failed host."""
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
     named = f"rank {failure.rank} on host {failure.host}"
@@ -188,7 +188,10 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """Return the innermost notebook line in a stack, or the innermost line if there is none."""
+    """Return the file, line number and code of the innermost frame of a notebook cell in a stack.
+
+    If no frame is in a cell, return those of the innermost frame.
+    """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
         return "not in Python code yet"

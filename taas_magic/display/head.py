@@ -252,6 +252,7 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
+        """Record a failure; the first one that is no consequence of another becomes `first`."""
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
@@ -489,6 +490,7 @@ def _title_row(state: RunState) -> str:
 
 
 def _progress_row(progress: str) -> str:
+    """Return rank 0's unfinished line as HTML; a bar of tqdm becomes a `<progress>` element."""
     bar = TQDM.fullmatch(plain(progress))
     if bar is None:
         content = f"<span style='{CODE};white-space:pre-wrap'>{escape(plain(progress))}</span>"

@@ -113,10 +113,11 @@ class LineMerger:
         return shown
 
     def _release_unmatched(self) -> list[ShownLine]:
-        """Remove first lines of queues, and return them, if no copy waits further back in a queue.
+        """Remove and return lines for which no further copy can be expected soon.
 
-        While a queue is empty, no line is removed, because the next line of the empty queue's rank
-        may be another copy. If several lines can be removed, the line of the lowest rank is removed
+        A line is removed if every queue has lines, and each waiting copy of the line is the first
+        line of its queue. While a queue is empty, no line is removed, because the next line of that
+        rank may be a copy. If several lines can be removed, the line of the lowest rank comes
         first, because rank 0 usually prints more than the other ranks.
         """
         shown: list[ShownLine] = []
@@ -246,7 +247,7 @@ class LogSummary:
     def count(self, n_lines: int, n_bytes: int) -> None:
         """Add to the number and the size of the lines beyond the limit.
 
-        The host may have not sent the text of these lines. Then only the log files have it.
+        If the host has not sent the text of these lines, only the log files have the text.
         """
         self._lines += n_lines
         self._bytes += n_bytes

@@ -35,7 +35,7 @@ END_LINES = 100
 """Number of lines that the view of an ended run shows from each end of a log that is too long."""
 
 ERRORS = (64_000, 1_000)
-"""Limits, in bytes and in lines, on the errors that are shown of the lines left out."""
+"""Maximum bytes, and maximum number, of error lines to show from the part that is left out."""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -45,9 +45,10 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Number of events with the counts of loaders that are all applied, at each end of an attempt.
+"""Minimum number of first and of last events with loader counts that a replay applies, per attempt.
 
-Runs of many ranks apply more. The events between them are reduced to one for each rank or fetcher.
+The number is higher in runs of many ranks. Of the events between the first and the last ones, the
+replay applies only the newest of each rank and fetcher; see `_Counts`.
 """
 
 Piece = Event | str
@@ -114,6 +115,7 @@ class Replay:
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
+        """Apply an event to the past output and, unless it only concerns output, to the state."""
         self._shown.add_event(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
@@ -137,15 +139,15 @@ class Replay:
 class _Counts:
     """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
 
-    The counts are sums since the rank or fetcher started. So the newest event of a rank or fetcher
-    contains all that its earlier events say about the sums. The buffer keeps three parts:
+    The counts are sums since the rank or fetcher started. So the sums in the newest event of a rank
+    or fetcher include those in its earlier events. The buffer keeps three parts:
 
     - The first `most` events: they have the counts at the start of the ranks.
     - The last `most` events, or a few more: they are needed to compute the current rates.
     - Of the events between, the newest of each rank and fetcher.
 
     Args:
-        most: Number of events to keep at the beginning, and at least at the end.
+        most: Number of first events to keep, and minimum number of last events to keep.
         reporters: Number of ranks and fetchers that send such events.
     """
 
@@ -197,7 +199,7 @@ def _reporter(line: bytes) -> bytes:
 
 @dataclass
 class _Block:
-    """Consecutive lines of the journal that hold only output of ranks, not decoded yet.
+    """Consecutive journal lines, not decoded yet, whose events are all output of ranks.
 
     Attributes:
         number: Position among the blocks and events to show.

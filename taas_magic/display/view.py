@@ -244,9 +244,10 @@ Jupyter's server stops the output of a kernel that sends 1,000 messages a second
 """
 
 FULL_CELL_GAP_S = 1.0
-"""Shortest time in seconds between two writes to a cell at its limit; for a half full cell, half.
+"""Shortest time in seconds between two writes to a cell whose output has reached its limit.
 
-The more output a cell has, the longer a browser takes to add to it.
+For a cell with less output, the time is proportionally shorter. The more output a cell has, the
+longer a browser takes to add more.
 """
 
 

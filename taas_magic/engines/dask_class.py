@@ -257,10 +257,11 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return options by which this package's scheduler listens on one address that hosts can reach.
+    """Return options for this package's scheduler: an address on which hosts can reach it.
 
-    These are `host`, `interface` and `port`, as far as the cluster class sets them for Dask's own
-    scheduler. If it sets neither `host` nor `interface`, `host` is this machine's IP address.
+    The options are `host`, `interface` and `port`, if the cluster class sets them for Dask's own
+    scheduler. If the class sets neither `host` nor `interface`, `host` is this machine's IP
+    address.
     """
     from distributed import Scheduler
     from distributed.utils import get_ip

@@ -22,7 +22,10 @@ from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
 TROUBLE_S = 1.5
-"""Seconds for which a starting host must look ended, stopped or stuck before its start fails."""
+"""Seconds for which a problem of a starting host must last before the start fails.
+
+`_LocalHost.start` lists the problems, such as a stopped process.
+"""
 
 _LOOK_S = 0.5
 
@@ -94,7 +97,11 @@ class _LocalHost(Host):
         return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
 
     async def start(self) -> None:
-        """See `Host.start`. The start fails if a process of the host ends or is stopped."""
+        """See `Host.start`.
+
+        The start fails if a process of the host ends, is stopped, or does nothing for
+        `start_timeout_s`, or if the agent leaves the pool.
+        """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
             scheduler=engine.scheduler.address,
@@ -162,7 +169,7 @@ class _LocalHost(Host):
 
 
 def _trouble(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return a description of a starting host's failure; "" if all its processes run."""
+    """Return text that says that a process of a starting host has ended or is stopped, else ""."""
     code = supervisor.poll()
     if code is not None:
         return f"ended (exit code {code})"

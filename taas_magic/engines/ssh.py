@@ -36,7 +36,7 @@ _POLL_S = 0.05
 _END_S = 1.0
 
 _SLOW_S = 10.0
-"""Seconds of one step of a host's start after which a message names the step to the user."""
+"""Seconds after which a message tells the user which step of a host's start is slow."""
 
 _capacities: dict[str, HostCapacity] = {}
 _log = logging.getLogger("taas.ssh")
@@ -181,6 +181,16 @@ class SshEngine(HostsEngine):
 
 @contextmanager
 def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
+    """Connect to a host, yield the connection as a shell, and close the connection at the end.
+
+    Args:
+        host: The host, as taas.toml names it.
+        config_file: See `find_target`.
+        stop: See `find_target`.
+
+    Raises:
+        PoolError: The connection failed.
+    """
     try:
         connection = connect(find_target(host, config_file, stop), stop)
     except PoolError as error:

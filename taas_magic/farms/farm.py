@@ -77,7 +77,10 @@ END_S = 30.0
 """Seconds to wait for the farm's process to end before it is killed."""
 
 SEEN_S = 10.0
-"""Seconds to wait for the farm's process to end after its connection closed."""
+"""Seconds to wait for the farm's process to end after the connection to this process broke.
+
+If the process has ended by then, the error message has its exit code.
+"""
 
 WATCH_S = 0.5
 """Seconds between refreshes of the table, and between checks that the farm's process still runs."""
@@ -417,7 +420,11 @@ class Farm:
     def _pack_function(
         self, function: Callable[..., Any], call: "_PackedCall"
     ) -> tuple[bytes, str]:
-        """Capture a function, with all notebook objects that it and its arguments use.
+        """Capture a function and all notebook objects that the function and its arguments use.
+
+        Args:
+            function: The function.
+            call: The call with its pickled arguments.
 
         Returns:
             The payload, and the value of `JobCall.setting`.
@@ -514,8 +521,8 @@ class Farm:
     def _fail(self, job: Job, future: "Future") -> None:
         """End a job with the error of its Dask future.
 
-        If the future has no error and the user did not cancel the job, the connection to the farm's
-        process has ended. Then end all jobs (`_lose`).
+        If the future has no error, and the job is still not ended, the connection to the farm's
+        process has broken. Then end all jobs (`_lose`).
         """
         from distributed.client import FutureCancelledError
 
@@ -526,7 +533,10 @@ class Farm:
             self._lose()
 
     def _deliver(self, job: Job, said: JobOutcome) -> None:
-        """Write the files that a job saved, load its result, and end the job."""
+        """Write the files that a job saved, load its result, and end the job.
+
+        If loading the result raises an exception, the job ends with this exception.
+        """
         job.host, job.took_s = self.state.host_of(said.node), said.took_s
         try:
             files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in said.files]
@@ -545,7 +555,7 @@ class Farm:
     def _call_listeners(self) -> None:
         """Call the listeners of `on_solution` with each job that returned, until `close`.
 
-        A separate thread runs this, because a listener may itself wait for other jobs.
+        Runs in a thread of its own, because a listener may itself wait for other jobs.
         """
         while (job := self._solved.get()) is not None:
             for listener in self._on_solution:

@@ -1,9 +1,9 @@
-"""The job process: a fork of the node's forkserver that runs one job or several in turn.
+"""The job process: a fork of the node's forkserver that runs one job or, in turn, short jobs.
 
 A process runs another job only if the last job returned and left the process unchanged. `_state`
-lists what counts, such as threads, children and the environment. So each job starts in a process
-that is as clean as a new process. After a job that took longer than `SHORT_S`, the process always
-ends.
+returns the properties that are compared, such as threads, children and the environment. So each job
+starts in a process that is as clean as a new process. After a job that took longer than `SHORT_S`,
+the process always ends.
 """
 
 import contextlib
@@ -44,18 +44,21 @@ from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
-"""Seconds that a job may take at most if its process is to run another job.
+"""Maximum seconds of a job after which its process may run another job.
 
-After a longer job the process ends, because starting a new process costs less than the job did.
+After a longer job, the process ends: the start of a new process costs little in comparison.
 """
 
 
 _TOLD = (SAVES, cell_main.PAYLOAD)
-"""Environment variables that differ for each job."""
+"""Environment variables that are set anew for each job, so `_state` ignores them."""
 
 
 def job_main(setting: JobProcessState, control: Connection, output: Connection) -> None:
-    """Run jobs until the node closes `control`, or until a job makes the process unfit for another.
+    """Run jobs until the node closes `control`, or until a job makes this process unusable.
+
+    No other job may run in the process after a job that failed, is `fresh`, took longer than
+    `SHORT_S`, changed the process (`_state`), or tried to write to the project store.
 
     Args:
         setting: The settings of this process.

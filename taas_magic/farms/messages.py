@@ -28,7 +28,7 @@ needs it, and each node fetches the part once.
 """
 
 LOST_NODES = 3
-"""Number of lost nodes that a job survives. A job fails when it loses one node more."""
+"""Number of times that a job runs again after its node was lost. The next loss fails the job."""
 
 Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
@@ -141,7 +141,7 @@ class JobProcessState(Struct, frozen=True):
 
 
 class NodeProcessState(Struct, frozen=True):
-    """The settings of a node's process. Jobs receive only a part of them.
+    """The settings of a node's process. Job processes receive only `jobs`, not the node's keys.
 
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.

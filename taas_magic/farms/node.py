@@ -71,7 +71,10 @@ DASK_SETTINGS = {
 }
 
 LINES_BYTES = 256 << 10
-"""Maximum bytes of a job's output that a node keeps until it sends them; it counts the rest."""
+"""Maximum bytes of a job's output that wait in the node to be sent.
+
+The node drops further output, and sends the number of dropped bytes instead.
+"""
 
 SAID_S = 2.0
 """Seconds between two reports of a starting node about the module that is being imported."""
@@ -80,7 +83,7 @@ _END_S = 3.0
 """Seconds to wait for a job's process to end before it is killed."""
 
 _FLUSH_S = 0.2
-"""Maximum seconds of one wait for a job's output; see `_Lines`."""
+"""Maximum seconds that a node waits for a job's output before it sends the buffered output."""
 
 
 def run_node(terms: NodeSettings) -> None:
@@ -191,7 +194,13 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
 async def _report_imports(
     warming: "asyncio.Future[list[str]]", setting: NodeProcessState, security: "Security"
 ) -> None:
-    """Until the forkserver has imported all modules, report the current one every `SAID_S`."""
+    """Report every `SAID_S` which module the forkserver is importing, until it has imported all.
+
+    Args:
+        warming: Future that is done when the forkserver has imported all modules.
+        setting: The settings of the node.
+        security: The node's key to the farm's scheduler.
+    """
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -292,7 +301,7 @@ def _collect_files(folder: Path) -> list[tuple[bytes, bytes]]:
 
 
 Say = Callable[[str, str], None]
-"""Callback with two arguments, of which one is "": a job's state, and lines that it has printed."""
+"""Callback for a job's state (first argument) or its output (second argument); the other is ""."""
 
 
 class Slot:

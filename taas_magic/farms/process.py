@@ -68,7 +68,10 @@ IDLE_LOOKS = 20
 """Number of checks in a row that must find more nodes than needed before nodes are ended."""
 
 WHY_S = 2.0
-"""Seconds to wait for a lost node's run to end by itself; its last event has the reason."""
+"""Seconds to wait until the run of a lost node ends by itself.
+
+The last event of the run has the reason for the loss.
+"""
 
 FAILED_STARTS = 3
 """Number of nodes in a row that may fail to start before the farm gives up."""

@@ -178,10 +178,11 @@ def _nodes_text(state: FarmState) -> str:
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table: first nodes, then jobs. Each part has up to `SHOWN_JOBS` rows.
+    """Return the rows of the table: up to `SHOWN_JOBS` nodes, then up to `SHOWN_JOBS` jobs.
 
-    Jobs are sorted by state: running, failed, cancelled, done, queued. Within a state, the newest
-    job is first. But of the queued jobs, the oldest is first, because it starts next.
+    The newest nodes are shown, without nodes that have left. A closed farm shows no nodes. Jobs are
+    sorted by state: running, failed, cancelled, done, queued. Within a state, the newest job is
+    first. But of the queued jobs, the oldest is first, because this job starts next.
 
     Returns:
         Name, state, host and last line of each node and job.

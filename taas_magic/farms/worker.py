@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class NodeWorker(ClosedWorker):
     """The Dask worker of a node.
 
-    The worker fetches large parts from the farm's process and sends results to this process.
+    The worker fetches large parts from the farm's process. It sends the results of jobs through the
+    farm's process to the kernel.
 
     Attributes:
         slots: The job processes of the node.
@@ -61,6 +62,7 @@ class NodeWorker(ClosedWorker):
         return await self._parts[part]
 
     async def _fetch_part(self, name: str) -> SharedBytes:
+        """Fetch a stored part from the farm's process into memory that job processes can map."""
         try:
             return await asyncio.to_thread(
                 SharedBytes, await getattr(self.scheduler, ASK)(name=name)

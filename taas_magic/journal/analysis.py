@@ -150,7 +150,13 @@ class LoaderFlow:
         return self.sums(max(spans, default=0.0))
 
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Replace the counts of a rank by the counts that the rank has sent now."""
+        """Replace the counts of a rank by newer ones, and add a point if `POINT_GAP_S` have passed.
+
+        Args:
+            rank: The rank.
+            counts: The counts that the rank has sent.
+            now: Time of their arrival, in seconds on the caller's clock.
+        """
         self.ranks[rank] = counts
         if not self.points:
             self.points.append(Point(now - counts.span_s))
@@ -231,16 +237,19 @@ _LEAST_SPAN_S = 1.0
 """Seconds that a rank must have spent in loops over a loader before there is advice on it."""
 
 _BUSY = 0.7
-"""Share of their time above which workers count as busy."""
+"""Fraction of the time that workers prepare batches, from which on the workers count as busy."""
 
 _MOST_CPU = 0.6
-"""Share of CPU time from which on the CPU, and not storage or the network, limits the speed."""
+"""Fraction of a task's time that is CPU time, from which on the CPU counts as the task's limit.
+
+Below this fraction, storage limits the preparation of batches, or the network their transfer.
+"""
 
 _FULL = 0.8
-"""Share of the hosts' cores from which on the cores count as fully used."""
+"""Fraction of the hosts' cores in use, from which on the cores count as fully used."""
 
 _MOST_TIMES = 8
-"""Maximum factor by which the advised number of fetchers exceeds the present one."""
+"""Maximum ratio of the advised number of fetchers to the present number."""
 
 _WORTH = 1.15
 """Minimum speed-up for which more fetchers on the same hosts are advised."""
@@ -263,7 +272,8 @@ class Load:
         ranks: Number of ranks that use the loader.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
         workers: Number of worker processes.
-        working: Mean number of workers that had work to do.
+        working: Mean number of workers that work in parallel: the work of all workers, divided by
+            the work of the busiest one.
         busy: The share of time in which the busiest worker prepared batches.
         cpu: The share of the preparation time that was CPU time. In the rest of it, workers waited
             for storage.
@@ -347,7 +357,7 @@ def _because(load: Load) -> str:
 
 
 def _prepared_by_ranks(load: Load) -> str:
-    """Return advice for a loader without fetchers: child processes of ranks prepare batches."""
+    """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
@@ -361,7 +371,11 @@ def _prepared_by_ranks(load: Load) -> str:
 
 
 def _delivery(load: Load) -> str:
-    """Return the advice for a loader whose workers are not busy: the delivery limits the loader."""
+    """Return the advice for a loader whose workers are not busy.
+
+    The limit of such a loader is the way of the batches to the ranks: the ranks' CPU time to
+    receive batches, the buffer, or the network.
+    """
     if load.receiving >= _MOST_CPU:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "

@@ -307,7 +307,10 @@ class RunFolder:
 
 
 KEPT_FREE_BYTES = 64 << 20
-"""Bytes that logs and the journal leave free on a large disk; on a small disk it is less."""
+"""Maximum bytes of free space that logs and the journal leave for the run's results.
+
+On a small disk, they leave an eighth of the disk, or half of the space that is free now.
+"""
 
 GRANT_BYTES = 256 << 10
 NO_ROOM = "its file system is almost full, and the rest is reserved for the run's results"

@@ -107,6 +107,9 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
 def trace_of(loaded: Mapping[str, Any]) -> Trace:
     """Reduce a trace in Chrome's format to a `Trace`.
 
+    If the trace has NCCL's kernels, their spans are those of the collectives. Otherwise, the spans
+    are those that torch.distributed records on the CPU.
+
     Args:
         loaded: The trace, as torch.profiler writes it.
     """
@@ -145,11 +148,14 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
     """Correct the times in the traces, because the clocks of hosts differ.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks differ. The ranks on the first rank's host keep their times.
-    So does a rank that has no collective in common with the first rank.
+    traces show how much the clocks differ. This function does not correct the times of ranks on the
+    first rank's host, and of ranks that have no collective in common with the first rank.
+
+    Args:
+        traces: The traces by rank.
 
     Returns:
-        The traces, and the correction of each rank's times in microseconds.
+        The corrected traces by rank; and for each rank, the microseconds added to its times.
     """
     offsets: dict[int, float] = {}
     first = traces[min(traces)] if traces else None

@@ -74,7 +74,11 @@ def cleaned(value: _T) -> _T:
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Apply `clean` to all strings in a value. Change a Struct in place; copy other containers."""
+    """Apply `clean` to all strings in a value, and return the value.
+
+    A Struct is changed in place, by the rules for its fields instead of `clean`. Other containers
+    are copied.
+    """
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):
@@ -91,6 +95,7 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
+    """Return the cleaned value of a struct's field, by the rules of `cleaned` for this field."""
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":
         return value

@@ -43,13 +43,13 @@ MARK = "taas-magic says: "
 """Prefix of the line with the probe's result: a login script may print other lines before it."""
 
 FULL_BYTES = 256 * 1024**2
-"""Free bytes that the host's cache needs at least for taas-magic's packages and a run."""
+"""Minimum free bytes of the host's cache folder, for taas-magic's packages and a run."""
 
 LOW_BYTES = 2 * 1024**3
-"""Free bytes of the host's cache below which a check of the host warns."""
+"""If the host's cache folder has fewer free bytes, a check of the host gives a warning."""
 
 CLOCK_S = 60.0
-"""Seconds between the clocks of a host and of this machine above which a check warns."""
+"""Difference in seconds between the clocks of a host and of this machine that a check tolerates."""
 
 MAX_AT_ONCE = 64
 """Number of hosts that are asked at the same time."""
@@ -376,7 +376,7 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
 def _warnings(
     facts: Facts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[Finding]:
-    """Yield findings that do not prevent a run."""
+    """Yield findings that do not prevent a run: about GPUs, the clock, and package versions."""
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
         yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")
@@ -450,6 +450,7 @@ def check(
     def ask_one(
         pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None
     ) -> HostCheck:
+        """Ask one host for its facts; return its row. `opening` is None for this machine."""
         try:
             if opening is None:
                 facts = of_this_machine(host, packages, mark, modules)

@@ -166,7 +166,12 @@ class PackageFolder:
 
 
 def what_to_bring(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
-    """Return the package folders that a host needs, including those that it already has."""
+    """Return the package folders that a host needs on PYTHONPATH.
+
+    There is a folder for dependencies that the host lacks, and a folder for taas-magic if the host
+    has other files of taas-magic than this machine. The host's cache may already contain these
+    folders.
+    """
     parcels = []
     missing = lacking(packages_needed(), facts)
     if missing:
@@ -241,7 +246,10 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
 
 
 def why_unlike(facts: Facts) -> str:
-    """Return why packages of this machine may not work on a host; "" if they work."""
+    """Return why packages of this machine may not work on a host; "" if they work.
+
+    They work if the host has the same kind of processor, and the same C library or a newer glibc.
+    """
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:
         return f"its processor is {facts.machine}, but this machine's is {machine}"
@@ -294,8 +302,8 @@ def installed_files(name: str) -> Files | None:
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
     """Download wheels with this machine's pip for a host; return the files in the wheels.
 
-    Wheels for this machine must work on the host (`why_unlike`). This user's cache keeps their
-    files for the next host.
+    Wheels for this machine must work on the host (`why_unlike`). Their files stay in the cache of
+    this machine for the next host.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.

@@ -387,6 +387,7 @@ class KnownHosts(MissingHostKeyPolicy):
                         self._add(path, " ".join(line.split()))
 
     def _add(self, path: str, line: str) -> None:
+        """Record the key in a line of the known_hosts file `path`, if it is a key of the host."""
         if line.startswith("@revoked"):
             self._revoked.append(line)
         elif line and line[0] not in "#@" and (entry := HostKeyEntry.from_line(line)):

@@ -506,6 +506,7 @@ class KeptCommand:
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
+        """Log and keep the lines of the command's output until its end. Runs in a thread."""
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
@@ -551,6 +552,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """
 
     def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
+        """Relay a new connection to a forwarded port of the host. Called by paramiko."""
         # paramiko keeps one function for all forwarded ports, so it must look up the port
         address = connection.tunnels.get(server[1])
         if address is None:
