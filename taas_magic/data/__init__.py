@@ -1,6 +1,6 @@
 """The data service: fetchers prepare the batches of registered loaders, and ranks request them.
 
-docs/data.md shows the flow in one picture. The modules:
+docs/data.md shows the flow in one picture. The modules (`a -> b` means that a uses b):
 
 * In a rank: loader.py -> epoch.py -> client.py -> connection.py.
 * In a fetcher: server.py -> scheduler.py -> worker.py -> dataset.py, order.py. The server has one

@@ -1,6 +1,6 @@
 """Integration of registered loaders with accelerate.
 
-Every rank imports this module, so it imports neither accelerate nor torch before
+Every rank imports this module. So that the import is quick, the module imports accelerate only when
 `patch_accelerate` is called.
 """
 
@@ -16,8 +16,8 @@ class _RemoteShardMixin:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
-    moves batches to the accelerator's device. It also tells the accelerator when an epoch ends,
-    which gradient accumulation and `gather_for_metrics` need to know.
+    moves batches to the accelerator's device. DataLoaderShard also tells the accelerator when an
+    epoch ends; gradient accumulation and `gather_for_metrics` depend on this.
 
     Args:
         loader: The remote loader.
@@ -56,8 +56,8 @@ class _RemoteShardMixin:
     def begin(self) -> None:
         """Tell the accelerator that an epoch begins.
 
-        DataLoaderShard's own method looks up an attribute of the dataset. In a rank, this would
-        unpickle the rank's copy of the dataset, which may be large.
+        DataLoaderShard's own method looks up an attribute of the dataset. In a rank, that lookup
+        would unpickle the rank's copy of the dataset, which may be large.
         """
         self.reset()
         loader = self.base_dataloader
@@ -85,9 +85,9 @@ class _RemoteShardMixin:
 def patch_accelerate() -> None:
     """Patch accelerate, so that it works with registered loaders.
 
-    With the patch, `Accelerator.prepare` wraps a registered loader instead of returning it
-    unchanged. With the patch, `skip_first_batches` discards the first batches that fetchers send;
-    accelerate's own version would run the loader's sampler in the rank.
+    The patched `Accelerator.prepare` wraps a registered loader; the original one would return the
+    loader unchanged. The patched `skip_first_batches` discards the first batches that fetchers
+    send; the original one would run the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

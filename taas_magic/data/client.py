@@ -35,9 +35,9 @@ from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderAddresses
 
 _FEW_BYTES = 32 << 10
-"""Largest body to copy out of the receive buffer.
+"""Size in bytes of the largest response body to copy out of the receive buffer.
 
-Without the copy, one small batch that the cell keeps would keep the whole buffer alive.
+Without the copy, a small batch that the cell keeps would keep the whole buffer alive.
 """
 
 _CHECK_AGAIN_S = 0.25
@@ -47,7 +47,7 @@ _FIRST_LOOKS_S = 0.01
 """Seconds between checks until the first fetcher, or a stream's fetcher, has started."""
 
 _FIRST_PAUSE_S = 0.05
-"""Seconds of a fetcher's pause after its first failure; doubled by each failure in a row."""
+"""Seconds of a fetcher's pause after its first failure; each further failure doubles it."""
 
 _LONGEST_PAUSE_S = 1.0
 """Maximum seconds of a fetcher's pause after a failed connection."""
@@ -72,7 +72,7 @@ class Route:
         loader: Name of the loader.
         directory: Returns the current addresses of the loader's fetchers.
         key: The run's key.
-        tls: Client context for fetchers on other hosts; None for plain TCP.
+        tls: TLS client context for fetchers on other hosts; None for plain TCP.
         lease: Time limits for the fetchers to start and to respond.
     """
 
@@ -97,7 +97,10 @@ class Route:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers together; waits until the first fetcher has started."""
+        """Number of workers of all fetchers together.
+
+        Reading this property waits until the first fetcher has started.
+        """
         self._await_fetchers()
         return self._found.workers
 
@@ -142,10 +145,10 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The value is half of `fetch_s` (`FetchLease.silent_s`), or the rest of `fetch_s` if that is
-        less. The rest is `fetch_s` minus the time for which no fetcher has responded. So if no
-        fetcher responds, the run fails after about `fetch_s`, even if the rank tries several
-        fetchers.
+        The value is the smaller one of two times: half of `fetch_s` (`FetchLease.silent_s`), and
+        the rest of `fetch_s`. The rest is `fetch_s` minus the time for which no fetcher has
+        responded. So if no fetcher responds, the run fails after about `fetch_s`, even if the rank
+        tries several fetchers. The value is at least `ALIVE_S`.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -182,8 +185,8 @@ class Route:
     def close_copies(self) -> None:
         """Close the copies of the connections that a fork of the rank has inherited.
 
-        The rank itself continues to use the connections. If the fork kept its copies, it could end
-        a pass, and thereby cancel requests of the rank.
+        The rank itself continues to use the connections. If the fork kept its copies, the fork
+        could end a pass, and thereby cancel requests of the rank.
         """
         for link in list(self._links):
             link.close_copy()
@@ -197,7 +200,7 @@ class Route:
             self._reasons.clear()
 
     def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
-        """Pause a fetcher; if all fetchers are paused, wait up to 0.25 s.
+        """Pause a fetcher. If no other fetcher is left to try now, wait up to 0.25 s.
 
         Args:
             number: Index of the fetcher.
@@ -205,7 +208,7 @@ class Route:
             silent_s: Seconds that the client waited for the fetcher.
 
         Raises:
-            RunLost: No fetcher has responded for `fetch_s`.
+            RunLost: No fetcher has responded for `fetch_s`, or all fetchers have ended.
         """
         for links, _ in list(self._idle):
             if number in links:
@@ -228,7 +231,7 @@ class Route:
                 "taas.toml sets how long ranks wait"
             )
         if not self._usable_fetchers():
-            # Every fetcher is paused: wait until the first pause ends.
+            # No fetcher can be tried now: wait until the first pause ends, but at most 0.25 s.
             now = time.monotonic()
             first = min((until for until, _ in self._paused.values()), default=now)
             pause_s = max(0.0, min(first - now, 0.25))
@@ -241,7 +244,7 @@ class Route:
         return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
 
     def _usable_fetchers(self) -> list[int]:
-        """Return the indices of the fetchers that have started and are not paused."""
+        """Return the indices of the fetchers that have an address and are not paused."""
         now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
@@ -274,9 +277,10 @@ class Route:
             time.sleep(_FIRST_LOOKS_S)
 
     def _await_start(self, number: int) -> None:
-        """Wait until a fetcher has started, unless it has started before or cannot start.
+        """Wait until the fetcher with this index has started.
 
-        All these waits of the route together take at most `start_s`.
+        Return at once if the fetcher has started before, or if no fetcher is still starting. Also
+        return when `start_s` seconds have passed since the route's first wait of this kind.
         """
         if number in self._started:
             return
@@ -318,8 +322,9 @@ class SlotResponse(NamedTuple):
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]`; VOID if the slot
             has no batch.
         size: Size of the response's body in bytes.
-        failure: Exception that the user's code raised instead of returning a batch; None for none.
-        order: Hash of the epoch's order or of the batch (`Response.order`).
+        failure: Exception that the user's code raised instead of returning a batch; None if there
+            is a batch.
+        order: Hash of the epoch's order or of the batch (see `Response.order`); 0 for none.
     """
 
     units: int
@@ -344,8 +349,8 @@ class Client:
             limit as long as the fetcher reports that it is alive.
 
     Attributes:
-        is_left: Another thread sets this to end the pass. Then a call that waits for a response
-            raises `CancelledError` within `ALIVE_S`.
+        is_left: Whether the pass must end. Another thread sets this attribute to True. Then a call
+            that waits for a response raises `CancelledError` within `ALIVE_S`.
         retried: Number of requests that were sent again after a failed connection.
     """
 
@@ -374,7 +379,7 @@ class Client:
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
     def open(self, epoch: int) -> EpochDescription:
-        """Begin an epoch; return a fetcher's description of it, with length and order hash.
+        """Begin an epoch; return a fetcher's description of the epoch, with length and order hash.
 
         Any fetcher can describe the epoch. If the fetchers' orders differ, all batches of this pass
         follow the order of the fetcher that described the epoch.
@@ -423,9 +428,10 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the latest state of the dataset that was saved at or before a slot.
+        """Return the dataset's latest state among those that a worker saved at or before a slot.
 
-        Each stream is read by a copy of the dataset; the state is that of the slot's stream.
+        Each stream has its own copy of the dataset, with states of its own. The result is a state
+        of the slot's stream.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -446,7 +452,7 @@ class Client:
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
-        """End the pass: cancel its pending requests, and leave its connections to the next pass."""
+        """End the pass: cancel pending requests, and store the connections for the next pass."""
         for number, link in list(self._links.items()):
             try:
                 link.cancel()
@@ -492,7 +498,7 @@ class Client:
         raised.reraise()
 
     def _await(self, request: LoaderRequest) -> tuple[Response, memoryview]:
-        """Wait for the response to a request, and return it; send the request if it was not sent.
+        """Return the response to a request when it has arrived; first send an unsent request.
 
         Raises:
             RunLost: No fetcher responds, or workers ended each time they prepared the batch.
@@ -596,9 +602,9 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        The response is stored if its batch has the order of the epoch. Otherwise, `_after` returns
-        the request to send (the class docstring describes these requests). The response to the last
-        of these requests is then stored as the response to the first request.
+        If the response has the hash of the epoch's order, or no hash, it is stored. Otherwise
+        `_follow_up_request` returns the next request to send (the class docstring describes the sequence). The
+        response to the last request of the sequence is stored as the response to the first one.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -617,7 +623,7 @@ class Client:
     def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request to send next, if a response has a different order than the epoch.
+        """Return the request to send next, if a response has the hash of another order.
 
         The class docstring describes the sequence of requests.
 
@@ -646,7 +652,7 @@ class Client:
 
         Raises:
             RunLost: No fetcher responds.
-            OSError: `error` itself, because a signal handler of the cell raised `error`.
+            OSError: `error` itself, if a signal handler of the cell raised it.
         """
         if is_raised_by_cell(error):
             raise error

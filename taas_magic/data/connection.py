@@ -29,13 +29,16 @@ from taas_magic.messages import Address
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
-"""Largest body to receive into a chunk. A larger body gets a memory block of its own."""
+"""Size of the largest body to receive into a chunk (see `Inbox`).
+
+A larger body gets a memory block of its own.
+"""
 
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
-"""Minimum free space at the end of a chunk; if there is less, a new chunk is used."""
+"""Minimum free space at the end of a chunk; a chunk with less space is replaced by a new one."""
 
 _PIECE_BYTES = 992 << 10
-"""Size of the pieces in which a large body is received and its checksum computed."""
+"""Size of the pieces of a large body: each piece is received, then its checksum is computed."""
 
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
@@ -55,8 +58,9 @@ class PeerSilent(OSError):
 def is_raised_by_cell(error: BaseException) -> bool:
     """Return whether `error` comes from a signal handler of the cell, not from the connection.
 
-    A signal handler may run, and raise, at any point of the main thread's code. If it raised
-    `error`, the last frame of the traceback belongs to the handler.
+    A signal handler may run, and raise an exception, at any point of the main thread's code. If the
+    handler raised `error`, the last frame of the traceback belongs to the cell, not to this package
+    or Python's own modules.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
@@ -208,7 +212,7 @@ class FetcherLink:
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _receive_handshake(self) -> FromServer:
-        """Return the next message of the handshake; `ProtocolState` checks its type."""
+        """Return the next message of the handshake, of a type that `ProtocolState` allows."""
         while True:
             try:
                 return self._inbox.receive(ReceiveBlocks(0))[0]
@@ -257,7 +261,7 @@ class Inbox:
         return whole
 
     def next_complete(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body if both are in the chunk completely; else None."""
+        """Return the next message and its body; None if the chunk does not have all of both yet."""
         now = self._now
         if now is None:
             now = self._now = self._state.decode(self._chunk[self._start : self._end])
@@ -278,7 +282,8 @@ class Inbox:
     def descriptor(self) -> int:
         """Return the file descriptor that belongs to the current message.
 
-        Descriptors arrive in the order of their messages, so this is the oldest one not returned.
+        Descriptors arrive in the order of their messages. So the result is the oldest descriptor
+        that no earlier call has returned.
 
         Raises:
             ProtocolError: No descriptor was received.
@@ -342,9 +347,9 @@ class Inbox:
     def _receive_limit(self) -> int:
         """Return the offset in the chunk up to which to receive.
 
-        The result assumes that all frames have the size of the latest one: it is the end of the
-        last such frame that fits into the chunk. The next frame would fit only in part, and that
-        part would have to be copied into the next chunk.
+        This method assumes that all frames have the size of the latest frame. The result is the end
+        of the last frame that fits into the chunk completely. If a part of the next frame were
+        received too, this part would have to be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -392,10 +397,10 @@ class Inbox:
 
 
 def _compare_checksum(response: Response, total: int) -> None:
-    """Compare the checksum `total` of a received body with the one in the response.
+    """Compare the checksum `total` of a received body with the checksum in the response.
 
     Raises:
-        ProtocolError: They differ.
+        ProtocolError: The checksums differ.
     """
     if total != response.body_sum:
         where = f"batch {response.slot} of epoch {response.epoch}"

@@ -33,9 +33,9 @@ from taas_magic.data.protocol import EpochDescription
 from taas_magic.data.sharding import seed_of
 
 OPEN_EPOCHS = 2
-"""Number of epochs in which a worker keeps an iterator (`Cursor`) over the same stream.
+"""Maximum number of iterators (`Cursor`) over one stream that a worker keeps, one for each epoch.
 
-Ranks may be in different epochs. With a single iterator, each change from one epoch to the other
+Ranks may be in different epochs. With a single iterator, each change from one epoch to another
 would replay the stream from its beginning.
 """
 
@@ -43,15 +43,16 @@ _SNAPSHOT_EVERY = 64
 """Initial number of items between snapshots of a dataset's state."""
 
 _MOST_SNAPSHOTS = 256
-"""Number of snapshots of a stream above which every second one is dropped.
+"""Number of snapshots of a stream above which every second snapshot is dropped.
 
-From then on, the number of items between snapshots is doubled.
+At the same time, the number of items between snapshots is doubled.
 """
 
 _LOOKS_AT_INTS = 2
-"""Index of the last item before which a `Cursor` records the dataset's int attributes.
+"""Largest index of an item before which a `Cursor` records the dataset's int attributes.
 
-By comparing the records, the cursor finds an attribute in which the dataset counts its epochs.
+From these records, the cursor finds the attribute in which the dataset counts its epochs
+(`Cursor.counter`).
 """
 
 _OURS = str(Path(__file__).parent)
@@ -146,14 +147,22 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class LoadedLoader(NamedTuple):
-    """An unpickled loader (or its `LoaderParts`), with the definitions that the loader uses."""
+    """An unpickled loader, or its `LoaderParts`.
+
+    Attributes:
+        loader: The loader or its parts.
+        definitions: The notebook's functions and classes that the loader uses.
+    """
 
     loader: Any
     definitions: Definitions
 
 
 def load(payload: bytes) -> LoadedLoader:
-    """Unpickle a loader or its `LoaderParts`, and add its definitions to `__main__`."""
+    """Unpickle a loader or its `LoaderParts`.
+
+    Also add the notebook's functions and classes that the loader uses to `__main__`.
+    """
     unpickler = pickle.Unpickler(io.BytesIO(payload))
     loader = unpickler.load()
     found = unpickler.load() if isinstance(loader, LoaderParts) else {}
@@ -265,9 +274,10 @@ class BatchSource:
         return self._run_user_code(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the latest state of the dataset that was saved at or before a slot.
+        """Return the dataset's latest state among those saved at or before a slot.
 
-        Each stream has its own copy of the dataset; the state is that of the slot's stream.
+        Each stream has its own copy of the dataset, with states of its own. The result is a state
+        of the slot's stream.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -289,7 +299,7 @@ class BatchSource:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the saved states of epochs before `epoch`: ranks no longer request their batches."""
+        """Drop the saved states of epochs before `epoch`, whose batches ranks no longer request."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -312,7 +322,7 @@ class BatchSource:
         During the call, `get_worker_info()` returns the value for this worker.
 
         Raises:
-            NoBatch: `work` raised it.
+            NoBatch: `work` raised NoBatch.
             UserCodeFailed: `work` raised any other exception, except KeyboardInterrupt.
         """
         before, torch_worker._worker_info = torch_worker._worker_info, self._info
@@ -347,7 +357,7 @@ class BatchSource:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
-        """Return `dataset[index]`; if that raises, add the index to the message for the user."""
+        """Return `dataset[index]`; if the dataset raises, add the index to the user's message."""
         try:
             return dataset[index]
         except BaseException:
@@ -357,8 +367,9 @@ class BatchSource:
     def _next_of(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the batch is not the next one of its stream, first skip batches of the stream, or start
-        the stream again and replay it.
+        If the batch is not the next one of its stream, first skip the batches before it. If the
+        stream's iterator is behind the batch already, or a later saved state exists, begin again
+        at the latest saved state (or at the stream's beginning) and skip from there.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -436,7 +447,7 @@ def _with_own_memory(loader: Any) -> Any:
 
     In a worker (`get_worker_info()` is not None), torch's `default_collate` allocates batches in
     /dev/shm, so that another process can map them. Our workers copy batches into their arena, so
-    they do not need this. And in a container, /dev/shm may have only 64 MB.
+    batches need not be in /dev/shm. In a container, /dev/shm may have only 64 MB.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -463,12 +474,13 @@ class Cursor:
     """Iterator over the batches of one stream in one epoch, with its own copy of the dataset.
 
     Attributes:
-        item: Index in the stream of the next batch.
+        item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs: an int that grew by
-            one over the epoch, but did not change between the first batches. "" if there is none,
-            or if the stream has not ended yet.
+        counter: Name of the attribute in which the dataset counts its epochs. Its value is an int.
+            The int has grown by one from the epoch's beginning to its end, and was the same before
+            the second and the third batch. "" if there is no such attribute, or if the stream has
+            not ended yet.
     """
 
     loader: Any
@@ -695,7 +707,11 @@ class UserErrorReport:
 
 
 class _UnquotedText(str):
-    """String whose repr is the string itself: KeyError's message is the repr of its argument."""
+    """String whose repr is the string itself.
+
+    The message of a KeyError is the repr of its argument. With an ordinary string, the message
+    would be in quotes, and would have escape sequences in place of line breaks.
+    """
 
     __slots__ = ()
 

@@ -12,17 +12,19 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 _COPIES = "_taas_copies"
-"""Name in `__main__` of the object that leads to the definitions of further copies of a loader."""
+"""Name in `__main__` of the `_Copies` object, through which pickle finds the `Definitions`."""
 
 
 class Definitions:
-    """The notebook's functions and classes that one copy of a loader uses, as attributes.
+    """Object with the notebook's functions and classes that one copy of a loader uses.
+
+    Each function or class is an attribute of the object.
 
     All copies of a loader in a process share the classes, with their methods, but each copy has its
     own functions. The first copy's functions are in `__main__` under their own names. A function of
     a further copy gets a `__qualname__` such as `_taas_copies.copy1.transform`. This is the path
     from `__main__` to an attribute of this object, so pickle finds the function there. The path is
-    valid as long as this object exists.
+    valid while this `Definitions` object exists.
 
     Args:
         found: The functions and classes by name.
@@ -41,7 +43,7 @@ class Definitions:
 
 
 class _Copies:
-    """Object that has every existing `Definitions` as an attribute, such as `copy1`."""
+    """Object that has each existing `Definitions` as an attribute, such as `copy1`."""
 
     def __getattr__(self, key: str) -> Definitions:
         try:

@@ -32,19 +32,22 @@ from taas_magic.data import protocol
 
 _ZEROS = bytes(protocol.ALIGN)
 _PREFIX = struct.Struct("<II")
-"""Sizes of the table and of the pickle, at the beginning of a table of contents."""
+"""Format of the first bytes of a table of contents: the table's size, and the pickle's size."""
 
 _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
 _CACHED_HEAD_BYTES = 4096
-"""Maximum size of a table of contents to cache. Other batches may have the same small table."""
+"""Maximum size in bytes of a table of contents to cache when it is decoded or summed.
+
+Several batches may have the same small table; a large table is rarely used twice.
+"""
 
 _MOST_PARTS = 16
 """Maximum number of tensors in a batch that `_split` handles."""
 
 _PIECE_BYTES = 256 << 10
-"""Size of the pieces in which a buffer is copied and its checksum computed."""
+"""Size of the pieces of a buffer: each piece is copied, then its checksum is computed."""
 
 _WIDEST = 16
 """Size in bytes of an element of the largest dtype."""
@@ -52,7 +55,7 @@ _WIDEST = 16
 _THIN = 2
 """Maximum size of a span with overlapping tensors, as a multiple of the tensors' total size.
 
-If the span is larger, most of it belongs to no tensor, and each tensor is sent separately.
+If the span is larger, most of the span belongs to no tensor, and each tensor is sent separately.
 """
 
 _MOST_SPREAD, _SPREAD_FROM_BYTES = 16, 1 << 20
@@ -613,7 +616,9 @@ def from_bytes(data: bytes) -> Any:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return a 64-bit checksum: the sum of the data's little-endian words, the last one padded.
+    """Return the sum of the data's little-endian 64-bit words, modulo 2**64.
+
+    The last word is padded with zeros.
 
     The sum is computed at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the
     interpreter lock. The checksum of a body is the sum of its parts' checksums. The checksum
@@ -631,9 +636,9 @@ def checksum(data: bytes | memoryview) -> int:
 def fingerprint(encoded: Encoded) -> int:
     """Return a 32-bit hash of a batch, never 0.
 
-    The hash covers the values of the batch's tensors and arrays. Only if the batch has neither
-    tensors nor arrays, the hash covers the pickle of the batch instead. Pickles are avoided because
-    pickles of equal objects may differ: for example, the pickles of equal sets on two hosts.
+    The hash covers the values of the batch's tensors and arrays. If the batch has neither, the hash
+    covers the pickle of the batch. Otherwise the pickle is left out, because the pickles of equal
+    objects may differ; for example, the pickles of equal sets on two hosts.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import RemoteLoader
 
 _THREAD_FROM_BYTES = 1 << 20
-"""Minimum size of a batch after which a separate thread receives the further batches."""
+"""Minimum size in bytes of a batch that makes a separate thread receive all later batches."""
 
 _LOOK_EVERY = 16
-"""Number of batches between updates of `held_bytes`."""
+"""Number of batches between updates of `RankCounts.held_bytes`."""
 
 _MOST_STEPS = 256
 """Maximum number of steps whose batches are requested ahead."""
@@ -52,9 +52,10 @@ _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Seconds after the last batch until a pass counts as paused.
+"""Maximum seconds since the latest batch that `EpochIterator.counted` adds to `RankCounts.span_s`.
 
-The time after that does not count as time in the loop over the loader (`RankCounts.span_s`).
+`span_s` is the time in the cell's loops over the loader. After a longer pause, the cell may have
+left the loop. If the cell then requests a further batch, the whole pause is added.
 """
 
 _EVERY_EPOCH_ALIKE = (
@@ -134,9 +135,9 @@ class EpochIterator(Iterator[Any]):
         epoch: Number of the epoch.
         place: Position in the epoch to begin at.
         turn: Number of iterators that the loader has made before this one.
-        order: Hash that was saved in a loaded state; the epoch must have the same hash. For a
-            map-style loader, the hash of the epoch's order. For an iterable-style loader, the hash
-            of the epoch's first batch. 0 for no requirement.
+        order: Hash from a loaded state, which must equal the epoch's hash; 0 for no requirement.
+            For a map-style loader, this is the hash of the epoch's order. For an iterable-style
+            loader, this is the hash of the epoch's first batch.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -322,7 +323,7 @@ class EpochIterator(Iterator[Any]):
         """Count a received batch and return it.
 
         Raises:
-            StopIteration: The batch would exceed the `--units` limit.
+            StopIteration: With this step's batches, the ranks together would exceed `--units`.
             Exception: The exception that the user's code raised instead of returning a batch.
         """
         loader, (received, row_units, after) = self._loader, step
@@ -432,9 +433,11 @@ class EpochRequests:
         return received
 
     def _request_ahead(self, step: int) -> None:
-        """Request the batches of the next steps, up to `window_bytes`.
+        """Request the batches of the next steps, up to a total of `window_bytes`.
 
-        `_receive_step` calls this method again when the rank has received a quarter of these steps.
+        At least `_least` steps are requested, even if their batches exceed `window_bytes`.
+        `_receive_step` calls this method again when the rank has received the batches of a quarter
+        of these steps.
         """
         ahead = self._least
         if self._largest_bytes:
@@ -447,7 +450,7 @@ class EpochRequests:
 
 
 class ReceiveThread(Iterator[Step]):
-    """Iterator over a rank's steps that receives them in a thread, while the rank computes.
+    """Iterator over a rank's steps; a thread receives their batches while the rank computes.
 
     The thread has no reference to the `EpochIterator`. With a reference, the iterator would stay
     alive after the cell has dropped it, and the pass would not end. The thread itself closes the

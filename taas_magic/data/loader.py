@@ -54,11 +54,11 @@ _OWN_BUFFER_BYTES = 256 << 20
 _OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
 """Attributes that DistributedSampler's constructor sets and `RemoteSampler` removes.
 
-A cell that reads one of them gets the value of the real sampler instead.
+After the removal, a cell that reads such an attribute gets the value of the real sampler.
 """
 
 _OURS = ("_taas_loader", "_taas_path", "_taas_copy")
-"""Names of the attributes that `RemoteDataset` has for itself; no real dataset uses them."""
+"""Names of `RemoteDataset`'s own attributes, which do not come from the real dataset."""
 
 _one_route = threading.Lock()
 
@@ -283,7 +283,10 @@ class RemoteLoader(DataLoader[Any]):
         return steps if most is None else min(steps, most)
 
     def __iter__(self) -> Any:
-        """Begin the next epoch, or resume at the position that `load_state_dict` has set."""
+        """Return an iterator over the next epoch.
+
+        After `load_state_dict`, the iterator begins at the loaded position.
+        """
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
         self._turn += 1
@@ -347,13 +350,16 @@ class RemoteLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator resume at the position in `state`.
 
-        The number of fetchers may be different from when the state was saved. If the epoch's order
-        has changed, the iterator raises `ValueError` at its first batch.
+        The number of fetchers may differ from that of the run that saved the state. If the order of
+        a map-style loader's epoch has changed, the iterator raises `ValueError` at the first
+        batch. If the epoch of an iterable-style loader begins with another batch, the iterator
+        warns.
 
         Raises:
-            ValueError: The state belongs to a loader with another dataset, seed or number of
-                streams. Or the number of ranks was different when the state was saved, and the
-                state's position is in the middle of a step.
+            ValueError: The state belongs to a loader with another dataset, seed, number of streams
+                or batch size of streams, or is not the state of a registered loader. Or the state
+                was saved with another number of ranks, and with the current number the position is
+                in the middle of a step.
         """
         self._check(state)
         position, slot, first_slots = state["place"]
@@ -561,7 +567,8 @@ class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
     `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from the rank's
-    copy of the real sampler: element `_place` of the tuple `RemoteLoader.visible_parts()`.
+    copy of the real sampler. `RemoteLoader.visible_parts()` returns a tuple with this copy; the
+    class attribute `_place` is the copy's index in the tuple.
     """
 
     _loader: RemoteLoader

@@ -26,9 +26,9 @@ _STEPS = 8
 _FIRST_BYTES = 1 << 30
 """Initial size of an arena's file.
 
-It is large because growing is slow: each process must map the file again, with a page fault for
-each page that it reads, which takes longer than a copy of the data. The file uses memory only for
-pages that were written.
+The file is large from the beginning, because growing it is slow: each process must then map the
+file again. After that, each page that the process reads costs a page fault, and the page faults
+take longer than a copy of the data. The file uses memory only for pages that were written.
 """
 
 
@@ -36,7 +36,7 @@ class SpanAllocator:
     """Allocator for the memory of batches in an arena; uses the first hole that is large enough.
 
     Attributes:
-        end: End of the last used span.
+        end: Byte offset of the end of the last used span.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ArenaMapping:
 
     Attributes:
         descriptor: Descriptor of the file; the mapping owns and closes it.
-        used_bytes: Offset in the file up to which this process has accessed it.
+        used_bytes: Size of the part of the file, from its start, that this process has accessed.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -91,7 +91,7 @@ class ArenaMapping:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def mapped(self, end: int) -> memoryview:
-        """Return the arena's memory; if necessary, map the file again to reach offset `end`."""
+        """Return the arena's memory, at least up to offset `end`; map the file again if needed."""
         if end > self.used_bytes:
             self.used_bytes = end
             if end > len(self._whole):
@@ -146,8 +146,8 @@ class Arena(ArenaMapping):
 class BorrowedSpans:
     """The spans of a fetcher's shared memory that a rank reads; each span has one batch.
 
-    A span is in use as long as the rank has a tensor in it. Afterwards `pop_released` returns the
-    span, so that the rank can tell the fetcher to reuse the memory.
+    A span is in use as long as the rank has a tensor whose memory is in the span. Afterwards
+    `pop_released` returns the span, so that the rank can tell the fetcher to reuse the memory.
 
     Args:
         on_unused: Called once, as soon as `close` has been called and no span is in use.
@@ -216,8 +216,8 @@ class ReceiveBlocks:
     """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    The tensors of a batch are views of a block, so each of them is a reference to the block. A
-    block is free if only this object refers to it.
+    The tensors of a batch are views of a block, so each tensor is a reference to the block. A
+    block is free if there is no reference to it except that of `Blocks` itself.
 
     Args:
         keep_bytes: Limit on the total size of all blocks, in bytes. Above the limit, the oldest

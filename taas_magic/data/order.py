@@ -37,7 +37,7 @@ _KEEP_UNSIZED = 16 * _UNSIZED_STEP
 """Number of latest batches whose indices are kept, for a sampler without a length."""
 
 _MOST_PASSED = 1 << 17
-"""Number of batches in an epoch above which a sampler without a length is taken to be endless."""
+"""Number of batches in an epoch above which a sampler without a length counts as endless."""
 
 
 class EpochOrder(NamedTuple):

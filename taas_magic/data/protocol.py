@@ -4,9 +4,10 @@ Each message is a typed struct and is validated when it is decoded. This module 
 between bytes and messages; it uses no sockets, no pickle and no torch.
 
 A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
-an optional body. Prefix and message have checksums, which are verified before their content is
-used. As in the HTTP library h11, the state of the connection (`ProtocolState`) decides which
-messages are allowed, and how large message and body may be. Any other input raises `ProtocolError`.
+an optional body. Prefix and message each have a checksum. The receiver verifies the checksum before
+it uses the content. As in the HTTP library h11, the state of the connection (`ProtocolState`)
+decides which messages are allowed, and how large message and body may be. Any other input raises
+`ProtocolError`.
 
     server                          rank
     Challenge               ─────►
@@ -48,7 +49,7 @@ _CRC_OF_ALL = 0x2144DF1C
 """CRC of any data followed by its own CRC."""
 
 HEADER_BYTES = 64
-"""Smallest size of a header (prefix and message); padding aligns the body after it."""
+"""Smallest size of a header (prefix, message, and padding that aligns the body)."""
 
 _ZEROS = bytes(ALIGN)
 
@@ -85,7 +86,7 @@ class ResponseKind(enum.IntEnum):
 
 
 class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Request about a loader. After a failure, the client sends it again to another fetcher.
+    """Request about a loader. After a failure, the client sends the request to another fetcher.
 
     Attributes:
         kind: OPEN requests an epoch's description, GET a batch, PEEK a batch's units, SAMPLE an
@@ -113,9 +114,9 @@ class EpochDescription(Struct, frozen=True, array_like=True):
         streams: Number of streams of an iterable-style loader; None for a map-style one.
         order: Hash of the epoch's order; 0 for an iterable-style loader.
         counted: Whether the first batch has `hints["units"]`; always False without `--units`.
-        counter: Name of the attribute in which an iterable-style dataset counts its epochs, found
-            at the end of a stream; "" for none. Rank 0 warns of such a counter: each epoch uses a
-            fresh copy of the dataset, so the counter never advances.
+        counter: Name of the attribute in which an iterable-style dataset counts its epochs. A
+            worker finds this attribute when a stream ends; "" for none. Rank 0 warns of such a
+            counter: each epoch uses a fresh copy of the dataset, so the counter never advances.
         generator: Name of the attribute in which `worker_init_fn` has stored a random generator.
             "" for none.
     """
@@ -135,7 +136,7 @@ class Challenge(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Proof(Struct, frozen=True, array_like=True, tag=2):
-    """Proof that a rank knows the run's key, with the name of the loader that it requests."""
+    """Proof that a rank knows the run's key, with the name of the loader that the rank requests."""
 
     nonce: bytes
     mac: bytes
@@ -149,7 +150,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=3):
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=4):
-    """Rejection of a rank, with the reason."""
+    """Message of a server that rejects a rank, with the reason."""
 
     why: str
 
@@ -175,7 +176,7 @@ class SharedSpan(NamedTuple):
 
 
 class Free(Struct, frozen=True, array_like=True, tag=6):
-    """Message of a rank with the spans of shared memory that it no longer reads."""
+    """Message of a rank with the spans of shared memory that the rank no longer reads."""
 
     places: list[SharedSpan]
 
@@ -189,11 +190,11 @@ class Cancelled(Struct, frozen=True, array_like=True, tag=8):
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=9):
-    """Heartbeat of a server to a rank that waits for a response which is not ready yet."""
+    """Heartbeat of a server to a rank whose next response is not ready yet."""
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
-    """Position and size of a body in shared memory, which the rank reads until it sends `Free`.
+    """Position and size of a body in shared memory. The rank reads the body until it sends `Free`.
 
     Attributes:
         is_new: Whether the message carries the descriptor of the arena's file, because the rank
@@ -272,7 +273,7 @@ class Role(enum.Enum):
 
 
 class _State:
-    """State of one side of a connection: the messages that it may receive, and their size limits.
+    """State of one side of a connection: the messages that the side may receive, and size limits.
 
     Args:
         name: Name of the state, for error messages.
@@ -298,7 +299,7 @@ _STATES = {
         _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
-"""States of each side, in order. Each received message leads to the next state, if there is one."""
+"""States of each side, in order. Each received message leads to the next state, up to the last."""
 
 
 class ReceivedFrame(NamedTuple):
@@ -312,7 +313,7 @@ class ReceivedFrame(NamedTuple):
 class ProtocolState:
     """Decoder of the messages that one side of a connection receives.
 
-    It knows the connection's state, and rejects messages that are not allowed in that state.
+    The decoder tracks the connection's state, and rejects messages that the state does not allow.
 
     Args:
         role: The side that receives the messages.
@@ -329,7 +330,7 @@ class ProtocolState:
             The message; None if the header is not complete.
 
         Raises:
-            ProtocolError: The data is damaged, too large, of another protocol, or a message that is
+            ProtocolError: The data is damaged, too large or of another protocol, or the message is
                 not allowed in this state. The connection is no longer usable.
         """
         if len(data) < HEADER_BYTES:
@@ -375,7 +376,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
     """Check a response's announced sizes against each other.
 
     Raises:
-        ProtocolError: The bodies cannot have one size, or the table of contents exceeds a body.
+        ProtocolError: The bodies cannot all have the same size, or the table of contents is larger
+            than a body.
     """
     bodies, name = 1 + response.more, response.kind.name
     size = body_bytes if response.shared is None else response.shared.size
@@ -390,7 +392,7 @@ def _check_size(response: Response, body_bytes: int) -> None:
 class Assembler:
     """Splitter of a received byte stream into messages with bodies.
 
-    It copies the data, so it is meant for servers, which receive only small messages.
+    The splitter copies the data, so only servers use it: they receive only small messages.
 
     Args:
         state: Decodes the messages, and checks which ones are allowed.

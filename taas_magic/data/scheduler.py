@@ -10,8 +10,9 @@ order. If no rank waits, workers *prepare ahead*: they prepare batches of this f
 limit is reached, workers pause. There is one exception: workers always prepare the batch that a
 connection must send next, so that a slow rank cannot starve another rank.
 
-The scheduler drops the batches of epochs that all ranks should have finished. If a rank still
-requests such a batch, a worker prepares the same batch again.
+When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
+and drops those of all earlier epochs. If a rank still requests a dropped batch, a worker prepares
+the batch again.
 """
 
 import itertools
@@ -48,12 +49,13 @@ After that, the request gets a LOST response, and the rank fails.
 """
 
 _MAX_LOST = 100
-"""Number of workers of one loader that may end. When one more ends, the fetcher fails."""
+"""Number of workers of one loader that may end. When one more worker ends, the fetcher fails."""
 
 _NEXT_EPOCH_BATCHES = 2
-"""Batches of the next epoch that each worker prepares ahead.
+"""Number of batches of the next epoch that each worker prepares ahead.
 
-Before ranks request batches, workers may prepare more, until the `--prefill` minimum is ready.
+Before the first request of a rank, workers prepare more than this number, if that is necessary to
+reach the `--prefill` minimum.
 """
 
 _KEEP_EPOCHS = 2
@@ -63,9 +65,9 @@ _KEEP_COUNTS = 1 << 14
 """Maximum number of batches whose units the buffer remembers after it has removed the batches."""
 
 _ANSWER_BYTES = 1280
-"""Memory that a prepared response needs in addition to its body.
+"""Bytes of memory that a prepared response needs in addition to its body.
 
-For a small batch, this is most of the memory.
+For a small batch, these bytes are most of the memory.
 """
 
 
@@ -108,7 +110,7 @@ class PreparedResponse:
         self._holders += 1
 
     def release(self) -> None:
-        """Remove a holder; if it was the last one, free the body's memory."""
+        """Remove a holder. If no holder remains, free the body's memory."""
         self._holders -= 1
         if not self._holders and self.worker is not None and self.reply.body_bytes:
             self.worker.frees.append(self.reply.offset)
@@ -146,9 +148,9 @@ class PrefetchOrder:
         return next(self._ahead[worker], None)
 
     def restart(self) -> None:
-        """Make every worker begin again at the current slot.
+        """Restart preparing ahead: every worker begins again at the current slot.
 
-        For example, if a worker has ended, a new worker must prepare the unfinished batches.
+        This is necessary, for example, after a worker has ended with unfinished batches.
         Batches that are in the buffer are not prepared again (`PrefetchBuffer.choose_ahead`).
         """
         self._ahead.clear()
@@ -374,9 +376,10 @@ class PrefetchBuffer:
     def choose(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None = None
     ) -> LoaderRequest | None:
-        """Return the rank's request that a worker prepares next; None if there is none.
+        """Return the queued request that a worker prepares next; None if the worker has none.
 
-        The request then counts as being prepared.
+        The request then counts as being prepared. If the buffer is full, only a request whose
+        response its connection must send next can be the result.
 
         Args:
             worker: Number of the worker.
@@ -428,7 +431,11 @@ class PrefetchBuffer:
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
-        """Queue a request again because the worker that prepared it has ended."""
+        """Handle a request whose worker has ended: queue the request again.
+
+        If no connection waits for the response, forget the request. Workers then prepare the batch
+        ahead again.
+        """
         entry = self._entries[request]
         self._doing -= 1
         if entry.waiting:
@@ -456,7 +463,10 @@ class PrefetchBuffer:
                 self._remove(request)
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
-        """Store the units of a batch. They stay known after the buffer has removed the batch."""
+        """Store the units of a batch, or the fact that its slot has no batch (VOID).
+
+        The units stay known after the buffer has removed the batch.
+        """
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
@@ -495,7 +505,7 @@ class PrefetchBuffer:
     def _due_request(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return a queued request for this worker that is the next request of its connection.
+        """Return a queued request of this worker whose response a connection must send next.
 
         For streams, prefer the earliest request for which the worker need not restart the stream.
         """
@@ -669,7 +679,7 @@ class Scheduler:
         self._stopped.end([self._parent.pid])
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers and their parent process."""
         self._selector.unregister(self._control)
         # A plain close does not signal the end: other loaders' parent processes share the socket.
         self._control.shutdown(socket.SHUT_RDWR)

@@ -75,16 +75,22 @@ _HEAR_BYTES = 64 << 10
 """Maximum number of bytes that one call receives from a rank."""
 
 _LENT_FROM_BYTES = 32 << 10
-"""Smallest body that a rank on this host reads in shared memory; smaller ones are sent."""
+"""Size of the smallest body that a rank on this host reads in shared memory.
+
+The server sends smaller bodies over the socket.
+"""
 
 _LENT_BYTES = 512 << 20
-"""Maximum size of the batches that one rank may keep in shared memory; further batches are sent."""
+"""Maximum total size of the batches that one rank may keep in shared memory.
+
+Above this limit, the server sends batches over the socket.
+"""
 
 _OUT_BYTES = 1 << 20
-"""Bytes in a connection's output queue above which no further response is queued."""
+"""Size of a connection's output queue at which the server stops adding responses to the queue."""
 
 _COPIED_BYTES = 8 << 10
-"""Largest body to copy, so that header and body are one part of the output.
+"""Size of the largest body that is copied to make header and body one part of the output.
 
 For a small body, the copy takes less time than sending separate parts.
 """
@@ -127,8 +133,8 @@ class RankConnection:
 
     Attributes:
         is_greeting: Whether the TLS handshake is still in progress.
-        last_sent_at: Monotonic time at which the rank last got data or an `Alive` message. If a
-            request arrives while no request is pending, the time is set to this arrival.
+        last_sent_at: Monotonic time of the latest data or `Alive` message sent to the rank. If a
+            request arrives while none is pending, this is the time of the arrival.
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
         pending: Pending requests in order, each with True if only the batch's units are requested.
@@ -166,7 +172,7 @@ class RankConnection:
 
         Args:
             part: The bytes to send.
-            prepared: Response to release after the bytes are sent; None for nothing.
+            prepared: Response to release after the bytes are sent; None if there is no response.
             descriptor: File descriptor to send with the bytes; -1 for none.
         """
         self.queue_alike()
@@ -203,7 +209,7 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send the first part of the output. If it is small, join it with the next parts.
+        """Send the first part of the output; a small part is joined with the parts after it.
 
         Each TLS send makes a record of its own, so sending small parts separately would be slow.
 
@@ -321,8 +327,8 @@ class RankConnection:
 def _files_left(connection: RankConnection) -> int:
     """Estimate how many file descriptors this process may still open.
 
-    Linux gives a new descriptor the lowest free number. So all numbers below the newest
-    connection's number are in use; the estimate counts all numbers above it as free.
+    Linux gives a new descriptor the lowest free number. So all numbers below the number of the
+    newest connection are in use. The estimate counts all higher numbers as free.
 
     Args:
         connection: The newest connection.
@@ -477,7 +483,7 @@ class Server:
         return True
 
     def _greet(self, sock: socket.socket) -> None:
-        """Begin the handshake with a new peer; close the socket if the peer is another user's."""
+        """Begin the handshake with a new peer; close the socket if another user runs the peer."""
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
         if is_unix and peer_uid(sock) != os.geteuid():
@@ -510,7 +516,7 @@ class Server:
     def _close_on_error(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
-        """Call `work` with a connection, if still open; if `work` fails, close the connection."""
+        """Call `work` with a connection, unless it is closed; if `work` fails, close it."""
         if connection not in self._connections:
             return
         try:
@@ -668,7 +674,7 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Queue the response to the oldest pending request; return False if it is not ready."""
+        """Queue the response to the oldest pending request; return False if there is none yet."""
         request, only_count = connection.pending[0]
         loader = connection.loader
         assert loader is not None
@@ -709,7 +715,7 @@ class Server:
                 connection.last_sent_at = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
-        """Close the connection of a peer that may not be served; count and log the refusal."""
+        """Close a peer's connection, and count and log the refusal with its reason `why`."""
         self._refused += 1
         _log.warning("a peer was refused: %s", why)
         self._drop(connection, is_gone=False)
@@ -871,7 +877,7 @@ class RankServers:
 
 
 def _listen(host: str) -> list[socket.socket]:
-    """Return a listening Unix socket and, unless `host` is "", a listening TCP socket."""
+    """Return the listening sockets: a Unix socket and, if `host` is not "", a TCP socket."""
     unix = socket.socket(socket.AF_UNIX)
     unix.bind("\0taas-" + secrets.token_hex(12))
     listeners = [unix]

@@ -219,7 +219,8 @@ class StaticSchedule:
         """Check the units of a slot's batch.
 
         Raises:
-            ValueError: The batch has hints, and the epoch's first batch has none.
+            ValueError: The batch has hints, and the epoch's first batch has none. A hint of 1 unit is
+                always allowed.
         """
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)
@@ -302,7 +303,8 @@ class DynamicSchedule:
         """Record the units of a slot's batch, or VOID if the slot has no batch.
 
         Raises:
-            ValueError: The batch has hints and the first batch has none, or the reverse.
+            ValueError: The batch has hints and the epoch's first batch has none, or the reverse. A
+                hint of 1 unit is always allowed.
         """
         is_mixed = units not in (VOID, 1) and self._has_hints is (units == UNHINTED)
         if is_mixed:
@@ -361,7 +363,7 @@ class DynamicSchedule:
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Free the memory for the slots of finished steps, once they are `_FORGET_SLOTS` or more.
+        """Free the memory for the slots of finished steps, if there are at least `_FORGET_SLOTS`.
 
         Args:
             step: First step that is not finished.

@@ -1,8 +1,9 @@
 """A fetcher's worker, which is the process that runs the user's dataset.
 
-A worker receives commands from its server, prepares one batch at a time, writes it into its shared
-memory (the arena) and reports the offset. It has no connection to a rank and only one thread, so
-that the dataset runs under the same conditions as in a worker of a local DataLoader.
+A worker receives commands from its server and prepares one batch at a time. The worker writes the
+batch into shared memory (its arena) and reports the offset to the server. The worker has no
+connection to a rank and only one thread, so that the dataset runs under the same conditions as in a
+worker of a local DataLoader.
 
 The workers of one loader are children of a process that only manages them (`parent_main`). This
 parent process can unpickle a large dataset once and then fork. The parent process has no
@@ -39,31 +40,34 @@ MESSAGE_BYTES = 128 << 10
 """Size limit of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
-"""Size of a pickled loader above which it is unpickled only once, in the workers' parent process.
+"""Minimum size of a pickled loader that the workers' parent process unpickles for all workers.
 
-The workers are forks of that process and share the loader's memory.
+The workers are forks of that process and share the loader's memory. A smaller loader is unpickled
+by each worker.
 """
 
 _HOLD_BACK_S = 0.0005
 """Seconds after a worker's message during which its next replies wait to be sent together.
 
-For small batches, sending a message costs more time than preparing the batch. Waiting replies are
-sent with the next reply, however long its batch takes. Replies of streams never wait, because a
-stream may be a live source.
+For small batches, sending a message costs more time than preparing the batch. A waiting reply is
+sent together with a later reply, even if the later batch takes long. When the worker has executed
+all commands of a server's message, it sends all waiting replies. Replies of streams never wait,
+because a stream may be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
 """Maximum total size of the batches that a worker's queued commands request."""
 
 _DEPTH_S = 0.01
-"""Maximum seconds of work in a worker's queued commands."""
+"""Maximum time, in seconds, that a worker's queued commands should take together."""
 
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
 """Minimum and maximum number of commands in a worker's queue.
 
-If batches are prepared fast, the queue is long enough for the time of one round trip. If batches
-are large, the queue is short to save memory. If batches are slow, the queue is short so that
-several workers prepare the next batches, which a rank needs in order.
+The number depends on the latest batches. If the batches were fast and small, the queue is long, so
+that the worker does not wait for the server. If the batches were large, the queue is short to save
+memory. If the batches were slow, the queue is short so that all workers share the batches that a
+rank needs next.
 """
 
 _MOST_FREES = 64
@@ -97,7 +101,7 @@ class ServedLoader:
         fill_batches: Minimum number of batches to prepare before ranks request any. If necessary,
             workers prepare batches of later epochs, too.
         fill_bytes: Minimum total size of these batches. If both minimums are 0, workers prepare as
-            much of the first epoch as fits into memory.
+            much of the first epoch as fits into `budget_bytes`.
         folder: Folder with the pickled loader if a rank runs the server; else "".
     """
 
@@ -121,9 +125,9 @@ class WorkerHandle:
         number: The worker's number in its fetcher.
         arena: Number of the worker's arena, unique in the server.
         sock: Socket to the worker.
-        is_suspect: Whether an earlier worker with this number has ended. A suspect receives one
-            command at a time. So if the suspect ends too, the server knows which command was the
-            reason.
+        is_suspect: Whether an earlier worker with this number has ended. Such a worker
+            receives one command at a time. So if this worker ends too, the server knows which
+            command was the reason.
 
     Attributes:
         memory: The worker's arena.
@@ -148,8 +152,8 @@ class WorkerHandle:
     def room(self) -> int:
         """Number of commands that may be queued now.
 
-        The number is 0 until the worker has answered half of its queue. The number is also 0 after
-        the worker has ended.
+        The number is 0 while more than half of the worker's queue is unanswered, and after the
+        worker has ended.
         """
         n_unanswered = len(self.unanswered)
         return 0 if self.is_gone or n_unanswered > self._depth // 2 else self._depth - n_unanswered
@@ -228,7 +232,7 @@ class WorkerHandle:
 
 
 class Worker:
-    """Main object of a worker process: executes the server's commands, one after the other.
+    """Command loop of a worker process: executes the server's commands, one after the other.
 
     Args:
         served: The fetcher's settings for the loader.
@@ -405,7 +409,7 @@ def _is_compared(item: int) -> bool:
 
 
 def _failed(failure: UserCodeFailed) -> _ResponseParts:
-    """Return an ERROR response with the user's exception, which the rank raises again."""
+    """Return an ERROR response with the user's exception; the rank raises this exception again."""
     try:
         body = encode.as_bytes(failure.raised)
     except Exception:  # pickling a user's exception may raise anything

@@ -47,9 +47,9 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
     """Guess which modules the apps will import: those whose names occur in the run's payload.
 
-    Private modules, Python's own modules and this package are left out. If the guess includes a
-    module that no app needs, the cost is one import. If the guess lacks a module, each app imports
-    the module itself.
+    Python's own modules, this package, and submodules whose name begins with `_` are left out. If
+    the guess includes a module that no app needs, the cost is one import. If the guess lacks a
+    module, each app imports the module itself.
 
     Args:
         payload: The payload file of the run.
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module before it is needed, and log its name if the import takes long.
+    """Import a module before any app needs it; log the module's name if the import takes long.
 
     An import error is ignored here; the app that imports the module raises the error again.
     """
@@ -101,7 +101,7 @@ def _log_line(line: str) -> None:
 
 
 def _entry(kind: TaskType) -> Any:
-    """Return the main function of Flower's command for a kind of app."""
+    """Return the main function of the Flower command that runs a kind of app."""
     [found] = entry_points(group="console_scripts", name=TASK_TYPE_TO_COMMAND[kind])
     return found.load()
 
@@ -143,7 +143,7 @@ class _Forks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run the command that Flower would have started; runs in a fork."""
+    """Run the command that Flower's own SuperExec would have started; called in a fork."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

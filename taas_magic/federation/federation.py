@@ -54,15 +54,15 @@ class Federation:
                 whether the training continues without that client.
             client_app: A Flower `ClientApp`, which runs on every host.
             config: The `context.run_config` of both apps.
-            timeout_s: Seconds after which the run is ended; default is no limit.
+            timeout_s: Seconds after which taas-magic ends the run; None for no limit.
 
         Returns:
             The return value of the ServerApp's main function, such as Flower's `Result`.
 
         Raises:
-            UsageError: The pool does not exist or has too few hosts, `per_host` names a host that
-                is not in the pool, or `config` or `per_host` has a value that Flower cannot
-                transfer. Also if there is no notebook, or the extension is not loaded.
+            UsageError: The pool does not exist or has too few hosts. Or `per_host` names a host
+                that is not in the pool. Or `config` or `per_host` has a value that is not a string,
+                number or boolean. Or there is no notebook, or the extension is not loaded.
             TaasError: The run failed, for example because flwr is not installed on a host. The
                 errors are those of a `%%taas` cell.
         """

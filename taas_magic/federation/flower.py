@@ -3,12 +3,12 @@
 `python -m taas_magic.federation.flower` is Flower's `flower-superlink` with a Control API that
 requires a key. The key is necessary because a client of this API can run code on all hosts. Only
 Flower's enterprise edition can authenticate clients of the Control API; the free edition accepts
-every client. This module therefore replaces the class that accepts clients. The replacement affects
-only the SuperLink's process.
+every client. This module therefore replaces the class that accepts clients, but only in the
+SuperLink's process.
 
-`flower:server_app` and `flower:client_app` are the notebook's apps. The app processes load them
-from the run's payload, as children that a rank spawns do (`host.cell_main`), because an app process
-is neither a rank nor a fork of one. In the payload, the apps are arguments of `rank.take_part`, the
+`flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a rank
+nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank spawns
+(`host.cell_main`). In the payload, the apps are arguments of `rank.take_part`, the
 function that the run calls on its ranks.
 """
 

@@ -70,7 +70,7 @@ PORTS = range(20_000, 32_000)
 """Ports for Flower's programs, below the range that systems use for outgoing connections."""
 
 PORT_TRIES = 3
-"""Number of ports that a program tries before its start fails."""
+"""Number of ports to try for a program before its start counts as failed."""
 
 _HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
 """Keys in the run's TCPStore: each rank's host, the SuperLink's address, and the training's end."""
@@ -226,7 +226,7 @@ class _Host:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Register this host with the SuperLink by its name, and start its SuperNode.
+        """Register this host's name and key with the SuperLink, and start this host's SuperNode.
 
         Args:
             superlink: The SuperLink's address.
@@ -278,7 +278,10 @@ class _Host:
             watching.join()
 
     def _watch(self) -> None:
-        """Kill the SuperLink when another program has ended, so that `serve` stops waiting."""
+        """Check all programs until `serve` returns; if one has ended, kill the SuperLink.
+
+        Without a SuperLink, `serve` stops waiting. Runs in a thread.
+        """
         while not self._is_over.wait(LOOK_S):
             try:
                 self.check()
@@ -334,8 +337,9 @@ class _Host:
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
         """Start a program that listens on a free port; return the port when the program listens.
 
-        If the program ends first, for example because another program has taken the port, start the
-        program again with another port, at most `PORT_TRIES` times in all.
+        The program may end before it listens, for example because another program has taken the
+        port. If so, start the program again with another port; start it at most `PORT_TRIES` times
+        in all.
 
         Raises:
             RuntimeError: The program ended at each start, did not listen in time, or is not
@@ -352,7 +356,7 @@ class _Host:
         """Wait until a program listens on a port; return False if it ends first.
 
         Raises:
-            RuntimeError: The program does nothing for `START_TIMEOUT_S`.
+            RuntimeError: The program did nothing for `START_TIMEOUT_S` and does not listen.
         """
         program = self._programs[name]
         timer = IdleTimer(program.pid)
