@@ -56,14 +56,19 @@ SILENT_S = 15.0
 """Seconds without a beat after which a pool's process counts as stopped or hanging."""
 
 ANSWER_S = 20.0
-"""Seconds for a running pool process to accept a kernel. After that, the kernel kills the process
-and starts another."""
+"""Maximum seconds in which a running process of a pool must accept a kernel.
+
+After that, the kernel kills the process and starts another process.
+"""
 
 END_S = 30.0
-"""Seconds for a pool's process to end by itself. After that, it is killed."""
+"""Maximum seconds for a pool's process to end by itself.
+
+After this time, `Pool.down` kills the process. Other callers get PoolError.
+"""
 
 NAMED_S = 5.0
-"""Seconds of waiting for a pool's process, after which a message names the process to the user."""
+"""Seconds of waiting for a pool's process after which a message to the user names the process."""
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
@@ -100,7 +105,7 @@ class Wait:
         return self.is_given_up or self._pool.downs != self._downs
 
     def give_up(self) -> None:
-        """Cancel the wait. Its `Pool.open`, in another thread, soon raises PoolError."""
+        """Cancel the wait. `Pool.open`, which waits in another thread, soon raises PoolError."""
         self.is_given_up = True
 
     def check(self) -> None:
@@ -330,7 +335,10 @@ class PoolConnection:
         run_id: str,
         on_event: Callable[[Event], None],
     ) -> list[str]:
-        """Send a request to start ranks or fetchers. If no host starts them, forget `on_event`."""
+        """Send a request to start ranks or fetchers, and return the names of the hosts.
+
+        If no host starts any of them, no further events go to `on_event`.
+        """
         self._listeners[run_id] = on_event
         answer = StartResponse()
         try:
@@ -420,10 +428,10 @@ class PoolConnection:
     def call(self, request: Request[_T], on_look: Callable[[], None] = lambda: None) -> _T:
         """Send a request to the process and return the response.
 
-        The wait has no time limit as long as the process sends beats.
+        While the process sends beats, this method waits for the response without a time limit.
 
         Args:
-            on_look: Called every quarter of a second until the response arrives.
+            on_look: Function called every 0.25 s until the response arrives.
 
         Raises:
             ConnectionEnded: The process has ended, or this kernel has closed the connection.
@@ -458,7 +466,7 @@ class PoolConnection:
     def _send(self, request: Request[_T]) -> "futures.Future[_T]":
         """Send a request to the pool's process, and return a future of the response.
 
-        Any thread may call this. The future runs in the event loop of the Dask client.
+        Any thread may call this. The request runs in the event loop of the Dask client.
         """
         self.check()
         client = self._client
@@ -498,7 +506,7 @@ class PoolConnection:
         disconnect(self._client)
 
     def _end(self, why: str) -> None:
-        """Mark the connection as ended for the reason `why`, unless it already has a reason."""
+        """Mark the connection as ended. Store the reason `why` unless another one is stored."""
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -564,7 +572,7 @@ class Pool:
         return (found := self.connection) is not None and found.is_silent
 
     def connection_with(self, hosts: int) -> PoolConnection | None:
-        """Return the connection if the pool has `hosts` hosts that can start ranks, else None."""
+        """Return the connection if `hosts` hosts or more can start ranks, else None."""
         found = self.connection
         with suppress(PoolError):  # the process has just ended or been stopped
             if found is not None and found.is_ready and len(found.status().hosts) >= hosts:
@@ -581,8 +589,8 @@ class Pool:
         """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
 
         Args:
-            on_wait: Called at each beat of the pool's process, in the thread of the Dask client.
-                Receives a list with one line for each host that is not ready.
+            on_wait: Function called at each beat of the pool's process, in the thread of the Dask
+                client. Its argument is a list with one line for each host that is not ready.
             wait: Cancels this call (`Wait.give_up`).
             has_run: Whether a run is to start on the hosts. False if the user only starts the
                 pool in advance (`%taas warm`).
@@ -807,14 +815,14 @@ class Pool:
     def retire(self) -> None:
         """Close the connection as soon as this kernel has no run on it.
 
-        Called when the pool's settings in taas.toml have changed: another `Pool` replaces this one.
+        Call when another `Pool` replaces this one, because the pool's settings have changed.
         """
         self._is_retired = True
         if (found := self.connection) is not None:
             found.close_when_unused()
 
     def is_over(self) -> bool:
-        """Return whether this kernel has no connection to the pool, and no child process of it."""
+        """Return whether this kernel has no connection to the pool and no child process for it."""
         return self.connection is None and not self.folder.has_children()
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class Kernels:
         """Return whether the pool accepts a kernel.
 
         The pool accepts each kernel whose Dask client is connected, until the pool begins to end.
-        While such a client is connected, the pool does not end by itself.
+        While any Dask client of a kernel is connected, the pool does not end by itself.
         """
         return not self.is_ending and request.owner in self.connected
 
@@ -165,20 +165,20 @@ class Kernels:
             await asyncio.wait(given_up, timeout=_ANSWERED_S)
 
     def give_up(self, wait: str) -> None:
-        """Cancel a kernel's wait for hosts, given the wait's id. Do nothing if the wait is over.
+        """Cancel the kernel's wait with the id `wait`. Do nothing if this wait is over.
 
-        `PoolHosts` then returns unused hosts to the engine.
+        After the cancellation, `PoolHosts` returns unused hosts to the engine.
         """
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
 
 class PoolMeter:
-    """Meter of a pool's host hours and GPU hours. Also finds idle hosts.
+    """Meter of a pool's host hours and GPU hours, and of the time that each host has been idle.
 
     Args:
         idle_timeout_s: Seconds without a run after which the pool returns a host to the engine.
-            None: the pool keeps idle hosts.
+            If None, the pool keeps idle hosts.
         clock: Monotonic clock, in seconds.
     """
 
@@ -231,9 +231,9 @@ class PoolMeter:
         )
 
     def is_in_use(self, host: PoolHost) -> bool:
-        """Return whether the pool keeps a host.
+        """Return whether a host has a run, or has been idle for less than `idle_timeout_s`.
 
-        The pool keeps each host that has a run or has been idle for less than `idle_timeout_s`.
+        The pool keeps such a host. If `idle_timeout_s` is None, the result is always True.
         """
         if host.runs or host.idle_since is None or self._idle_timeout_s is None:
             return True
@@ -373,9 +373,9 @@ class Controller(SchedulerPlugin):
                 self._tasks.start(run.halt("interrupt"))
 
     async def detach(self, request: Detach) -> str:
-        """Detach a run and its fetchers from the kernel, so that they continue without it.
+        """Detach a run and its fetchers from the kernel: they continue when the kernel ends.
 
-        A session stays with its kernel until the kernel ends.
+        A session is only marked: it belongs to its kernel until the kernel ends.
 
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
@@ -429,7 +429,7 @@ class Controller(SchedulerPlugin):
     def _leave(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
 
-        The kernel is gone, or another kernel takes the session over.
+        Call if the kernel is gone, or if another kernel takes the session over.
 
         Args:
             share: The part: the session itself, a cell that the session runs, or fetchers.
@@ -441,20 +441,24 @@ class Controller(SchedulerPlugin):
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
             session.left_cell = share.run_id
-            # An entry marks the cell as detached, so that `_carry_out` calls `notify` at its end.
+            # This entry marks the cell as detached: `_carry_out` calls `notify` when the cell ends.
             self._fetchers_of[share.run_id] = _no_fetchers
             self._tasks.start(share.refuse_input())
 
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
-        """Send all further events of fetchers on this pool to their run instead of a kernel.
+        """Pass all further events of fetchers on this pool to `run` instead of a kernel.
 
-        Sends earlier start and end events again, because the kernel may not have relayed them.
+        The earlier start and end events are passed again, because the kernel may not have relayed
+        them.
         """
         fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
-        """End the fetchers of a detached run, and all fetchers of a session that no kernel owns."""
+        """End the fetchers of `run` that no kernel owns.
+
+        A detached run has such fetchers, and so has a session whose fetchers lost their kernel.
+        """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
                 await end_fetchers()
@@ -500,11 +504,11 @@ class Controller(SchedulerPlugin):
     async def _carry_out(
         self, run: PoolRun, journal: Writer, until_end: contextlib.AsyncExitStack
     ) -> None:
-        """Wait for the end of a started run; then write its end to the journal and clean up.
+        """Wait until a started run has ended; then write its end event to the journal and clean up.
 
-        Then sends the end event to the kernel. So when the kernel receives this event, the event is
-        in the journal and the project store is free for the next run. But if the clean-up takes
-        longer than `END_S`, the kernel gets the event earlier.
+        The kernel gets the end event when the event is in the journal and the project store is free
+        for the next run. If the clean-up takes longer than `END_S`, the kernel gets the event
+        earlier. At last, this method ends the run's fetchers, and runs `notify` for a detached run.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal. This
@@ -525,7 +529,7 @@ class Controller(SchedulerPlugin):
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
-        """Wait for the end of all interrupted runs that belong to no other connected kernel.
+        """Wait for the end of interrupted runs that belong to `owner` or to no connected kernel.
 
         These runs may still own the project store. The wait is bounded, because the pool drops a
         host whose lease runs out or that does not end its ranks within `HALT_S`.
@@ -664,7 +668,7 @@ class Controller(SchedulerPlugin):
         self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the runs of a kernel that has left or died, except detached ones. Called by Dask."""
+        """End the runs of a kernel that has left or died, except detached runs. Called by Dask."""
         for run in self._runs.values():
             if run.owner == client and (session := self._session_that_stays(run)) is not None:
                 self._leave(run, session)

@@ -37,8 +37,8 @@ async def take_fetchers(
 ) -> EndFetchers:
     """Take over fetchers that run on another pool.
 
-    The fetchers are tied to the connection that this function opens. So they also end when this
-    process ends.
+    The other pool ends the fetchers when the connection that this function opens ends. So the
+    fetchers also end when this process ends.
 
     Args:
         folder: The other pool's folder.

@@ -42,7 +42,7 @@ PROVE_S = 10.0
 """Total seconds for a new connection to prove its certificate and complete the handshake."""
 
 MOST_UNPROVED = 128
-"""Maximum number of unauthenticated connections. A further connection closes the oldest one."""
+"""Maximum number of unauthenticated connections. If more arrive, the gate closes the oldest."""
 
 MOST_BYTES = 1 << 30
 """Maximum size of one message in bytes."""
@@ -278,8 +278,10 @@ HANDLERS = (
     "set_metadata",
     "terminate",
 )
-"""Dask's calls that clients, clusters and workers need; all others, such as `run_function`, are
-removed."""
+"""Dask's calls that clients, clusters and workers need.
+
+`PoolScheduler` removes all other calls, such as `run_function`.
+"""
 
 STREAM_HANDLERS = (
     "keep-alive",
@@ -289,10 +291,13 @@ STREAM_HANDLERS = (
     "client-releases-keys",
     "subscribe-topic",
 )
-"""Dask's messages without a response that clients and workers need; all others are removed."""
+"""Dask's messages without a response that clients and workers need.
+
+`PoolScheduler` removes the handlers of all other messages.
+"""
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
-"""Fields of a worker's registration that are used. `add_worker` replaces all other fields."""
+"""Fields that `add_worker` uses from a worker's registration. It replaces all other fields."""
 
 METRICS: Mapping[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},

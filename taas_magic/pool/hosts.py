@@ -47,8 +47,8 @@ class PoolHost:
         excused_s: Seconds since `last_message_at` in which this process was stalled and could not
             receive a beat.
         name: The host's name in the notebook; "" until the host can start ranks.
-        starting: The host's last progress report about its start; None if there is none, or once
-            the host can start ranks.
+        starting: The host's last progress report about its start. None before the first report,
+            and when the host can start ranks.
         means: The mechanism that keeps ranks other than 0 on the host from writing to the project
             store (value of `store.guard.StoreProtection`).
         place: The address at which other hosts reach this host's ranks and fetchers.
@@ -85,19 +85,25 @@ ASK_AGAIN_S = 0.5
 """Seconds between requests to the engine for hosts that have not joined."""
 
 CALL_S = 150.0
-"""Seconds for a host to respond to a request. The host may first have to transfer files, for which
-the agent allows `CLEAN_UP_S`."""
+"""Maximum seconds for a host to respond to a request.
+
+The host may first have to transfer files; for this, the agent allows `CLEAN_UP_S`.
+"""
 
 NAMED_AFTER_S = 1.5
-"""Seconds without a response to `Greet`, after which a message names the host to the user."""
+"""Seconds without a response to `Greet` after which a message to the user names the host."""
 
 FAILED_STARTS = 3
-"""Number of hosts after which a wait for hosts fails, if all were lost before they could start
-ranks."""
+"""Number of failed starts of hosts after which a wait for hosts fails.
+
+A start has failed if the host was lost before it could start ranks.
+"""
 
 SLOW_S = 5.0
-"""Seconds of an import after which a message names the module to the user who waits. The message
-is updated after 2, 4, 8, … times this."""
+"""Seconds of an import after which the waiting user gets a message with the module's name.
+
+The message is updated after 2, 4, 8, … times `SLOW_S`.
+"""
 
 _CHECKS_PER_LEASE = 32
 
@@ -105,7 +111,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Background tasks. Holds a reference to each, since asyncio may drop tasks without one."""
+    """The running background tasks of one object.
+
+    asyncio may drop a task to which nothing refers, so this class refers to all of them.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -181,14 +190,14 @@ class PoolHosts(SchedulerPlugin):
     ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
 
-        If the pool has more hosts, chooses hosts in `preferred`, then hosts with the fewest runs.
-        A host that died a moment ago may still count as joined. So each chosen host must first
-        respond to a request.
+        If the pool has more hosts, this method chooses hosts in `preferred`, then hosts with the
+        fewest runs. A host that died a moment ago may still count as joined. So each chosen host
+        must first respond to a request.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
-            on_wait: Called with a line for each host that does not respond soon. If None, all
-                kernels that wait for hosts receive the line.
+            on_wait: Function called with a message for each host that has not responded within
+                `NAMED_AFTER_S`. If None, all kernels that wait for hosts receive the message.
             has_run: Whether a run is to start on the hosts.
 
         Raises:
@@ -209,8 +218,8 @@ class PoolHosts(SchedulerPlugin):
     async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
         """Wait until a host responds to `Greet` or is gone.
 
-        If the response is late, sends a line to `on_wait`. Drops the host if the host responds with
-        an error, or not at all.
+        After `NAMED_AFTER_S`, this method passes a message to `on_wait`. A host that responds with
+        an error, or not within `CALL_S`, is dropped.
         """
 
         def report_wait() -> None:
@@ -262,9 +271,9 @@ class PoolHosts(SchedulerPlugin):
         return taken
 
     def choose(self, count: int, preferred: Collection[str] = ()) -> list[PoolHost]:
-        """Return `count` hosts that can start ranks: those in `preferred`, then the least used.
+        """Return `count` hosts that can start ranks, or all such hosts if there are fewer.
 
-        The least used are those with the fewest runs.
+        Hosts in `preferred` come first, then the hosts with the fewest runs.
         """
 
         def order(host: PoolHost) -> int:
@@ -280,7 +289,8 @@ class PoolHosts(SchedulerPlugin):
         Does nothing while `acquire` waits for hosts.
 
         Args:
-            stays: Returns whether the pool keeps a host. The default keeps hosts that have a run.
+            stays: Function that returns whether the pool keeps a host. By default, the pool keeps
+                hosts that have a run.
         """
         if not self._acquiring:
             for host in self._hosts.values():
@@ -320,7 +330,11 @@ class PoolHosts(SchedulerPlugin):
         return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
-        """Drop each host whose lease has run out. Runs until cancelled."""
+        """Drop each host from which no beat arrives in time. Runs until cancelled.
+
+        The limit is `lease_s` plus `LOST_AFTER_S`. Time in which this process was stalled does not
+        count.
+        """
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         looked = time.monotonic()
         while True:
@@ -377,8 +391,9 @@ class PoolHosts(SchedulerPlugin):
 
         The response has the host's name, address and GPUs.
 
-        The wait has no time limit, because imports may be slow. A host that is alive sends beats.
-        A host whose imports are stuck ends itself. Drops a host that responds with an error.
+        Imports may be slow, so the wait has no time limit. It ends at the latest when the host is
+        gone: a living host sends beats, and a host whose imports are stuck ends itself. A host that
+        responds with an error is dropped.
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
@@ -476,7 +491,7 @@ def slow_import(host: StartingHost) -> str:
 async def require_fit(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
 ) -> None:
-    """Check that all hosts have the notebook's versions of Python and torch, and some modules.
+    """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
 
     Hosts that have passed an earlier check of the same modules are not asked again.
 

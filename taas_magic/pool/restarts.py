@@ -9,7 +9,9 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """The decision whether the fetchers of a run start again. The caller must start them.
+    """Counter of the restarts of a run's fetchers. It decides whether they may start again.
+
+    The caller starts the fetchers.
 
     Args:
         plan: Plan of the run.
@@ -25,7 +27,8 @@ class FetcherRestarts:
         """Allow one restart from now on. Earlier restarts do not count.
 
         Returns:
-            As `record`. If all fetchers have already ended, the caller must start them now.
+            Events to publish, and whether the caller must start all fetchers now. The second
+            value is True if all fetchers have already ended.
         """
         self._used, self._most = 0, 1
         if self._last is None or not self._may_start_again():
@@ -62,6 +65,6 @@ class FetcherRestarts:
         self._ended.clear()
         count = f"{self._used} of {self._most}"
         note = Note(text=f"all fetchers have ended and start again (restart {count})")
-        # this entry tells the ranks to wait for the new fetchers
+        # An entry without addresses tells the ranks to wait for the new fetchers.
         soon = {name: LoaderAddresses(fetchers=self._plan.cpus) for name in last.entry}
         return [note, structs.replace(last, entry=soon)], True

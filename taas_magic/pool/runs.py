@@ -68,13 +68,12 @@ from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
-"""Seconds to wait for other hosts' reports after the first failure that no other failure caused."""
+"""Seconds to wait for other hosts' reports after a failure that is no consequence of another one."""
 
 LATE_S = 2.0
-"""Maximum seconds from a rank's failure to its host's report.
+"""Maximum seconds from a rank's failure to the report of the rank's host.
 
-The host does not report at once: it waits for the end of its other ranks, and may be busy. It sends
-beats meanwhile.
+The host first waits for the end of its other ranks, and may be busy. Meanwhile, it sends beats.
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
@@ -82,13 +81,13 @@ FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
 the run to end."""
 
 END_S = 600.0
-"""Seconds without a message from a host that still cleans up after a finished run.
+"""Maximum seconds without a message from a host that cleans up after a finished run.
 
-After that, the pool ends the host itself. A host that still sends the run's files sends messages.
+After this time, the pool drops the host. Files that the host still sends count as messages.
 """
 
 FETCHERS_END_S = 10.0
-"""Maximum seconds that a request to end fetchers waits for their end."""
+"""Maximum seconds for which `PoolFetchers.halt` waits for the end of the fetchers."""
 
 STACKS_S = 15.0
 """Seconds for a host to return the stacks of its ranks or fetchers."""
@@ -97,7 +96,7 @@ AGAIN_S = 5.0
 """Seconds between attempts to get hosts that were not available."""
 
 POOL_ONLY_EVENTS = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
-"""Events that only the pool's process creates. They are refused from hosts."""
+"""Events that only the pool's process creates. The process refuses such events from hosts."""
 
 TICK_S = 0.1
 """Seconds between calls of `decide` while some hosts have reported and others have not."""
@@ -115,8 +114,8 @@ class HostReport:
         cause: The reason for the end, as in `host.watch.Verdict.cause`; "lost" for a host that is
             gone.
         at: Time at which the report arrived.
-        failures: Failures of the host's ranks. If the state is SUCCEEDED, they describe ranks that
-            ended early by `sys.exit(0)`.
+        failures: Failures of the host's ranks. If `state` is SUCCEEDED, the failures are those of
+            ranks that ended early by `sys.exit(0)`.
     """
 
     state: str
@@ -150,8 +149,8 @@ class AttemptOutcome:
 
     Attributes:
         state: The worst state of the attempt's hosts.
-        failures: Failures in the order of their reports, except that failures caused by other
-            failures come last.
+        failures: Failures in the order in which they were reported. Failures that other failures
+            caused come last.
         curable: Whether another attempt may succeed.
     """
 
@@ -279,7 +278,10 @@ class Share(ABC):
 
     @abstractmethod
     def _may_say(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send `event`: events on other hosts' processes are refused."""
+        """Return whether a host may send `event`.
+
+        A host may not send events about processes of other hosts.
+        """
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
@@ -353,8 +355,8 @@ class Share(ABC):
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
 
-        Returns before the ranks or fetchers have ended. The pool drops each host that has not ended
-        them within `HALT_S`.
+        This method does not wait for the end. The pool drops each host that has not ended its ranks
+        or fetchers within `HALT_S`.
 
         Args:
             how: "interrupt" or "kill".
@@ -364,12 +366,12 @@ class Share(ABC):
         await self._order_end(how)
 
     async def _order_end(self, how: str) -> None:
-        """Tell all hosts to end the ranks or fetchers. Drop each host that does not do so."""
+        """Tell all hosts to end the ranks or fetchers. Drop hosts that need over `HALT_S`."""
         self._tasks.start(self._end_late(HALT_S))
         await self._send_to_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
-        """Ask all hosts for the stacks of their ranks or fetchers, and return them together."""
+        """Ask all hosts for the stacks of their ranks or fetchers; return all these stacks."""
         there = [part.host for part in self._parts.values() if not part.ended]
         found = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
@@ -507,8 +509,8 @@ class Share(ABC):
         """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
-            limit_s: Seconds for each host, counted from this call. They are counted anew from each
-                event or request of the host. So a host that still sends files is not dropped.
+            limit_s: Maximum seconds for each host, counted from this call or from the host's last
+                event or request. So a host that still sends files is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -751,7 +753,7 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this is a session that has run no cell for `session_idle_s`."""
+        """Whether this run is a session that has run no cell for `session_idle_s`."""
         limit_s = self._run.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -764,7 +766,7 @@ class PoolRun(Share):
     def in_use(self, cell: "PoolRun") -> Iterator[None]:
         """Count a cell as running in this session until the block ends.
 
-        The cell gets the events of the session's fetchers.
+        The start events of the session's fetchers are published for the cell, too.
         """
         self._cells.append(cell)
         self._n_cells = max(self._n_cells, cell.cell_number)
@@ -879,10 +881,9 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that these ranks no longer wait for input of the user.
+        """Record that `ranks` no longer wait for input of the user; ignore ranks that did not wait.
 
-        When no rank waits any more, the timeouts `--timeout` and `--hang` continue. Ranks that did
-        not wait are ignored.
+        When no rank of the run waits any more, the clocks of `--timeout` and `--hang` continue.
         """
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
@@ -891,7 +892,10 @@ class PoolRun(Share):
             await self._pause_clocks()
 
     async def _pause_clocks(self) -> None:
-        """Pause the timeouts `--timeout` and `--hang` while a rank waits for input of the user."""
+        """Pause the clocks of `--timeout` and `--hang` if a rank waits for the user's input.
+
+        If no rank waits, let the clocks run.
+        """
         is_paused = bool(self._open_requests)
         self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
@@ -937,8 +941,8 @@ class PoolRun(Share):
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended, unless the host has a report for this attempt already.
 
-        In a federation, only the first host's failure or loss fails the run. For any other host,
-        the failure is published as a note and the host counts as succeeded.
+        In a federation, the run fails only if the host with number 0 fails or is lost. A failure of
+        another host is published as a note, and this host counts as succeeded.
         """
         if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
@@ -990,9 +994,10 @@ class PoolRun(Share):
         return [stay[rank] if rank in stay else next(new) for rank in range(len(hosts))]
 
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
-        """Start an attempt on hosts, in the order of their ranks.
+        """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        The first host is started first, because it creates the rendezvous of the ranks.
+        The first host starts its ranks first, because it creates the ranks' rendezvous. If this
+        fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
         running = set(self._running())

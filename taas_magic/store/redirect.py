@@ -350,7 +350,7 @@ class Discarded(Watched):
         return os.path.join(self._tree, os.path.relpath(place, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
-        """Make an empty file or folder for a call to change or remove, instead of the store's entry."""
+        """Make a placeholder, as described in `subject`, and return the path of the placeholder."""
         path = os.path.join(self._stand_ins, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
