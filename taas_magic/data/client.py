@@ -603,8 +603,9 @@ class Client:
         """Store the response to `request`, or send another request for the same batch.
 
         If the response has the hash of the epoch's order, or no hash, it is stored. Otherwise
-        `_follow_up_request` returns the next request to send (the class docstring describes the sequence). The
-        response to the last request of the sequence is stored as the response to the first one.
+        `_follow_up_request` returns the next request to send (the class docstring describes the
+        sequence). The response to the last request of the sequence is stored as the response to the
+        first one.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:

@@ -219,8 +219,8 @@ class StaticSchedule:
         """Check the units of a slot's batch.
 
         Raises:
-            ValueError: The batch has hints, and the epoch's first batch has none. A hint of 1 unit is
-                always allowed.
+            ValueError: The batch has hints, and the epoch's first batch has none. A hint of 1 unit
+                is always allowed.
         """
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)

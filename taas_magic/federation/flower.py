@@ -6,9 +6,9 @@ Flower's enterprise edition can authenticate clients of the Control API; the fre
 every client. This module therefore replaces the class that accepts clients, but only in the
 SuperLink's process.
 
-`flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a rank
-nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank spawns
-(`host.cell_main`). In the payload, the apps are arguments of `rank.take_part`, the
+`flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
+rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
+spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.take_part`, the
 function that the run calls on its ranks.
 """
 
