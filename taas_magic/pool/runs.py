@@ -68,7 +68,7 @@ from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
-"""Seconds to wait for other hosts' reports after a failure that is no consequence of another one."""
+"""Seconds to wait for other hosts' reports after a failure that is no consequence of another."""
 
 LATE_S = 2.0
 """Maximum seconds from a rank's failure to the report of the rank's host.
