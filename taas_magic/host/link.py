@@ -25,17 +25,18 @@ from taas_magic import messages
 from taas_magic.messages import AnswerInput, CellOrder, Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
-"""Seconds that an ending rank waits for the other ranks.
+"""Maximum seconds that an ending rank waits until the other ranks end, too.
 
-Another rank's `init_process_group` may still be connecting to this rank. Under torchrun, the
-sockets stay open for as long as Python takes to shut down, which is about this time.
+The wait keeps this rank's sockets open, because another rank's `init_process_group` may still be
+connecting to this rank. Under torchrun, the sockets stay open while Python shuts down, which takes
+about the same time.
 """
 
 SIGNAL = signal.SIGRTMAX - 3
-"""Signal on which a rank, a fetcher, or a process that one of them forked writes its main thread's
-stack.
+"""Signal by which the agent makes a process write the stack of its main thread to a file.
 
-SIGUSR1 and SIGUSR2 are left to the user's program.
+Ranks, fetchers and their forks have a handler for this signal. SIGUSR1 and SIGUSR2 are not used, so
+that the user's program may use them.
 """
 
 _PIPE_BYTES = 1 << 20
@@ -43,7 +44,7 @@ _READ_BYTES = 65536
 
 
 RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks", "error.json"]
-"""Name of a file that a rank shares with its agent.
+"""Kind of a file that a rank shares with its agent.
 
 - `log`, `messages`: the pipes of the rank's output and messages.
 - `ask`: the pipe of the agent's requests to the rank.
@@ -56,9 +57,9 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 
 
 RUNNING = "running"
-"""Name of the pipe with which the ranks of this host wait for each other (`await_others`).
+"""Name of the pipe by which a rank notices that all ranks of this host end (`await_others`).
 
-Every rank keeps the pipe open while it runs. Nothing is written to it.
+Every rank keeps the pipe open while the rank runs. No process writes to the pipe.
 """
 
 
@@ -68,14 +69,16 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 
 
 SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
-"""Requests of the agent to a rank: to send its stack report; to cut its connections to other ranks.
+"""Requests of the agent to a rank.
 
-After `CUT_CONNECTIONS`, the request has the number of a cell and a space.
+- `SEND_STACKS`: send the rank's stack report.
+- `CUT_CONNECTIONS`: cut the rank's connections to other ranks. The number of a cell and then a
+  space follow this byte.
 """
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Ask a rank to cut its connections to other ranks. Has no effect if `cell` is over.
+    """Request that a rank cut its connections to other ranks. No effect if `cell` is over.
 
     Args:
         folder: Private folder of the rank's attempt.
@@ -86,7 +89,7 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Ask a rank to send its stack report."""
+    """Request that a rank send its stack report."""
     _send_request(folder, rank, SEND_STACKS)
 
 
@@ -98,12 +101,12 @@ def _send_request(folder: Path, rank: int, what: bytes) -> None:
 
 
 def order(folder: Path, rank: int, cell: CellOrder) -> None:
-    """Send the next cell to a rank of a session."""
+    """Send a rank of a session the order to run a cell, or the order to end."""
     _write_line(rank_file(folder, rank, "cells"), cell)
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send a rank the line of input that it waits for.
+    """Send the line that the user typed to the rank that requested it.
 
     Args:
         folder: Private folder of the rank's attempt.
@@ -147,10 +150,10 @@ def make_pipe(path: Path) -> int:
 
 
 MORE, LAST = b"+", b"."
-"""First byte of a piece of a message: more pieces follow, or this is the last one."""
+"""First byte of a piece of a message. `MORE`: more pieces follow. `LAST`: no piece follows."""
 
 _PIECE_BYTES = 4000
-"""Size of a piece without its prefix. With its prefix, a piece is smaller than PIPE_BUF (4096).
+"""Maximum bytes of a message in one piece. A piece with its prefix is smaller than PIPE_BUF (4096).
 
 Linux writes at most PIPE_BUF bytes to a pipe atomically.
 """
@@ -161,7 +164,8 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 
     Args:
         message: The encoded message.
-        sender: Id of the message; unique in the pipe, and without spaces.
+        sender: Id that all pieces of the message have in common. The id must be unique in the pipe,
+            and must not contain spaces.
     """
     for at in range(0, len(message), _PIECE_BYTES):
         end = at + _PIECE_BYTES
@@ -172,6 +176,10 @@ class Link:
     """The rank's connection to its agent: the rank's ends of the pipes.
 
     All threads and forks of the rank may call `send`.
+
+    Args:
+        folder: Private folder of the attempt, in which the agent has created the pipes.
+        rank: Number of the rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -189,7 +197,7 @@ class Link:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process is the rank, and not a child that it forked."""
+        """Whether this process is the rank, and not a child that the rank forked."""
         return os.getpid() == self._pid
 
     def redirect_output(self) -> None:
@@ -208,24 +216,25 @@ class Link:
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
     def wait_for_request(self, timeout_s: float) -> bytes:
-        """Wait for a request of the agent.
+        """Wait for requests of the agent.
 
         Returns:
-            The request; b"" if none arrived within `timeout_s` seconds.
+            One or more requests, such as `SEND_STACKS`; b"" if none arrived within `timeout_s`
+            seconds.
         """
         if not select.select([self._asked], [], [], timeout_s)[0]:
             return b""
         return os.read(self._asked, 4096)
 
     def await_others(self) -> None:
-        """Wait until all ranks of this host end, for at most `OTHERS_END_S` seconds."""
+        """Report that this rank is ending; wait up to `OTHERS_END_S` for the host's other ranks."""
         self._running.close()
         poll = select.poll()
         poll.register(self._others, 0)  # POLLHUP arrives when no rank has the pipe open
         poll.poll(OTHERS_END_S * 1000)
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Write one message. Blocks while the pipe is full."""
+        """Send one message to the agent. Blocks while the pipe is full."""
         sender = b"%d.%d" % (os.getpid(), next(self._numbers))
         for piece in pieces(messages.encode(message), sender):
             os.write(self._messages, piece)

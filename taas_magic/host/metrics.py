@@ -1,8 +1,8 @@
-"""Record the scalars of `taas.log` in a buffer, which the rank's heartbeat thread sends.
+"""Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
 A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
-tensors to numbers, and writes the numbers to the pipe. The conversion of a CUDA tensor waits for
-the GPU. This module imports little, because every rank imports it.
+tensors to numbers, and writes the numbers to the pipe. So only this thread waits for the GPU, which
+the conversion of a CUDA tensor requires. This module imports little, because every rank imports it.
 """
 
 import os
@@ -34,7 +34,14 @@ class MetricBuffer:
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
-        """Append scalars. Ranks other than 0 drop them, unless `all_ranks` is True.
+        """Append scalars to the buffer. Ranks other than 0 drop them, unless `all_ranks` is True.
+
+        A child that the rank forked always drops them.
+
+        Args:
+            values: Scalars by name.
+            step: Step of the training; None to count the steps of each name.
+            all_ranks: Whether ranks other than 0 store their scalars, too.
 
         Raises:
             TypeError: A value is neither a number nor a tensor with one element.
@@ -60,7 +67,7 @@ class MetricBuffer:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """Return a scalar in the form in which the buffer stores it: a float or a copy of a tensor.
+    """Check a scalar, and return the copy that the buffer stores: a float or a tensor.
 
     A tensor is copied, because the program may change the tensor before its value is sent.
 

@@ -1,7 +1,7 @@
 """Read the output and messages of a host's ranks, and turn them into events and log files.
 
-The agent has one thread for each run, which reads the ranks' pipes. While this thread writes to
-disk, a rank that writes too fast blocks at its pipe. A `LogBudget` limits the lines of each rank
+In the agent, each run has one thread, which reads the ranks' pipes. If a rank writes faster than
+this thread reads, the rank blocks at its full pipe. A `LogBudget` limits the lines of each rank
 that are sent to the notebook. The complete output is in the rank's log file.
 """
 
@@ -41,13 +41,13 @@ from taas_magic.messages import (
 
 LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
-"""Maximum size of each row of the unfinished lines that the notebook shows."""
+"""Maximum bytes of an unfinished line, such as a progress bar, that the notebook shows."""
 
 CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
 
 MAX_BARS = 32
-"""Maximum number of rows of nested progress bars."""
+"""Maximum number of nested progress bars of a rank. Further bars become lines."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
@@ -58,7 +58,7 @@ _TEXT_AFTER_BAR = re.compile(
     rb"^.*?\[(?:\d+:)?\d\d:\d\d[<,](?:[^\[\]]|\[[^\[\]]*\])*\]\s*(?P<text>\S.*)$", re.DOTALL
 )
 TAIL_LINES = 20
-"""Number of a rank's last lines that the report of a failure shows."""
+"""Number of last lines of a rank's output that the report of the rank's failure shows."""
 
 ERROR_WORDS = (
     "Traceback",
@@ -69,18 +69,24 @@ ERROR_WORDS = (
     "Fatal Python error",
     "terminate called",
 )
-"""Texts by which a line of output counts as part of an error."""
+"""Texts that mark a line of output as part of an error."""
 
 _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode bytes. An incomplete character at the end is left out."""
+    """Decode UTF-8. Leave out an incomplete character at the end."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
 class _Row:
-    """One row of a rank's output as a terminal would show it. Uses bounded memory."""
+    """One row of a rank's output as a terminal would show it.
+
+    Attributes:
+        head: Beginning of the row's text, at most as long as a line may be.
+        length_bytes: Length of the whole text.
+        is_redrawn: Whether text after a carriage return has replaced the row's text.
+    """
 
     def __init__(self) -> None:
         self.head = bytearray()
@@ -91,11 +97,14 @@ class _Row:
         self.is_left = False
         """Whether the cursor moved up from this row to a row that was already emitted as a line.
 
-        This row is then a progress bar in a form that `is_bar` does not know. It is not emitted.
+        If so, this row is a progress bar that `is_bar` does not recognize, and is not emitted.
         """
 
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text."""
+        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text.
+
+        A carriage return among the bytes moves the cursor to the row's start.
+        """
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -119,9 +128,10 @@ class _Row:
         return self.is_redrawn and len(self.head) < 4096
 
     def text(self, limit_bytes: int) -> str:
-        """Return the row's text. If the row was cut, the text ends with a mark.
+        """Return the row's text as a line of output.
 
-        If other text was printed behind a progress bar, return only that text.
+        If the row is longer than `limit_bytes`, the text ends with a mark that says so. If the
+        program printed text behind a progress bar, return only this text.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -137,15 +147,15 @@ class LineAssembler:
     - Only newlines end lines.
     - Text after a carriage return replaces the text before it, as in a terminal; tqdm relies on
       this. A carriage return directly before a newline is part of the line's end.
-    - If a program prints while a bar of tqdm is unfinished, the text is added to the bar's row. The
-      line then consists of the text without the bar.
-    - tqdm moves the cursor up between nested bars. An unfinished bar becomes a line only when text
-      that is not a bar follows in a row below it.
+    - If a program prints text while a bar of tqdm is unfinished, a terminal shows the text behind
+      the bar. The line then has only the text.
+    - tqdm moves the cursor up between nested bars. The rows of nested bars do not become lines
+      while all of them are unfinished bars. When a row below has other text, they become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        limit_bytes: Maximum length of a line. To bound the memory, a longer line is cut, and its
-            end shows the full length.
+        limit_bytes: Maximum length of a line. A longer line is cut, so that it does not fill the
+            memory. The end of a cut line shows the full length.
     """
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
@@ -208,7 +218,10 @@ class LineAssembler:
             self._rows[self._at].add_bytes(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
-        """Move to the row below. Remove rows above that are final, and return them as lines."""
+        """Move to the row below. Remove the rows above that are final, and return them as lines.
+
+        Rows are not final while they are nested progress bars.
+        """
         self._at += 1
         if self._at == len(self._rows):
             self._rows.append(_Row())
@@ -234,7 +247,12 @@ def _has_error_word(text: str) -> bool:
 
 
 class _Bucket:
-    """A token bucket for bytes and lines, as in network traffic shaping."""
+    """A token bucket for bytes and lines, as in network traffic shaping.
+
+    Args:
+        burst: Maximum number of byte tokens and of line tokens in the bucket.
+        per_s: Number of byte tokens and of line tokens that are added each second.
+    """
 
     def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
         self._burst_bytes, self._burst_lines = burst
@@ -247,7 +265,7 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Take the tokens for each line in turn, up to the first line that exceeds the rate limit.
+        """Take tokens for the first lines, for as many lines as the bucket has tokens.
 
         Args:
             sizes: Sizes of the lines in bytes. A line of n bytes costs n byte tokens and one line
@@ -272,10 +290,10 @@ class LogBudget:
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
-        burst: Number of bytes and number of lines that may pass in one burst.
-        per_s: Number of bytes and number of lines that may pass each second in the long run.
-        reserve: The reserve's `burst`, for lines that look like errors.
-        reserve_per_s: The reserve's `per_s`, for lines that look like errors.
+        burst: Maximum number of bytes, and of lines, that may be sent at once.
+        per_s: Maximum number of bytes, and of lines, that may be sent each second in the long run.
+        reserve: Like `burst`, but for the reserve.
+        reserve_per_s: Like `per_s`, but for the reserve.
     """
 
     def __init__(
@@ -310,8 +328,8 @@ class LogBudget:
         """Select the lines that may be sent now, and drop all others.
 
         Returns:
-            Two lists. The first list has the lines from the beginning that fit into the budget. The
-            second list has later lines that look like errors and fit into the reserve.
+            Two lists. The first list has the first lines, as many as fit into the budget. The
+            second list has those of the other lines that look like errors and fit into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -343,8 +361,8 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the errors that fit into the reserve, and count all other lines as dropped.
 
-        To save time, checks single lines only if the whole text contains one of `ERROR_WORDS`, or
-        if a traceback has begun in earlier lines.
+        To save time, this method checks single lines only if the whole text contains one of
+        `ERROR_WORDS`, or if a traceback has begun in earlier lines.
 
         Args:
             lines: The lines.
@@ -362,7 +380,10 @@ class LogBudget:
         return kept
 
     def _is_error(self, line: str) -> bool:
-        """Return whether a line is part of an error, such as a traceback. Pass lines in order."""
+        """Return whether a line is part of an error, such as a traceback.
+
+        Pass all lines in their order, because the result depends on earlier lines.
+        """
         belongs = self._in_traceback
         if line.startswith("Traceback"):
             self._in_traceback = True
@@ -372,7 +393,7 @@ class LogBudget:
 
 
 class Wakeup:
-    """An event like `threading.Event`, with a file descriptor that is readable while it is set.
+    """An event like `threading.Event`. Its file descriptor is readable while the event is set.
 
     Works only on Linux.
     """
@@ -407,29 +428,29 @@ class Wakeup:
 
 
 COALESCE_S = 0.002
-"""Seconds within which lines are collected into one event."""
+"""Seconds for which lines are collected, so that one event sends them together."""
 
 PROGRESS_S = 0.1
 
 DRAIN_S = 30.0
-"""Seconds to wait until the last output of an ended rank is read."""
+"""Maximum seconds to wait until the last output of an ended rank is read."""
 
 MESSAGE_LIMIT_BYTES = 64 << 20
-"""Maximum size of a rank's message. Larger messages are dropped. Displays are always smaller."""
+"""Maximum bytes of a rank's message. Larger messages are dropped. Displays are always smaller."""
 
 MOST_BEGUN = 64
-"""Maximum number of incomplete messages of a rank. If there are more, the oldest is dropped.
+"""Maximum number of incomplete messages of a rank. If there are more, the oldest one is dropped.
 
-If a fork of the rank is killed while it sends a message, the message stays incomplete.
+A message stays incomplete if the fork of the rank that sends the message is killed.
 """
 
 _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
-"""Number of chunks that together are larger than a pipe's buffer."""
+"""Number of reads, each of `_CHUNK_BYTES` at most, that empty a full pipe."""
 
 
 class _LogStream:
-    """The log pipe of one rank, with its log file and the lines that were not sent yet."""
+    """The log pipe of one rank, with the rank's log file and the lines that were not sent yet."""
 
     def __init__(self, rank: int, fd: int, path: Path) -> None:
         self.rank, self.fd = rank, fd
@@ -444,10 +465,11 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes to the log file, and split them into lines.
+        """Write bytes to the log file, and add the lines that may be sent to `pending`.
 
         Returns:
-            The reason if this call had to end the log file, such as a full disk; otherwise "".
+            The reason if this call has closed the log file because of an error, such as a full
+            disk; otherwise "".
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
@@ -493,7 +515,8 @@ class _MessageStream:
     def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Add bytes, and return the messages that they complete.
 
-        Returns a note in place of a message that is too large, and of the first invalid message.
+        In place of a message that is too large, the result has a note. The first invalid message is
+        also replaced by a note, and further invalid messages are dropped.
         """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
@@ -551,7 +574,7 @@ class _Sink(NamedTuple):
 
 
 class PipeReader:
-    """The reader of all pipes of an attempt's ranks on this host, with a thread of its own.
+    """Reads the output and messages of an attempt's ranks on this host, in a separate thread.
 
     Args:
         pipes: Private folder in which the reader creates the named pipes.
@@ -602,7 +625,7 @@ class PipeReader:
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
-        """Wait, for up to `DRAIN_S`, until everything that a rank wrote to its pipes is read."""
+        """Wait up to `DRAIN_S` until the thread has read everything that a rank has written."""
         done = threading.Event()
         self._to_drain.put((rank, done))
         self._wakeup.set()
@@ -611,8 +634,13 @@ class PipeReader:
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Redirect all further output of the ranks to another run's log files and events.
 
-        Output that the ranks have already written is read first, and goes to the old destination.
-        Waits for up to `DRAIN_S` seconds until the change is made.
+        Output that the ranks have already written still goes to the old log files and events. Waits
+        up to `DRAIN_S` seconds until the thread has made the change.
+
+        Args:
+            folder: Folder of the other run, for the log files.
+            emit: Function that receives the events of output.
+            on_message: Function that receives the ranks' messages, in the reader's thread.
 
         Raises:
             OSError: A log file cannot be created.
@@ -628,7 +656,7 @@ class PipeReader:
         done.wait(DRAIN_S)
 
     def close(self) -> None:
-        """Read and send the remaining content of the pipes, and end the thread."""
+        """Read the remaining content of the pipes, send it, and end the thread."""
         self._closing.set()
         self._wakeup.set()
         self._thread.join()
@@ -671,11 +699,15 @@ class PipeReader:
         self._sink = sink
 
     def _streams(self) -> list[_LogStream | _MessageStream]:
-        """Return the pipes that are still open."""
+        """Return the streams of all pipes that are still open."""
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
     def _read_ready(self, timeout: float | None) -> None:
-        """Read every readable pipe once, and close those that all writers have closed."""
+        """Wait for readable pipes, and read each of them once. Close pipes without a writer.
+
+        Args:
+            timeout: Maximum seconds to wait; None for no limit.
+        """
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 self._wakeup.clear()
@@ -683,11 +715,11 @@ class PipeReader:
                 self._end(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
-        """Read what the pipes contain now, and no more.
+        """Read at least what the pipes contain now, and then stop.
 
         Children of ranks may keep writing, so reading until the pipes are empty might never end.
-        Does not close empty pipes. A rank may not have opened its pipe yet, and would wait forever
-        if the pipe were closed.
+        This method does not close pipes without a writer. A rank may not have opened its pipe yet,
+        and would wait forever for a closed reader.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
@@ -721,7 +753,7 @@ class PipeReader:
         return data
 
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
-        """Append a rank's first traceback to its log file, after all earlier output of the rank.
+        """Append a rank's first traceback to the rank's log file, after all earlier output.
 
         These lines are not sent to the notebook, where the exception in the cell shows them.
         """
@@ -739,7 +771,7 @@ class PipeReader:
             self._warn_of_end(stream, reason_of(error))
 
     def _send_output(self, rank: int) -> None:
-        """Send all output of a rank so far, and end an unfinished line.
+        """Send all output of a rank so far, including an unfinished line, which becomes a line.
 
         The unfinished line may be the question that the user must answer.
         """

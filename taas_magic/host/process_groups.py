@@ -20,13 +20,13 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
 class ProcessGroupPrefixes:
-    """A wrapper of `init_process_group` that gives each new process group a prefix in the store."""
+    """Gives each new process group a prefix in the store, by a wrapper of `init_process_group`."""
 
     def __init__(self) -> None:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Use the number of a new cell in prefixes, and count its process groups from 1 again."""
+        """Use the number of a new cell in prefixes, and count process groups from 1 again."""
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
@@ -48,6 +48,8 @@ class ProcessGroupPrefixes:
 
     def _place(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments `store`, `rank` and `world_size` for torch's `init_process_group`.
+
+        `store` has a new prefix.
 
         Args:
             given: Arguments that the user's call has set, by name.

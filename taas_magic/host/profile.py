@@ -15,7 +15,10 @@ from typing import Any
 from taas_magic.journal.timeline import LOAD
 
 WARM_UP_STEPS = 1
-"""Steps before the recorded ones. In the first step, torch allocates memory and picks kernels."""
+"""Number of steps before the recorded steps.
+
+In the first step, torch allocates memory and selects kernels, so this step is not typical.
+"""
 
 
 class StepProfiler:
@@ -25,7 +28,7 @@ class StepProfiler:
         steps: Number of steps to record.
         file: Path of the trace, which ends in `.json.gz`. The path exists only when the trace is
             complete.
-        note: Sends a message to the user.
+        note: Function that sends a message to the user.
     """
 
     def __init__(self, steps: int, file: Path, note: Callable[[str], None]) -> None:
@@ -39,7 +42,7 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """Begin the next step, because the program has called `taas.step()`.
+        """Begin the next step. `taas.step()` calls this method.
 
         After the first call, batches of registered loaders no longer begin steps.
         """
@@ -48,9 +51,9 @@ class StepProfiler:
 
     @contextmanager
     def batch(self, loader: str) -> Iterator[None]:
-        """Begin the next step, and record the time in the block as a wait for a batch.
+        """Begin the next step, and record the time of the block as a wait for a batch.
 
-        Once the program has called `taas.step()`, this method only records the wait.
+        After a call of `taas.step()`, this method begins no step and only records the wait.
 
         Args:
             loader: Name of the registered loader.
@@ -121,7 +124,7 @@ _profiler: StepProfiler | None = None
 
 
 def use_profiler(profiler: StepProfiler | None) -> None:
-    """Make `step` begin the steps of a profiler. With None, `step` does nothing."""
+    """Set the profiler whose steps `step` begins. With None, `step` does nothing."""
     global _profiler
     _profiler = profiler
 

@@ -1,9 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-The rank's main thread reads one `CellOrder` after the other from a pipe that the agent writes.
+The rank's main thread reads one `CellOrder` after the other from a pipe. The agent writes them.
 Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
-the rank waits in C++ for other ranks. In this case, the rank's heartbeat thread cuts the rank's
-connections to the other ranks (`Prompt.cut`).
+the rank waits in C++ for other ranks. In this case, the agent requests that the rank's heartbeat
+thread cut the rank's connections to the other ranks (`Prompt.cut`).
 """
 
 import gc
@@ -59,7 +59,7 @@ class Prompt:
         self._number = 0
 
     def serve(self, report: Callable[[], None]) -> None:
-        """Run the cells that the agent sends until it sends the order to end.
+        """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         Args:
             report: Function that is called after each cell. It sends the counts of batches, and the
@@ -80,13 +80,13 @@ class Prompt:
         self._link.send(RankFinished())
 
     def cut(self, cell: int) -> None:
-        """Cut this rank's connections to other ranks if it still waits for other ranks in `cell`.
+        """Cut this rank's connections to other ranks if the rank waits for other ranks in `cell`.
 
-        A gloo collective then raises an exception, and Python handles the pending interrupt. Any
+        A collective of gloo then raises an exception, and Python handles the pending interrupt. Any
         thread may call this method.
 
         Args:
-            cell: Number of the cell. If the rank does not run this cell any more, do nothing.
+            cell: Number of the cell. If the rank no longer runs this cell, do nothing.
         """
         if (
             cell == self._number
@@ -97,7 +97,10 @@ class Prompt:
             cut_connections()
 
     def _run_one(self, order: CellOrder) -> bool:
-        """Run one cell; return whether it succeeded. SIGINT has an effect only in this method."""
+        """Run one cell; return whether the cell succeeded.
+
+        SIGINT has an effect only while this method runs.
+        """
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False
         try:
@@ -112,7 +115,10 @@ class Prompt:
         return has_succeeded
 
     def _return(self) -> None:
-        """Ignore SIGINT again, now that the cell is over. Drop a SIGINT that arrives meanwhile."""
+        """Ignore SIGINT from now on, because the cell is over.
+
+        A SIGINT that arrives during this call has no effect, either.
+        """
         try:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:

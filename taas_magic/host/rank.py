@@ -92,15 +92,16 @@ from taas_magic.store.guard import HELD_BY_PYTHON, StoreProtection, apply_rule
 
 IMAGE_LIMIT_BYTES = 20_000_000
 MARKUP_LIMIT_BYTES = 5_000_000
-"""Size limit of HTML, JSON and similar displays. A plot that embeds its library has 4 to 5 MB."""
+"""Maximum size of HTML, JSON and similar displays. A plot that embeds its library has 4 to 5 MB."""
 
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""Description of the rank's `__main__` in pickle's error about a class missing in `__main__`.
+"""Description of the rank's `__main__` module in an error message of pickle.
 
-The error occurs if the cell loads a file with pickled objects, and neither the cell nor the
-notebook's values that it uses include the class of these objects.
+pickle raises this error if a cell loads a file with objects of a class that `__main__` does not
+define. A rank's `__main__` defines only the classes of the cell, and classes of the notebook that
+the cell uses.
 """
 
 HIDDEN_DISPLAYS = (
@@ -110,15 +111,16 @@ HIDDEN_DISPLAYS = (
 _kept: list[Any] = []
 
 attempt_folder = Path()
-"""In a rank: the attempt's folder on this host, which the agent or the supervisor removes."""
+"""In a rank: the attempt's private folder on this host. The agent or the supervisor removes it."""
 
 
 def prepare() -> None:
     """Create the shell and import modules in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises an exception, which imports the modules that format a
-    traceback. Otherwise a failing rank would import these modules while the agent already ends the
-    other ranks. `numpy.random` is imported here because numpy imports it only on first use.
+    The shell runs a cell that raises an exception. So IPython imports the modules that format a
+    traceback. Without this step, a failing rank would import these modules while the agent already
+    ends the other ranks. `numpy.random` is imported here because numpy imports it only on first
+    use.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -134,8 +136,8 @@ def prepare() -> None:
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
-    Returns if the work succeeded; otherwise ends the process with exit code 1. A session counts as
-    succeeded, even if its cells failed.
+    If the work succeeded, this function returns. If the work failed, it ends the process with exit
+    code 1. A session counts as succeeded, even if cells of the session failed.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -163,7 +165,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> Link:
     """Make this fork of the forkserver a rank that may run the user's code.
 
-    Ends the process if the project store cannot be protected from the rank's writes.
+    Connects the process to the agent, redirects its output, applies the run's environment, and
+    protects the project store from the rank's writes. If the protection fails, ends the process.
 
     Returns:
         The rank's connection to its agent.
@@ -198,7 +201,8 @@ def _work_and_wait(
 ) -> bool:
     """Run the work, or the cells of a session, and wait for threads that the program has left.
 
-    A child that the work forked may also reach the end of the work. Its process ends here.
+    A child that the work forked may also reach the end of the work. This function then ends the
+    child's process, so that only the rank continues.
 
     Returns:
         Whether the work succeeded.
@@ -280,7 +284,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 def _profiled(
     share: LocalShare, link: Link, rank: int, fed: RankFeed | SessionFeeds | None
 ) -> Iterator[None]:
-    """With `--profile`, profile the steps in the block, and write the profile at its end."""
+    """With `--profile`, profile the steps in the block; write the profile when the block ends."""
     if not share.plan.profile:
         yield
         return
@@ -331,7 +335,8 @@ def _heartbeat(
 
     With each heartbeat, the thread sends the main thread's stack, the counts of received batches,
     and the metrics logged since the last heartbeat. Counts and metrics are sent once more at the
-    block's end. If the agent requests stacks, the thread sends the stacks of all threads.
+    block's end. If the agent requests a stack report, the thread sends the stacks of all threads
+    instead of the heartbeat.
 
     Yields:
         Function that sends the counts and metrics immediately.
@@ -339,8 +344,9 @@ def _heartbeat(
     Args:
         link: The rank's connection to its agent.
         fed: Access to the run's data service; None if the cell uses no registered loader.
-        cut: Function that cuts this rank's connections to other ranks while the rank runs the cell
-            with the given number. Called when the agent requests the cut. None outside a session.
+        cut: Function that cuts this rank's connections to other ranks if the rank runs the cell
+            with the given number. The thread calls this function when the agent requests it. None
+            outside a session.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -388,10 +394,11 @@ def _heartbeat(
 
 
 def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
-    """If the cell changed the rendezvous address, return why all ranks will wait forever; else "".
+    """Return a message if all ranks wait forever because the cell changed the rendezvous address.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
-    address as a client, so no rank listens at a changed address.
+    address as a client, so no rank listens at a changed address. Return "" if the address is
+    unchanged or the variable is not set.
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -409,6 +416,8 @@ def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
 
 def _recorded(details: bool) -> dict[str, dict[str, Any]]:
     """Return the records of torch's flight recorders about this rank's collectives, by backend.
+
+    A flight recorder is torch's log of the latest collectives of a process.
 
     Backends without a flight recorder in this version of torch are left out. The result is empty if
     there is no process group.
@@ -441,9 +450,10 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _pending() -> list[str]:
-    """Return the names of the first pending collectives, at most `_SHOWN_COLLECTIVES`.
+    """Return the names of this rank's pending collectives, such as "all_reduce #12".
 
-    Each name is followed by the collective's number in its process group.
+    The number is that of the collective in its process group. The list has only the first
+    `_SHOWN_COLLECTIVES` names.
     """
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
     return [
@@ -480,7 +490,7 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
 
 
 def _rehearsed() -> Rehearsed:
-    """Return what this rank has used and written in a rehearsal."""
+    """Return this rank's peak memory, and the files that it has written, in a rehearsal."""
     view = redirect.rehearsed()
     written, outside = (view.written(), view.outside()) if view is not None else ({}, {})
     return Rehearsed(
@@ -524,8 +534,8 @@ def _report(
         link: The rank's connection to its agent.
         sender: Writer of results.
         out: Values of `--out`, such as "loss@all".
-        changes: Detector of notebook values that the cell changed. Each change is reported by a
-            note. None to report no changes.
+        changes: Detector of notebook values that the cell changed. For each change, the user gets a
+            note. None to send no such notes.
         is_session: Whether the rank belongs to a session, in which `sys.exit(0)` only ends the
             cell.
     """
@@ -568,7 +578,7 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
 
 
 class _SessionCells:
-    """The runner of a session's cells on this rank. All cells share one namespace."""
+    """Runs the cells of a session on this rank. All cells share one namespace."""
 
     def __init__(
         self, spec: ProcessSpec, link: Link, environ: Mapping[str, str], feeds: SessionFeeds
@@ -626,18 +636,18 @@ class _SessionCells:
         return users_names(self._shell.users_names())
 
     def _assigned_by(self, work: Work) -> set[str]:
-        """Return the names that a cell's text assigns. Empty if the work is a function."""
+        """Return the names that the cell's text assigns; empty if the work is a function call."""
         if isinstance(work, CellWork):
             with suppress(SyntaxError):  # reported when the cell runs
                 return assigned_names(work.python)
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
-        """Return the names that the cell assigned and deleted.
+        """Return the names that the cell assigned and the names that it deleted.
 
-        A name counts as assigned if its value has another id than before the cell. A new value may
-        have the id of an old value that was freed. So every name that the cell's text assigns
-        counts as assigned, too.
+        A name counts as assigned if the `id` of its value has changed. This check may miss a new
+        value, because Python may reuse the `id` of a freed value. So every name that the cell's
+        text assigns counts as assigned, too.
 
         Args:
             before: The `id` of each value before the cell, by name.
@@ -668,10 +678,11 @@ def _prompt(
 
 
 def _end_program() -> None:
-    """Clean up as Python does at a normal exit. A fork of the forkserver exits by `os._exit`.
+    """Clean up as Python does at a normal exit.
 
-    Runs atexit handlers and `weakref.finalize` callbacks. Deletes the program's objects, so that
-    Python writes out the files that they have open. Flushes the output.
+    This function is needed because a fork of the forkserver exits by `os._exit`, without cleanup.
+    It runs atexit handlers and `weakref.finalize` callbacks. Then it deletes the program's objects,
+    so that Python flushes their open files. Last, it flushes stdout and stderr.
 
     These parts of a normal exit do not happen here:
 
@@ -701,9 +712,9 @@ def _keep_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
     If the cell has called `destroy_process_group`, a model has the last reference to its process
-    group, and deleting the model could deadlock: torch joins gloo's threads while it holds the GIL,
-    and one of these threads may wait for the GIL (pytorch/pytorch#56297). A normal Python exit does
-    not deadlock, because Python then ends threads that ask for the GIL.
+    group. To delete such a model could cause a deadlock: torch joins gloo's threads while it holds
+    the GIL, and one of these threads may wait for the GIL (pytorch/pytorch#56297). A normal exit of
+    Python causes no deadlock, because Python then ends threads that request the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
@@ -728,16 +739,16 @@ def _use_text_bars() -> None:
 def _find_the_notebooks_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    Without this, hydra does so only in a Jupyter kernel, which it recognizes by the name of the
-    shell's class.
+    Without this function, hydra searches this folder only in a Jupyter kernel. Hydra recognizes the
+    kernel by the name of the shell's class.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
 
 
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a display without representations that are too large for a browser.
+    """Return a display without the representations that are too large for a browser.
 
-    The text representation then says what was left out. A long text is cut.
+    If a representation was left out, the text representation says so. A long text is cut.
 
     Args:
         data: The representations of the display, by MIME type.
@@ -762,7 +773,7 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _CellCompiler(CachingCompiler):
-    """A compiler that gives the cell the same file name as the notebook's kernel does."""
+    """A compiler that compiles the cell under the file name that the notebook's kernel uses."""
 
     cell: CellWork | None = None
     labels: Mapping[str, str] = {}
@@ -825,15 +836,15 @@ class _LinkDisplayPublisher(DisplayPublisher):
 
 
 class _LineShift(ast.NodeTransformer):
-    """A transformer that makes the cell's line numbers count from the top of the notebook's cell.
+    """An AST transformer that gives code the line numbers of the notebook's cell.
 
-    The rank runs only the lines below `%%taas`. Code that the cell passes to IPython, by
-    `%%capture` or `run_cell`, keeps its own line numbers.
+    The rank runs only the lines below the `%%taas` line. Without this class, tracebacks would count
+    lines from there. Code that the cell passes to IPython, by `%%capture` or `run_cell`, keeps its
+    own line numbers.
 
     Args:
         shell: The shell that runs the cell.
-        lines: Number of lines in the notebook's cell down to the `%%taas` line, which the rank does
-            not run.
+        lines: Number of lines of the notebook's cell up to and including the `%%taas` line.
     """
 
     def __init__(self, shell: "RankShell", lines: int) -> None:
@@ -853,7 +864,8 @@ class RankShell(InteractiveShell):
         keyboard: Source of the lines that the user types; None in the forkserver.
         last_value: Value of the cell's last expression.
         failure: First exception that IPython has shown during the work; None if there is none.
-        depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell.
+        depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell; 0
+            if no code runs.
         shows: Whether displays of this rank are sent to the notebook (`Plan.shows_displays`).
     """
 
@@ -968,7 +980,7 @@ class RankShell(InteractiveShell):
         return result
 
     def users_names(self) -> dict[str, Any]:
-        """Return the namespace without the values that `bind` has put there."""
+        """Return the user's variables: the namespace without the values that `bind` has set."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 
@@ -981,9 +993,9 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display if this rank's displays are shown; else send a note about hidden displays.
+        """Send a display to the agent if displays of this rank are shown.
 
-        The note is sent only once.
+        Otherwise, send a note about hidden displays, but only for the first display.
         """
         if self.link is not None and self.shows:
             shown = bounded(data)
@@ -1004,15 +1016,16 @@ class RankShell(InteractiveShell):
         return has_failed
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Record an exception that IPython shows. The run has failed, even if the cell continues.
+        """Record an exception that IPython shows, and report it to the agent.
 
-        The rank sends a message to the agent before IPython formats the traceback, which takes up
-        to 0.1 s. The order of these messages decides which rank counts as the first that failed.
+        The first such exception is the rank's failure, even if the cell continues after it. The
+        rank sends a message to the agent before IPython formats the traceback, because this takes
+        up to 0.1 s. The order of these messages decides which rank counts as the first that failed.
 
-        - If the exception ends the cell, the message has a traceback as Python prints it. The agent
-          may kill the rank before IPython has formatted its traceback.
-        - If the cell continues, the message has no traceback. The traceback is written to the log,
-          because a cell without `%%taas` would show it in its output.
+        - If the exception ends the cell, the message has a traceback in Python's format. The agent
+          may kill the rank before IPython's traceback is ready.
+        - If the cell continues, the message has no traceback. This method writes the traceback to
+          the log, because the output of a cell without `%%taas` would show the traceback, too.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)
@@ -1045,7 +1058,7 @@ class RankShell(InteractiveShell):
         self.failure = self.failure or shown
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        """Record a syntax error like any other failure."""
+        """Record a syntax error as `showtraceback` records any other exception."""
         self.showtraceback(running_compiled_code=kwargs.get("running_compiled_code", False))
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:

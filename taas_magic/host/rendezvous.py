@@ -1,18 +1,18 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-torchrun's agent serves the store itself. This package's agent does not import torch, so it only
-binds the port. The pool can then send the port to all hosts before the store runs. When the agent
-has started the ranks, it starts a fork of the forkserver, which serves the store on the port. Each
-attempt has a new store, because the store of an earlier attempt holds the addresses at which the
-earlier ranks listened.
+torchrun's agent serves the store itself. This package's agent does not import torch, so the agent
+only binds the port. The pool can then send the port to all hosts before the store runs. After the
+agent has started the ranks, it starts a fork of the forkserver, which serves the store on this
+port. Each attempt has a new store, because the store of an earlier attempt has the addresses at
+which the earlier ranks listened.
 
 If a run has several hosts, its ranks use the store to wait for one another before they end
 (`await_all`). If a run has loaders but no fetchers, its ranks use the store to agree on the
 contents of their loaders (`LoaderAgreement`).
 
 Horovod's ranks find each other through an HTTP server that is part of horovod. The process that
-serves the store also runs the HTTP server, and puts its port into the store. Ranks read the port
-and build the environment variables that `horovodrun` would set.
+serves the store also runs the HTTP server, and writes the HTTP server's port to the store. Ranks
+read the port and build the environment variables that `horovodrun` would set.
 """
 
 import functools
@@ -35,7 +35,7 @@ STORE_TIMEOUT_S = 300.0
 """Timeout, in seconds, of the process that serves the ranks' TCPStore."""
 
 REACH_TIMEOUT_S = 30.0
-"""Seconds for a host to connect to the run's first host."""
+"""Maximum seconds to wait until this host has connected to the run's first host."""
 
 _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
@@ -43,13 +43,18 @@ _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
 _ANSWER_S, _LOOK_S = 5.0, 0.01
 _AGREE_S = 60.0
-"""Seconds to wait for another rank, which runs the sampler, to publish the order of an epoch."""
+"""Maximum seconds to wait for a value of another rank, such as the order of an epoch."""
 
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
-    """The rendezvous of one attempt. The agent of the run's first host creates it.
+    """The rendezvous of one attempt: binds the store's port, and starts the store's process.
+
+    The agent of the run's first host creates this object.
+
+    Args:
+        address: Address of this host at which the store listens.
 
     Attributes:
         port: Port of the store, which the system has chosen.
@@ -65,13 +70,13 @@ class Rendezvous:
     def start(self) -> None:
         """Start the process that serves the store.
 
-        Ranks may connect to the port before that. They then wait until the process serves it.
+        Ranks may connect to the port earlier, and then wait for this process.
         """
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def why_ended(self) -> str:
-        """Return how the process that serves the store has ended; "" if it has not ended."""
+        """Return how the store's process has ended, as text; "" if this process has not ended."""
         code = forkserver.exitcode(self._server) if self._server is not None else None
         if code is None:
             return ""
@@ -110,7 +115,7 @@ def reach(address: str, port: int) -> None:
 
 
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
-    """Tell the other ranks that this rank is ending, and wait until all ranks are ending.
+    """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
     Args:
         environ: torchrun's variables of this rank.
@@ -135,13 +140,13 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
 
 
 class LoaderAgreement:
-    """Access to the store for values about loaders that all ranks of an attempt must agree on.
+    """A rank's access to the store, for values of loaders on which all ranks must agree.
 
-    Thread-safe.
+    For example, all ranks must use the same order of an epoch. Thread-safe.
 
     Args:
         environ: torchrun's variables of this rank, as they were before the cell could change them.
-        run: Part of the keys in the store; different for each run, and for each cell of a session.
+        run: Id of the run, or of the session and its cell; part of the keys in the store.
     """
 
     def __init__(self, environ: Mapping[str, str], run: str) -> None:
@@ -187,9 +192,9 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve the ranks' store on `listener` until this process is killed. Also run horovod's server.
+    """Serve the ranks' store on `listener`, and run horovod's server if horovod is installed.
 
-    Runs in a fork of the forkserver.
+    Runs in a fork of the forkserver, until this process is killed.
 
     Args:
         listener: Listening socket, which the agent has bound.
@@ -245,11 +250,12 @@ def _serve_horovod(address: str) -> str:
 def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
     """Return the environment variables that `horovodrun` would set for this rank.
 
-    Blocks until the first host has started horovod's server or has failed to start it.
+    Blocks until the first host has started horovod's server or has failed to start it. After a
+    failure, send a note and return an empty dict.
 
     Args:
         environ: torchrun's variables of this rank.
-        note: Called with a message for the user if horovod's ranks cannot find each other.
+        note: Function that sends a message to the user.
     """
     import torch.distributed as dist
 

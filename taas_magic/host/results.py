@@ -1,4 +1,6 @@
-"""Return results from ranks to the notebook: variables of `--out` and the value of the work.
+"""Send results from ranks to the notebook: the variables of `--out`, and the value of the work.
+
+The value of the work is the value of the cell's last expression, or what the function returns.
 
 A rank writes its values to archives, each of which is one file:
 
@@ -51,8 +53,8 @@ class Received:
     Attributes:
         values: Values by name. The name of the work's own value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user. For example, a note says that a returned function uses a variable
-            which the cell changed. In the notebook, the function uses the notebook's value.
+        notes: Notes for the user. For example, a returned function may use a variable that the cell
+            changed. A note then says that the function uses the notebook's value of this variable.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -91,10 +93,10 @@ class ResultCriteria:
 
 
 def _refusal(where: str, pool: str) -> str:
-    """Return the reason, for the user, why a pickled value from an untrusted pool is refused.
+    """Return a message for the user: why a pickled value from an untrusted pool is refused.
 
     Args:
-        where: Sender of the value.
+        where: Sender of the value, for example "rank 3".
         pool: Name of the pool.
     """
     return (
@@ -115,7 +117,7 @@ def receive(
 
     Args:
         folder: `RunFolder.results`.
-        out: Names of `--out`, such as "loss@all".
+        out: Values of `--out`, such as "loss@all".
         sources: Criteria for accepted results.
         namespace: The notebook's variables, which become the globals of loaded functions
             (`capture/home.py`).
@@ -187,10 +189,12 @@ def _load(
 
 
 class _TorchResultPickler(ResultPickler):
-    """A pickler for results that unwraps DistributedDataParallel and refuses sharded tensors.
+    """A pickler for results. Replaces a DistributedDataParallel by the model that it wraps.
+
+    Raises a TypeError for a sharded tensor or model, because this rank has only a part of it.
 
     Attributes:
-        unwrapped: Whether a DistributedDataParallel was replaced by its `module`.
+        unwrapped: Whether a DistributedDataParallel was replaced by its attribute `module`.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -216,7 +220,7 @@ def _itself(value: Any) -> Any:
 
 
 class ResultSender:
-    """The writer of one rank's results. It writes values that share objects to one archive.
+    """Writes the results of one rank. Values that share objects are written to the same archive.
 
     Args:
         folder: `RunFolder.results`.
@@ -249,18 +253,19 @@ class ResultSender:
     ) -> None:
         """Write this rank's results after the work.
 
-        Every rank must call this method, even a rank that sends nothing, because gathering a
-        sharded value is a collective. If a value cannot be sent, the user gets a note; there is no
-        exception.
+        Every rank must call this method, even a rank that sends nothing, because sharded values are
+        gathered by a collective. If a value cannot be sent, the user gets a note, and this method
+        raises no exception.
 
         Args:
             namespace: Variables of the rank.
-            out: Names of `--out`, such as "loss@all".
+            out: Values of `--out`, such as "loss@all".
             value: Value that the function returned, or value of the cell's last expression. If
                 `out` has the name `VALUE`, this value is sent like a variable. Otherwise, only rank
-                0 sends it, and there is no note if it cannot be sent.
-            failed: Whether the work failed on this rank. If so, sharded values are not gathered,
-                because other ranks may not take part. There are no notes about missing values.
+                0 sends the value, and there is no note if the value cannot be sent.
+            failed: Whether the work failed on this rank. If so, this rank does not gather sharded
+                values, because other ranks may not take part. There are then no notes about missing
+                values.
         """
         names = [name_of(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
@@ -302,7 +307,10 @@ class ResultSender:
             self._note(f"{_shown([name])} could not be returned: {why}")
 
     def _put(self, values: Mapping[str, Any]) -> None:
-        """Write values to archives. Record values that cannot be written as missing."""
+        """Group values that share objects, and write each group to an archive.
+
+        Record each value that cannot be written in `_missing`.
+        """
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _TorchResultPickler(self._scope)
@@ -321,7 +329,7 @@ class ResultSender:
             self._put_group({name: values[name] for name in names})
 
     def _put_group(self, values: Mapping[str, Any]) -> None:
-        """Write values that share objects to one archive."""
+        """Write values that share objects to one archive. Send the notes about these values."""
         pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
@@ -342,7 +350,10 @@ class ResultSender:
             self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value together with all other ranks. If `keeps`, write the value."""
+        """Gather a sharded value by a collective of all ranks, and write it if `keeps` is True.
+
+        If this rank's work has failed, do not gather the value.
+        """
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
             try:
@@ -395,11 +406,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """Gather the shards of a value on the CPU. All ranks must call this function (a collective).
+    """Gather the shards of a value in CPU memory by collectives. Called by all ranks.
 
     Args:
-        value: The value, or a container of sharded and other values.
-        keeps: Whether this rank needs the result. If not, each gathered tensor is None.
+        value: The sharded value, or a container of sharded and other values.
+        keeps: Whether this rank needs the result. If False, the result has None in place of each
+            gathered tensor.
 
     Returns:
         The value with whole tensors. In place of a model, the result has the model's full
@@ -425,7 +437,11 @@ def _gather(value: Any, keeps: bool) -> Any:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Return torch's types of sharded tensors and modules whose modules are already imported."""
+    """Return torch's classes of sharded tensors and models.
+
+    A class is left out if its Python module is not imported, because then no object of this class
+    can exist.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -439,7 +455,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
-    """Encode `values` as plain data. Return None if any of them is not plain data."""
+    """Encode `values` as plain data. Return None if at least one value is not plain data."""
     writer = PlainWriter()
     try:
         writer.add(values)

@@ -4,14 +4,16 @@ On its way from the kernel to a host, a run has three descriptions:
 
 - `RunSpec`: created by the kernel for the pool; the same for all hosts.
 - `ShareSpec`: created by the pool for one host's agent. It contains the `RunSpec`.
-- `LocalShare`: created by the agent, with the paths on its host. It contains the `ShareSpec`.
+- `LocalShare`: created by the agent, with the paths on the agent's host. It contains the
+  `ShareSpec`.
 
 The agent passes a `ProcessSpec` to each rank and a `FetcherSpec` to each fetcher. Both contain the
 `LocalShare`.
 
-When an agent joins the pool, it opens one stream. This stream carries the controller's calls, their
-responses, events and heartbeats. So no process ever connects to a host, and messages keep their
-order. The kernel imports this module, so this module imports neither Dask nor torch.
+When an agent joins the pool, the agent opens one stream. This stream carries the controller's
+calls, the agent's responses, events and heartbeats. So the pool's process never connects to a host,
+and messages keep their order. The kernel imports this module, so this module imports neither Dask
+nor torch.
 """
 
 import os
@@ -46,10 +48,10 @@ CALL = "taas_call"
 """Name of the message with a request from the pool's process to an agent."""
 
 ANSWER = "taas_answer"
-"""Name of the message with an agent's response to such a request."""
+"""Name of the message with an agent's response to a request (`CALL`)."""
 
 EVENT = "taas_event"
-"""Name of the message with an event from an agent."""
+"""Name of the message by which an agent sends an event of a run."""
 
 BEAT = "taas_beat"
 """Name of an agent's heartbeat."""
@@ -58,12 +60,15 @@ BEAT_ACK = "taas_heard"
 """Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
-"""Key by which a joining agent identifies itself. Workers without it are not hosts of the pool."""
+"""Key of the data by which a joining Dask worker identifies itself as an agent.
+
+The pool does not use a worker without this key as a host.
+"""
 
 POOL_BEAT = "taas-pool-beat"
 """Dask topic of the heartbeats from the pool's process to its kernels.
 
-Each heartbeat carries one line for each host that the kernels wait for.
+Each heartbeat has one line of text for each host whose start the kernels wait for.
 """
 
 HOST = "TAAS_HOST"
@@ -77,9 +82,9 @@ Ranks connect to this server. The variable is not set if the run has no such ser
 
 
 def topic(owner: str) -> str:
-    """Return the Dask topic for the events of a kernel's runs. Each event carries its run's id.
+    """Return the Dask topic for the events of a kernel's runs. Each event has the id of its run.
 
-    Dask's client and scheduler never forget a topic. So each kernel has one topic for all its runs.
+    Dask's client and scheduler never remove a topic. So each kernel has one topic for all its runs.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -90,8 +95,8 @@ def topic(owner: str) -> str:
 def share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    The ranks' share has another id, the run's. The ids differ because fetchers start before the
-    ranks, and because one host may run both shares.
+    The id of the ranks' share is `run_id` itself. The two ids must differ, because one host may run
+    both shares.
     """
     return f"{run_id}.data"
 
@@ -121,8 +126,8 @@ class Origin(Struct, frozen=True):
         colors: IPython's colour scheme, for tracebacks.
         changed: Environment variables that the notebook has changed. The value of a variable that
             the notebook has removed is None.
-        store: Identity of the project store on the notebook's machine. None to treat each host as
-            if it shared the store.
+        store: Identity of the project store on the notebook's machine, by which a host checks
+            whether it shares the store. None if all hosts count as sharing the store.
     """
 
     cwd: str
@@ -152,10 +157,14 @@ class Origin(Struct, frozen=True):
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that differ between two environments. A removed variable is None.
+    """Return the variables that differ between two environments.
 
-    The kernel sends only these variables to other machines. The others describe the kernel's own
-    machine, such as the paths of programs and libraries, and the GPUs that the kernel may use.
+    The kernel sends only these variables to other machines. The unchanged variables describe the
+    kernel's own machine, such as the paths of programs and libraries, and the GPUs that the kernel
+    may use.
+
+    Returns:
+        New values by name. The value of a removed variable is None.
     """
     changed = {name: value for name, value in now.items() if before.get(name) != value}
     return {**changed, **{name: None for name in before if name not in now}}
@@ -189,12 +198,14 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         plan: Plan of the run.
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
-        requires: Modules that the pool looks for on the hosts before the run starts. The pool also
-            compares the versions of Python and torch. None to skip both checks.
+        requires: Modules that must be installed on the hosts. Before the run starts, the pool looks
+            for these modules, and compares the versions of Python and torch. None to skip both
+            checks.
         reach: Address of a server on the notebook's machine to which ranks connect, as
             "tls://host:port". "" if there is none.
-        reads_only: Whether the run is expected only to read the project store. The store stays free
-            for another run that writes. What the ranks write to a host's mirror is not copied back.
+        reads_only: Whether the run should only read the project store. If True, the run does not
+            lock the store, so another run may write to the store at the same time. Files that
+            ranks write to a host's mirror are then not copied back.
         idle_s: Seconds after which the session ends if it runs no cell. None if the run is not a
             session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
@@ -346,7 +357,7 @@ class LocalShare(Struct, frozen=True):
         return RunFolder(Path(self.run_dir))
 
     def rank_environ(self, place: HostAddress) -> dict[str, str]:
-        """Return the environment of this host's ranks, to which torchrun's variables are added."""
+        """Return the environment of this host's ranks, still without torchrun's variables."""
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
         environ = {  # defaults, which variables of the notebook override
@@ -369,7 +380,7 @@ EventSink = Callable[[Event], None]
 
 
 class Launch(Request[StartResponse]):
-    """A request to start a run's ranks on the hosts of its plan.
+    """A request to start a run's ranks on the hosts of the run's plan.
 
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
@@ -383,7 +394,7 @@ class Launch(Request[StartResponse]):
 
 
 class LaunchFetchers(Request[StartResponse]):
-    """A request to start a run's fetchers on the hosts of its data plan.
+    """A request to start a run's fetchers on the hosts of the plan that run fetchers.
 
     Attributes:
         owner: Id of the kernel's Dask client. The fetchers end when this client disconnects.
@@ -443,10 +454,10 @@ class FetcherSpec:
         host: Name of the host.
         listen: Address at which the fetcher listens for TCP connections. "" to serve only ranks on
             the same host.
-        fill_batches: Minimum number of batches to prepare before ranks ask for any. This is the
+        fill_batches: Minimum number of batches to prepare before ranks request data. The number is
+            the total of all fetchers that serve the same loaders. 0 for no minimum.
+        fill_bytes: Minimum number of bytes to prepare before ranks request data. The number is the
             total of all fetchers that serve the same loaders. 0 for no minimum.
-        fill_bytes: Minimum number of bytes to prepare before ranks ask for data; also a total of
-            these fetchers. 0 for no minimum.
         setting: Settings of the new process, such as its environment. None to keep the environment,
             output and import path of the forkserver.
         stacks: File to which the fetcher and its workers write their stacks when the agent signals
@@ -473,7 +484,8 @@ class FetcherSpec:
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
     """Return the event for a fetcher that has failed or could not start.
 
-    The entry in the event tells the ranks not to wait for this fetcher.
+    The event has an entry for the folder in which ranks read the fetchers' addresses. By this
+    entry, the ranks know that they must not wait for this fetcher.
     """
     place = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))

@@ -11,8 +11,9 @@ two ways:
    (`tracebacks.write_stack_on_signal`).
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
-code at that moment. The agent therefore signals a process without a heartbeat only while its main
-thread sleeps. About a program that a rank has started, the agent has only the data from psutil.
+code at that moment. So the agent signals a process without a heartbeat only while the main thread
+of the process sleeps. For a program that a rank has started, the agent has no stacks, but only the
+data from psutil.
 """
 
 import os
@@ -44,17 +45,25 @@ if TYPE_CHECKING:
     from taas_magic.capture.payload import CellSource
 
 ANSWER_S = 3.0
-"""Seconds for a rank's heartbeat thread to respond, for which it needs the interpreter's lock."""
+"""Maximum seconds to wait for the response of a rank's heartbeat thread.
+
+The thread cannot respond while another thread holds the interpreter's lock.
+"""
 
 WRITE_S = 2.0
-"""Seconds for a process to write its stack. A process that blocks `SIGNAL` does not write one."""
+"""Maximum seconds to wait until a process has written its stack.
+
+A process that blocks `SIGNAL` does not write its stack.
+"""
 
 SAMPLE_S = 3.0
-"""Minimum seconds between samples of the CPU time of ranks and of the processes below them."""
+"""Minimum seconds between two samples of the CPU time of ranks and their descendants."""
 
 COMPUTES_SHARE = 0.02
-"""Fraction of one core that a rank must use to count as making progress. A waiting rank uses about
-a tenth of this."""
+"""Fraction of one core that a rank must use so that it counts as making progress.
+
+A waiting rank uses about a tenth of this fraction.
+"""
 
 _BEATS_S = 5.0  # a rank that sent a heartbeat in the last 5 s can respond, even if it is late now
 _GONE = "gone"
@@ -82,14 +91,16 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""Descriptions of what a thread waits for, by the file of the standard library in which it
-waits."""
+"""Names of the things that a thread may wait for, for the user.
+
+The key is the name of the standard library's file that the waiting code has called.
+"""
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""Descriptions of what the processes of a fetcher wait for, by the module in which they wait."""
+"""Names of the things that a fetcher's processes may wait for, by the file of the waiting code."""
 
 _CPUS_LEAST_S = 0.5
-"""Minimum seconds over which the ranks' use of processors is measured (`StackSample.cpus`)."""
+"""Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
 
 _Stand = TypeVar("_Stand", bound=ProcessStack)
 
@@ -104,8 +115,8 @@ class StackSample:
         state: Process state as psutil names it; "gone" if the process has ended.
         threads: Frames of each thread, outermost first, by the thread's name. The main thread comes
             first.
-        answers: Whether the rank's heartbeat thread responds. It cannot respond while another
-            thread holds the interpreter's lock. None for a process that is not a rank.
+        answers: Whether the rank's heartbeat thread responds. The thread cannot respond while
+            another thread holds the interpreter's lock. None for a process that is not a rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
         cpus: Average number of processors that the rank and its descendants used while the data
             was collected.
@@ -128,7 +139,7 @@ class StackSample:
         return next(iter(self.threads.values()), [])
 
     def report(self, kind: type[_Stand], **more: Any) -> _Stand:
-        """Return a stack report about this process and its children. Frames become text.
+        """Return a stack report about this process and its children, with frames as text.
 
         Args:
             kind: Class of the report, a subclass of `ProcessStack`.
@@ -151,8 +162,8 @@ class StackSample:
 def code_position(frames: Sequence[StackFrame]) -> str:
     """Return, as text, the frame that shows a thread's position in the user's code.
 
-    This is the innermost frame in a cell. If there is no frame in a cell, it is the innermost frame
-    outside this package. Return "" if there is no such frame.
+    The function returns the innermost frame in a cell. If no frame is in a cell, it returns the
+    innermost frame outside this package. If all frames are in this package, it returns "".
 
     Args:
         frames: Frames of the thread, outermost first.
@@ -163,7 +174,11 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 
 
 def waits_for(sample: StackSample) -> str:
-    """Return a description, for the user, of the event that a process's main thread waits for."""
+    """Return a description, for the user, of what a process's main thread waits for.
+
+    The function decides by the state of the process, by the frames of the thread, and by pending
+    collectives.
+    """
     if sample.state == _GONE:
         return "nothing: it has ended"
     if sample.state == psutil.STATUS_STOPPED:
@@ -209,15 +224,15 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Find the code that waits in the standard library, and the library's module that it called.
+    """Find the code that waits, and the standard library's file that this code has called.
 
     Args:
         frames: Frames of the thread, outermost first.
 
     Returns:
-        Two values. First, the path of the file of the innermost frame outside the standard library.
-        Second, the name, without folders, of the library's file that this frame called; "" if the
-        frame called no function of the standard library.
+        Two values. First, the file of the innermost frame outside the standard library, as a path.
+        Second, the file of the standard library that this frame has called, as a name without
+        folders. The second value is "" if the frame has not called the standard library.
     """
     called = ""
     for frame in reversed(frames):
@@ -228,7 +243,10 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Return the pid and position of the first child in code of a cell, as text; "" if none is."""
+    """Return the pid and position of the first child that runs code of a cell, as text.
+
+    Return "" if no child runs code of a cell.
+    """
     for child in sample.children:
         where = code_position(child.main)
         if where.startswith("Cell In["):
@@ -237,11 +255,14 @@ def _busy_child(sample: StackSample) -> str:
 
 
 class StackMonitor:
-    """Progress monitor and stack collector for the ranks of one attempt on this host.
+    """Detects when no rank of an attempt on this host makes progress, and collects stacks.
 
     Args:
-        reader: Reader of the ranks' output. It has the time of each rank's last output.
-        folder: Folder of the files that the ranks share with the agent.
+        share: This host's share of the attempt.
+        ranks: States of the ranks.
+        reader: Reader of the ranks' output, which knows the time of each rank's last output.
+        folder: Private folder of the attempt, with the files that the ranks share with the agent.
+        emit: Function that sends an event to the pool.
 
     Attributes:
         is_paused: Whether a rank waits for the user's input. While this is True, `check` does
@@ -263,9 +284,10 @@ class StackMonitor:
         self._collecting = threading.Lock()
 
     def check(self, now: float) -> None:
-        """Record which ranks make progress. If none has made progress for too long, report a hang.
+        """Record which ranks make progress. If no rank makes progress for too long, report a hang.
 
-        Does not block. Another thread collects the stacks, and sends the `Hang` event.
+        When a rank makes progress after a reported hang, report the end of the hang. This method
+        does not block, because another thread collects the stacks and sends the `Hang` event.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -326,10 +348,11 @@ class StackMonitor:
         ]
 
     def _report_hang(self, still_s: float) -> None:
-        """Collect stacks and send a `Hang` event, unless a rank has made progress meanwhile.
+        """Collect stacks, and send a `Hang` event if the time without progress is too long.
 
-        If a rank waits in a collective, sends the event after `COLLECTIVE_S` seconds without
-        progress, or after `hang_s` if that is less. Otherwise, sends the event after `hang_s`.
+        If a rank waits in a collective, the limit is the smaller of `COLLECTIVE_S` and `hang_s`.
+        Otherwise, the limit is `hang_s`. If a rank has made progress or has ended while the stacks
+        were collected, send no event.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -351,8 +374,8 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        Counts the CPU time of the ranks' descendants only if no rank's own process has used enough,
-        because this requires reading all processes of the host.
+        The CPU time of the ranks' descendants counts only if no rank's own process has used enough
+        CPU time. To sample the descendants is slower, because it reads all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -368,10 +391,11 @@ class StackMonitor:
     ) -> bool:
         """Record progress for each rank that used at least `least_s` of CPU time since `before`.
 
-        Ranks that busy-wait for a collective do not count.
+        Ranks that busy-wait for a collective make no progress.
 
         Args:
-            before: CPU seconds of each rank in the last sample, by pid. Updated with `used`.
+            before: CPU seconds of each rank in the last sample, by pid. This method updates it with
+                `used`.
             used: CPU seconds of each rank now, by pid.
             least_s: Minimum CPU seconds that count as progress.
             now: The agent's monotonic clock, in seconds.
@@ -389,7 +413,10 @@ class StackMonitor:
         return is_any
 
     def _request_stacks(self, states: Sequence[RankState]) -> None:
-        """Request ranks' stacks. Wait until all ranks have responded, but at most `ANSWER_S`."""
+        """Request stack reports of ranks, and wait up to `ANSWER_S` for all of them.
+
+        The `sample` of a rank that has not responded becomes None.
+        """
         asked = time.monotonic()
         for state in states:
             link.request_stacks(self._folder, state.rank)
@@ -408,8 +435,8 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not responded, use a stack written on `SIGNAL`, else that of its last
-        heartbeat.
+        If the rank has not sent a stack report, use the stack that the rank writes on `SIGNAL`. If
+        the rank does not write a stack either, use the stack of the rank's last heartbeat.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -426,11 +453,11 @@ class StackMonitor:
 
 
 Cells = Mapping[str, "CellSource"]
-"""Type of a mapping from the file names that the kernel gave the notebook's cells to the cells."""
+"""Type of the notebook's cells by file name. The kernel compiled each cell under its file name."""
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells in a run's payload. Empty if the payload was removed at the run's end.
+    """Return the cells in a run's payload. Empty if the payload does not exist any more.
 
     Args:
         path: Path of the payload.
@@ -461,10 +488,11 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
-    """Add main threads' stacks to `sample` and its children where they have none.
+    """Add the main thread's stack to `sample`, and to each descendant of the process.
 
-    Signals one process after the other, because all write to the same file. Signals a child only
-    while the child sleeps.
+    This function signals each process that has no stack in `sample` yet. It signals one process
+    after the other, because all of them write to the same file. It signals a descendant only while
+    the descendant sleeps.
 
     Args:
         sample: Data about the process.
@@ -503,7 +531,10 @@ def _memory_bytes(process: psutil.Process) -> int:
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
-    """Return a frame of a cell with the cell's label and source line; other frames unchanged."""
+    """If a frame is in a cell, return the frame with the cell's label and source line.
+
+    Return any other frame unchanged.
+    """
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -514,9 +545,9 @@ def _named(frame: StackFrame, cells: Cells) -> StackFrame:
 def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
     """Signal a process to write its main thread's stack to `path`; return the frames.
 
-    The signal would end a process that has no handler for it. Exactly the processes with the
-    handler have the file open: a fork inherits both, and a newly executed program inherits neither.
-    So a process that does not have the file open is not signalled.
+    `SIGNAL` would end a process that has no handler. A process has the handler if and only if the
+    process has the file open, because a fork inherits both, and a newly executed program inherits
+    neither. So this function does not signal a process that does not have the file open.
 
     Args:
         pid: Process id.
@@ -563,7 +594,8 @@ def _parse_stack(written: str) -> list[StackFrame]:
 
     Returns:
         The frames, outermost first, although faulthandler writes the innermost frame first. Empty
-        if the text has no stack, or several stacks: then another process has responded late.
+        if the text has no stack. Also empty if the text has several stacks, because then one of
+        them is the late response of another process.
     """
     if written.count(_STACK) != 1:
         return []

@@ -1,8 +1,8 @@
-"""The first process on a host: starts the agent, and ends all processes that the agent leaves.
+"""The first process on a host: starts the agent, and ends the host's processes when the agent ends.
 
 An engine starts the supervisor (`spawn_command`) and writes to the supervisor's standard input. The
 first line is for the agent. When the pool's process ends for any reason, standard input closes. The
-supervisor then ends the host: the agent, all other descendants of the supervisor, and itself. A cut
+supervisor then ends the host: it ends the agent, all its other descendants, and itself. A cut
 network cable does not close standard input. So an engine that works over a network also writes a
 byte regularly, and the supervisor ends the host if no byte arrives in time.
 
@@ -14,9 +14,10 @@ The supervisor has three arguments:
 3. The modules that the pool's settings add to the forkserver's imports, separated by commas. The
    supervisor passes this argument to the agent.
 
-The supervisor imports neither torch nor Dask, so that they cannot make it hang or run out of
-memory. It is a subreaper (prctl(2)): it becomes the parent of every orphan among its descendants.
-So it finds even a cell's daemon that forked twice or called setsid.
+The supervisor imports neither torch nor Dask, so that an error in these libraries cannot block or
+end the supervisor. The supervisor is a subreaper (prctl(2)): it becomes the parent of every orphan
+among its descendants. So the supervisor finds even a cell's daemon that forked twice or called
+setsid.
 
 All temporary files of a host are in one folder:
 
@@ -56,20 +57,23 @@ from taas_magic.host.system import (
 from taas_magic.shared_files import is_free, take_lock
 
 GRACE_S = 3.0
-"""Seconds for the agent to close its connections and exit after SIGTERM. Then it is killed."""
+"""Maximum seconds for the agent to exit after SIGTERM. Then the supervisor kills the agent."""
 
 _JOINED = "joined"
-"""Name of the file in the host's folder that the agent makes when it has joined the pool."""
+"""Name of a file in the host's folder. The agent creates it when the agent has joined the pool."""
 
 _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Run the supervisor until the agent ends or the host must end.
+    """Create the host's folder, run the agent, and at the end remove all processes of the host.
 
     Returns:
-        The agent's exit code. If SIGTERM or the end of the lease ends the host, the process exits
-        with code 0 instead.
+        The agent's exit code.
+
+    Raises:
+        SystemExit: SIGTERM, the end of the lease, or a stuck agent ended the host; exit code 0. Or
+            the host's folder could not be created; exit code 1.
     """
     lease_s, start_timeout_s, preload = float(sys.argv[1]) or None, float(sys.argv[2]), sys.argv[3]
     adopt_orphans()
@@ -85,7 +89,7 @@ def main() -> int:
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Run an agent until the agent ends, the lease ends, or the agent is stuck at its start.
 
-    Then end all processes below this process.
+    Then end all descendants of this process.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
@@ -122,7 +126,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
 
 
 def _on_sigterm(*_: object) -> None:
-    """Exit at the first SIGTERM. Ignore further ones, so that they do not interrupt the cleanup."""
+    """Exit at the first SIGTERM. Ignore later SIGTERMs, which would interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
@@ -132,7 +136,7 @@ def _hold_lease(
 ) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, end the host.
 
-    Runs in a thread. To end the host, sends SIGTERM to the main thread, which exits and cleans up.
+    Runs in a thread until the lease ends.
 
     Args:
         lease_s: Seconds without input after which the lease ends. If None, the lease ends only when
@@ -151,9 +155,9 @@ def _hold_lease(
 
 
 def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
-    """End the host if its agent is stuck before it has joined the pool. Runs in a thread.
+    """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
 
-    The agent's imports have no time limit while they use processor time or read files.
+    The agent's imports have no time limit as long as they use processor time or read files.
 
     Args:
         pid: The agent's process id.
@@ -175,7 +179,7 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
 
 
 def _end_host(why: str) -> None:
-    """Make the main thread end the host.
+    """Make the main thread end the host: send SIGTERM to the main thread, which then cleans up.
 
     Args:
         why: Reason to write to standard error; "" to write nothing.
@@ -186,11 +190,11 @@ def _end_host(why: str) -> None:
 
 
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
-    """Kill all processes below this process except the agent and resource trackers.
+    """Kill all descendants of this process except the agent and resource trackers.
 
-    The agent and the trackers end later. The ranks must not wait for the agent, which may be
-    suspended or slow to end. If the lease has ended, the pool may already start the same ranks on
-    another host, and only one rank 0 may write to the project store.
+    The agent and the trackers end later. This function kills the ranks first, because the agent may
+    be suspended or slow to end. If the lease has ended, the pool may already start the same ranks
+    on another host, and only one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -224,7 +228,7 @@ def host_folder() -> Iterator[Path]:
 
 
 def report_joined() -> None:
-    """Tell the supervisor that the agent has joined the pool. Runs in the agent."""
+    """Report to the supervisor that the agent has joined the pool. Runs in the agent."""
     Path(tempfile.gettempdir(), _JOINED).touch()
 
 
@@ -238,7 +242,7 @@ def run_folder() -> Path:
 
 
 def sweep() -> None:
-    """Remove the host folders that killed supervisors of this user have left."""
+    """Remove the folders of this user's supervisors that were killed before they could clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)

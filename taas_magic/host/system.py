@@ -1,8 +1,8 @@
-"""Functions for this host's network addresses and processes.
+"""Functions that find this host's network addresses, and start and end processes on this host.
 
-Some functions find the address of this host. The others start processes, tie the end of a process
-to the end of its parent, and find and end processes that a run has left. The supervisor, the agent
-and ranks all use this module, so it imports neither torch nor any other module of this package.
+The functions for processes start processes, end a process when its parent ends, and find and end
+the processes that a run has left. The supervisor, the agent and ranks use this module, so this
+module imports neither torch nor any other module of this package.
 """
 
 import contextlib
@@ -19,19 +19,22 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable of ranks, fetchers and the programs that they start; the agent finds these
-programs by it (`leftovers`). Its value is the id of their share: `RunSpec.share_id`."""
+"""Environment variable of ranks, fetchers and the programs that they start.
+
+The value is the id of the share (`ShareSpec.share_id`). By this variable, the agent finds programs
+that the share has left (`leftovers`).
+"""
 
 CALM_DASK = {
     "distributed.admin.system-monitor.interval": "60s",
     "distributed.admin.tick.interval": "1s",
     "distributed.worker.profile.enabled": False,
 }
-"""Dask settings for every process of this package that uses Dask, to keep idle processes idle.
+"""Dask settings that reduce the CPU time of idle processes, for every process that uses Dask.
 
-With its default settings, Dask profiles its own process 150 times a second, which caused two thirds
-of the CPU time of an idle pool. Twice a second, it also measures the memory, network and disks of
-the machine, which caused a third of the rest. This package reads none of these measurements.
+By default, Dask profiles its own process 150 times a second, which caused two thirds of the CPU
+time of an idle pool. Twice a second, Dask also measures the memory, network and disks of the
+machine, which caused a third of the rest. This package uses none of these measurements.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -41,7 +44,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def address_of(name: str) -> str:
-    """Return an address of a network interface, IPv4 if possible; "" if there is no address."""
+    """Return an address of the network interface `name`, IPv4 if possible; "" if it has none."""
     addresses = psutil.net_if_addrs().get(name, [])
     found = [seen.address for family in _FAMILIES for seen in addresses if seen.family == family]
     return found[0] if found else ""
@@ -67,10 +70,14 @@ def local_address_to(peer: str) -> str:
 def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -> str:
     """Return the address at which other hosts reach this host's ranks and fetchers.
 
-    The setting `interface` decides. Without it, the address is that of the network interface at
-    which SSH has reached this host. Without SSH, it is the address from which this host connects to
-    the scheduler. The host's name would be no help: Debian resolves it to 127.0.1.1, and a host
-    with several networks has the same name in all of them.
+    The function uses the first of these that is known:
+
+    1. The address of the network interface that the setting `interface` names.
+    2. The address of the network interface at which SSH has reached this host.
+    3. The address from which this host connects to the scheduler.
+
+    The function does not resolve the host's name. Debian resolves it to 127.0.1.1, and a host with
+    several networks has the same name in all of them.
 
     Args:
         interface: The pool's `interface` setting, the name or address of a network interface; "" if
@@ -138,11 +145,13 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the system kill this process when its parent ends. If the parent has ended, exit at once.
+    """Make the system kill this process when its parent ends.
+
+    If the parent has already ended, exit at once.
 
     Args:
-        parent_pid: The parent's pid, as the parent itself determined it. If `getppid` returns
-            another pid, the parent has ended.
+        parent_pid: The parent's pid, which the parent itself has passed to this process. If
+            `getppid` returns another pid, the parent has ended.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -156,7 +165,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 TRACKERS_END_S = 10.0
-"""Seconds for resource trackers to exit by themselves after the processes that use them ended."""
+"""Maximum seconds for resource trackers to exit by themselves. Then they are killed.
+
+The time begins when the processes that use the trackers have ended.
+"""
 
 
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
@@ -245,12 +257,13 @@ def named(processes: Iterable[psutil.Process]) -> str:
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     """Return the processes on this host that a share of a run has left. Runs in the agent.
 
-    A process belongs to the share if any of these is true:
+    A process belongs to the share if any of these conditions is true:
 
-    - Its environment has the share's id. This finds programs that a rank has started.
-    - It has a file or pipe of the share open. This finds forks of a rank.
-    - It is an orphan that the supervisor has adopted, and the share is the only one on this host.
-      Otherwise the orphan could belong to another share.
+    - The environment of the process has the share's id. So the function finds programs that a rank
+      has started.
+    - The process has a file or pipe of the share open. So the function finds forks of a rank.
+    - The process is an orphan that the supervisor has adopted, and no other share is on this host.
+      If there were another share, the orphan could belong to that share.
 
     Args:
         run_id: Id of the share, the value of the variable `RUN_TOKEN`.

@@ -64,7 +64,7 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 def send(link: Link, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
-    A child that the cell forked is not a rank. It writes the failure to standard error instead.
+    In a child that the cell forked, write the failure to standard error instead.
     """
     if link.is_own:
         link.send(failure)
@@ -73,7 +73,7 @@ def send(link: Link, failure: RankRaised) -> None:
 
 
 def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
-    """Return the message with which a rank describes an exception to the agent.
+    """Return the message by which a rank reports an exception to the agent.
 
     Args:
         error: The exception.
@@ -89,7 +89,7 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
 
 
 def plain(error: BaseException) -> str:
-    """Return the traceback of an exception and its causes, as Python prints it.
+    """Return the traceback of an exception and its causes, in the format in which Python prints it.
 
     The traceback starts at the user's first frame. The causes of a `TaasError` are left out,
     because the message of a `TaasError` is complete without them.
@@ -125,8 +125,8 @@ def _chain(first: Any) -> Iterator[Any]:
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package.
 
-    All frames from this package's first frame to its last frame are removed, including those of
-    IPython. Frames of the notebook's cells stay.
+    The function removes all frames from this package's first frame to this package's last frame,
+    including the frames of IPython between them. Frames of the notebook's cells stay.
     """
     found: list[TracebackType] = []
     while one is not None:
@@ -152,8 +152,8 @@ def frames(error: BaseException) -> list[str]:
 def where(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If a cell is running in the thread, the result also has the innermost frame of a cell. If that
-    frame is not among the innermost frames, it comes first.
+    If code of a cell runs in the thread, the result also has the innermost frame of a cell. This
+    frame comes first, unless it is among the `_INNERMOST` innermost frames anyway.
 
     Args:
         thread: Identifier of the thread.
@@ -167,7 +167,7 @@ def where(thread: int) -> list[StackFrame]:
 
 
 def threads(main: int) -> dict[str, list[StackFrame]]:
-    """Return the stacks of this process's threads by name, outermost frame first.
+    """Return the stacks of this process's threads by the thread's name, outermost frame first.
 
     The main thread comes first. Threads of this package are left out.
 
@@ -187,10 +187,10 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
 def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by the thread's identifier.
 
-    Before Python 3.12, disables garbage collection during the call, because a collection may start
-    inside `sys._current_frames`. That collection may run a `__del__` that releases the
-    interpreter's lock. This process, or a child forked at that moment, could then deadlock
-    (python/cpython#106883, #112275).
+    Before Python 3.12, this function disables garbage collection during the call, because a
+    collection may start inside `sys._current_frames`. The collection may run a `__del__` that
+    releases the interpreter's lock. This process, or a child forked at that moment, could then
+    deadlock (python/cpython#106883, #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -214,12 +214,12 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def write_stack_on_signal(path: Path) -> None:
-    """Install the handler of `SIGNAL`, by which this process and its forks write their stacks.
+    """Install a handler of `SIGNAL` by which this process and its forks write their stacks.
 
-    When `SIGNAL` arrives, faulthandler writes the main thread's stack to a file.
+    When `SIGNAL` arrives, faulthandler appends the main thread's stack to a file.
 
     Args:
-        path: Path of the file, which has only stacks. This process and its forks write to the same
+        path: Path of the file, which has only stacks. This process and its forks can use the same
             file, because the agent signals only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
@@ -231,7 +231,7 @@ def is_group(error: BaseException | None) -> bool:
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print the exception that ended a thread to standard error, formatted by `plain`.
+    """Print to standard error the exception that ended a thread, formatted by `plain`.
 
     Installed as `threading.excepthook`.
     """
@@ -241,7 +241,7 @@ def print_of_thread(failed: "ExceptHookArgs") -> None:
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
-    """Print an exception that no code can catch, such as an exception of a `__del__`.
+    """Print to standard error an exception that no code can catch, such as that of a `__del__`.
 
     Installed as `sys.unraisablehook`.
     """
@@ -264,9 +264,9 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint if a path is missing because this host does not see the notebook's files.
+    """Return a hint if a file is missing because this host does not share the notebook's folder.
 
-    Such a host has only a copy of the project. A path that exists on the notebook's machine may be
+    Such a host has only a copy of the project store. So a file of the notebook's machine may be
     missing here. Return "" for any other error.
     """
     home = project_home()
@@ -296,7 +296,8 @@ def _tidy(described: Any) -> None:
     """Remove the frames before the user's first frame, and name cells by their labels.
 
     Args:
-        described: A `TracebackException`. Its causes, contexts and members are changed, too.
+        described: A `TracebackException`. The function also changes its causes, its contexts, and
+            the members of exception groups.
     """
     for one in _chain(described):
         _tidy_frames(one.stack)

@@ -19,7 +19,7 @@ from taas_magic.host.prompt import users_names
 from taas_magic.host.spec import HOST
 
 COMPARED_BYTES = 256 << 20
-"""Size limit of values that are compared. Larger values get no digest."""
+"""Maximum bytes of a value that is compared between ranks. Larger values get no digest."""
 
 _SHELLS_OWN = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 _LEFT_OUT = (ModuleType, FunctionType, BuiltinFunctionType, type)
@@ -64,7 +64,7 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """Raised for a value with an element that cannot be compared."""
+    """Raised for a value if no digest can be computed for the value or one of its elements."""
 
 
 def describe() -> Any:
@@ -85,10 +85,10 @@ def describe() -> Any:
 
 
 def names() -> Any:
-    """Return the names that a rank has.
+    """Return the names of the variables, functions, classes and modules in a rank's `__main__`.
 
-    A kernel that takes over a session calls this function, because the session may have variables
-    that this kernel does not know.
+    A kernel that attaches to a session of another kernel calls this function, because the session
+    may have variables that this kernel does not know.
 
     Returns:
         Two values. First, a dict with the digest (`plain_digest`) of each variable; "" for a
@@ -117,7 +117,7 @@ def memory() -> Any:
 
 
 def _described(value: Any) -> Variable:
-    """Return the description of a value."""
+    """Return the description of a value: type, shape, element type, device, size and digest."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
         return Variable(
@@ -175,7 +175,7 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of a value.
+    """Return a digest of a value, by which the kernel compares the values of ranks.
 
     Return "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
     """

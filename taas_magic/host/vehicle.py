@@ -1,4 +1,4 @@
-"""Dask plugin that starts our processes on a host that a Dask cluster class provides.
+"""Dask plugin that starts taas-magic's processes on a host of a Dask cluster class.
 
 Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
 this package. Such a worker is called a vehicle, because it only brings our agent to the host. Dask
@@ -6,9 +6,10 @@ installs the plugin `Vehicle` in every worker that joins the pool's scheduler. T
 supervisor, and the supervisor's agent joins the pool as a separate worker.
 
 A vehicle may end because its wall time is over, its job is cancelled, or its connection to the
-scheduler is lost. The supervisor's standard input then closes, and everything on the host ends.
+scheduler is lost. The supervisor's standard input then closes, and the supervisor ends all
+processes of taas-magic on the host.
 
-This module is separate from the agent's modules, so that vehicles and engines need not import them.
+Vehicles and engines import this module, but need not import the agent's modules.
 """
 
 import asyncio
@@ -27,8 +28,9 @@ _MARK = "@"
 def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
-    The name has a random part. If the batch system restarts a job, the new vehicle has the old
-    vehicle's name, and the pool may still know the agent that the old vehicle started.
+    The name has a random part, because two vehicles may have the same name: if the batch system
+    restarts a job, the new vehicle has the old vehicle's name. The pool may still know the agent
+    that the old vehicle started.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -39,13 +41,13 @@ def agent_name(vehicle: object) -> str:
 def vehicle_of(agent: object) -> str:
     """Return the name of the vehicle that started the agent named `agent`.
 
-    Returns "" if the name is not a result of `agent_name`.
+    Return "" if `agent_name` has not made this name.
     """
     return str(agent).rpartition(_MARK)[0]
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin for a vehicle: starts the host's supervisor, and ends it with the worker.
+    """Dask plugin for a vehicle. Starts the host's supervisor, and ends it when the vehicle ends.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

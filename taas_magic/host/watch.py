@@ -1,8 +1,8 @@
 """Track the state of a run's ranks on this host, and decide when the run is over on this host.
 
-The functions that decide are pure and get the time as an argument, so that a test can construct any
-situation. Two threads update the states: the thread that reads the ranks' pipes records messages,
-and the run's thread queries the system. A lock guards the states (`Ranks`).
+The functions that decide have no side effects, and get the time as an argument. So a test can
+construct any situation. Two threads update the states. The thread that reads the ranks' pipes
+records messages, and the run's thread queries the system. A lock guards the states (`Ranks`).
 """
 
 import contextlib
@@ -42,22 +42,25 @@ from taas_magic.messages import (
 )
 
 SETTLE_S = 0.5
-"""Seconds to wait for further failures after the first one, one of which may be its cause."""
+"""Seconds to wait, after the first failure of a rank, for failures of other ranks.
+
+A later failure may be the cause of the first one.
+"""
 
 LEFT_GRACE_S = 3.0
-"""Seconds that the other ranks may continue after a rank left by `sys.exit(0)`."""
+"""Seconds that other ranks may continue after one rank has left by `sys.exit(0)`."""
 
 REPORT_S = 20.0
-"""Seconds to wait for the formatted traceback and the results of a failed rank."""
+"""Maximum seconds to wait for the formatted traceback and the results of a failed rank."""
 
 COLLECTIVE_S = 20.0
-"""Seconds without progress after which the user is told that a rank waits in a collective."""
+"""Seconds without progress after which a `Hang` event reports that a rank waits in a collective."""
 
 INTERRUPT_GRACE_S = 5.0
-"""Seconds that ranks may take to end after an interrupt. After that, they are killed."""
+"""Seconds that ranks may take to end after an interrupt. Then they are killed."""
 
 HALT_S = 30.0
-"""Seconds that a host may take to end a halted run. After that, the host is ended and replaced."""
+"""Seconds that a host may take to end a halted run. Then the pool ends and replaces the host."""
 
 _CONSEQUENCES = re.compile(
     r"connection (was (likely )?)?(closed|reset|refused|aborted)|broken pipe|(by|remote) peer"
@@ -88,7 +91,7 @@ class RankState:
     showed_at: float | None = None
     """Time at which IPython first showed an exception after which the cell continued."""
     is_reporting: bool = False
-    """Whether the rank reported its exception, but its traceback and results are still to come."""
+    """Whether the rank has reported its exception, but has not yet sent traceback and results."""
     has_returned: bool = False
     """Whether the rank has ended the cell and waits at the prompt of its session."""
     was_cut: bool = False
@@ -102,20 +105,27 @@ class RankState:
     stack: list[str] = field(default_factory=list)
     hint: str = ""
     progress_at: float = 0.0
-    """Time of the last progress: output, a batch, computation or a collective."""
+    """Time of the rank's last output, batch, collective, or use of CPU time."""
     beat: RankBeat = field(default_factory=RankBeat)
     """The rank's last heartbeat."""
     beat_at: float = 0.0
     sample: RankStackSample | None = None
-    """The rank's last stack report; None if there is none yet."""
+    """The rank's last stack report.
+
+    None if there is none yet, or if the rank has not responded to the last request in time.
+    """
     sampled_at: float = 0.0
     """Time at which `sample` arrived."""
     process: psutil.Process | None = None
     takes_interrupt: bool = False
-    """Whether SIGINT may be sent: the rank runs the cell, handles SIGINT, and got none so far."""
+    """Whether the agent may send SIGINT.
+
+    True if the rank has reported that it accepts SIGINT and still runs the cell. False after the
+    agent has sent SIGINT.
+    """
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
-    """Result of `oom_kills` at the rank's start."""
+    """Result of `oom_kills` at the rank's start: earlier kills in the rank's cgroups."""
     batches: dict[str, int] = field(default_factory=dict)
     """Number of batches that the rank received from each loader, as last reported."""
 
@@ -128,7 +138,7 @@ class RankState:
     def done(self) -> bool:
         """Whether the rank succeeded: the cell ran to its end, and the process exited with 0.
 
-        A rank of a session returns to its prompt instead of exiting.
+        The process of a session's rank does not exit; the rank must be back at its prompt.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
@@ -182,7 +192,7 @@ class Verdict:
         cause: Reason for the end; "" on success. "rank": a rank raised an exception or died.
             "left": a rank left by `sys.exit(0)`, and others did not. "stopped": SIGSTOP suspended a
             rank for too long. "timeout": the time of `--timeout` is over. "interrupt": the user
-            interrupted the run. "host": the forkserver, whose forks the ranks are, has ended.
+            interrupted the run. "host": the forkserver has ended, and so all ranks have ended.
     """
 
     state: str
@@ -204,7 +214,8 @@ def decide(
         now: The current time.
         deadline: Time at which `--timeout` ends the run; None without `--timeout`, or while a rank
             waits for the user's input.
-        interrupted_at: Time at which the user interrupted the run; None if this did not happen.
+        interrupted_at: Time at which the user interrupted the run; minus infinity if the ranks must
+            be killed at once. None if there was no interrupt.
     """
     gone = all(rank.is_over for rank in ranks)
     if all(rank.done for rank in ranks):
@@ -227,9 +238,9 @@ def decide(
 
 
 def last_progress_at(ranks: Collection[RankState], now: float) -> float:
-    """Return the time at which a rank that runs the cell last made progress.
+    """Return the time of the latest progress of any rank that still runs the cell.
 
-    Return `now` if no rank runs the cell.
+    Return `now` if no rank still runs the cell.
     """
     return max((rank.progress_at for rank in ranks if not rank.is_over), default=now)
 
@@ -250,12 +261,13 @@ def is_consequence(etype: str, message: str) -> bool:
 
 
 def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
-    """Return the failed ranks, sorted so that the most probable cause of the failure comes first.
+    """Return the failed ranks. The rank that most probably caused the failure comes first.
 
-    Ranks that died or raised an error of their own come before ranks whose error only says that a
-    peer is gone. If every error only says that a peer is gone, ranks that left early are included,
-    and come first. Within each of these groups, the rank that failed first comes first. After a
-    timeout, the result has all ranks that have not succeeded, in the order of their numbers.
+    - Ranks whose error only says that a peer is gone come after all other failed ranks.
+    - If all failed ranks have such an error, ranks that left by `sys.exit(0)` are included and
+      come first.
+    - Within each of these groups, the rank that failed first comes first.
+    - After a timeout, the result has all ranks that have not succeeded, by rank number.
 
     Args:
         ranks: States of the ranks of this host.
@@ -279,7 +291,9 @@ def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure to show first; None if there is none.
+    """Return the first failure that is not a consequence of another rank's end.
+
+    If all failures are consequences, return the first one. Return None if there is no failure.
 
     Args:
         failures: Failures of all hosts, in the order of their reports.
@@ -302,19 +316,19 @@ _LOG_SLACK_S = 1.0
 def oom_kills(pid: int) -> dict[str, int]:
     """Return the counters of out-of-memory kills in a process's cgroups, by the counter's file.
 
-    The system counts a kill in the cgroup of the killed process, whether the cgroup or the machine
-    ran out of memory. The result is empty if the system has no such counters.
+    The system counts a kill in the cgroup of the killed process. It does so when the cgroup has run
+    out of memory, and also when the machine has. The result is empty if the system has no counters.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
-    """Return a description if a process was killed because memory ran out; "" if it was not.
+    """If the system killed a process because memory ran out, return a description; else "".
 
-    The description names the memory that ran out: that of the host or of a cgroup. The kernel's log
-    names the killed process. If the log is not readable, use the kill counters of the process's
-    cgroups instead.
+    The description says whether the host or a cgroup ran out of memory. The function searches the
+    system kernel's log for the killed process. If the log is not usable, the function compares the
+    kill counters of the process's cgroups with `before`.
 
     Args:
         pid: Id of the process.
@@ -333,7 +347,7 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
-    """Search the kernel's log for the record that memory ran out and the kernel killed a process.
+    """Search the system kernel's log for the record that a process was killed to free memory.
 
     Args:
         pid: Id of the process.
@@ -417,7 +431,9 @@ def failure_of(
     tail: list[str],
     timeout_s: float | None = None,
 ) -> Failure:
-    """Return the description of a rank's failure. docs/events.md describes the fields.
+    """Return the description of a rank's failure for the journal and the user.
+
+    docs/events.md describes the fields.
 
     Args:
         state: State of the rank.
@@ -483,7 +499,8 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 def host_failure(host: str, error: BaseException) -> Failure:
     """Return the description of a failure of the host itself, rather than of a rank.
 
-    It has no traceback if the error is a TaasError, whose message says what the user can do.
+    The description of a `TaasError` has no traceback, because the error's message says what the user
+    can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -504,7 +521,7 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def started(self, pids: dict[int, int]) -> None:
-        """Record the process of each rank. Accepts processes that have already ended.
+        """Record the process of each rank. A process may have ended already.
 
         Args:
             pids: Process ids by rank.
