@@ -499,8 +499,8 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 def host_failure(host: str, error: BaseException) -> Failure:
     """Return the description of a failure of the host itself, rather than of a rank.
 
-    The description of a `TaasError` has no traceback, because the error's message says what the user
-    can do.
+    The description of a `TaasError` has no traceback, because the message of the error says what
+    the user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
