@@ -178,7 +178,7 @@ class ClosedWorker(Worker):
         """Do nothing. Dask's method would serve web pages that everybody could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; then stop to listen, so that no process can connect to this worker.
+        """Join the scheduler; then close the port of this worker, so that no process can connect.
 
         Called by Dask.
         """
@@ -235,7 +235,7 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def hello(self, asked: Greet) -> HostHello:
-        """Wait, without a time limit, until this host can start ranks; describe the host.
+        """Wait, without a time limit, until this host can start ranks; return facts about the host.
 
         Raises:
             PoolError: The forkserver has ended, so no run can start here. The pool then uses
@@ -330,7 +330,7 @@ class AgentWorker(ClosedWorker):
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _carry_out(self, run_id: str, share: HostShare) -> None:
-        """Run a share to its end, then forget the share. The function of the share's thread."""
+        """Run a share to its end, then forget the share. Runs in the share's thread."""
         try:
             share.run()
         finally:
@@ -420,6 +420,7 @@ class AgentWorker(ClosedWorker):
         task.add_done_callback(self._answering.discard)
 
     async def _answer(self, number: int, name: str, request: bytes) -> None:
+        """Handle one call of the controller, and send back the response or the error."""
         try:
             answer, error = await self._answers[name](request), ""
         except Exception as failed:  # sent to the controller, and logged with traceback

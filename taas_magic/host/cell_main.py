@@ -50,6 +50,7 @@ def definitions(tree: ast.Module) -> ast.Module:
 
 
 def _only_defines(statement: ast.stmt) -> bool:
+    """Return whether a statement is an import, a function, a class, or assigns a literal."""
     functions = ast.FunctionDef | ast.AsyncFunctionDef
     if isinstance(statement, functions | ast.ClassDef | ast.Import | ast.ImportFrom):
         return True

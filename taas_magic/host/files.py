@@ -262,8 +262,8 @@ class StoreCopy:
 
         Updates the mirror from the store, so that every rank finds the same last checkpoint. There
         is no update if rank 0 ran on this host in the last attempt and stays here. In this case,
-        the mirror has the newest files already. It may also have files that the store did not
-        accept.
+        the mirror has the newest files already. The mirror may also have files that the store
+        did not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -309,6 +309,7 @@ class StoreCopy:
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
+    """Send a note that names the first files of the project store that were not copied, and why."""
     if manifest.skipped:
         named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
         more = len(manifest.skipped) - len(named)

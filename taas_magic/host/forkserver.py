@@ -42,7 +42,7 @@ MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
 LATER = ("torch._dynamo",)
-"""Modules that a forkserver imports later, because this import may take a minute.
+"""Modules that a forkserver does not import at its start, because this import may take a minute.
 
 The forkserver of a host imports them when the host is idle. The forkserver of a farm's node imports
 them when a job has imported them. A process that starts before this import imports the modules
@@ -65,7 +65,7 @@ _FORGET_S = 1.0
 """Maximum seconds to wait until the forkserver reports that a killed process has ended."""
 
 _LOST = 255
-"""Exit code that multiprocessing assigns to a process if its forkserver ended first."""
+"""Exit code that multiprocessing assigns to a process if the forkserver ended before it."""
 
 _SEEN_S = 1.0
 """Maximum seconds to wait until the system shows that a forkserver has ended.
@@ -100,7 +100,9 @@ _own_pid: int | None = None
 
 _failure = ""
 """In the forkserver and its forks: message about the error that ended the imports of `_preload`.
-"" if there was none."""
+
+"" if all imports succeeded.
+"""
 
 _problems: list[str] = []
 """In the forkserver and its forks: messages about modules of the pool's settings that could not be

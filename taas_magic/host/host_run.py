@@ -112,7 +112,7 @@ PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
 
 
 class HostShare(ABC):
-    """Base class that runs one share, a run's ranks or its fetchers, on this host.
+    """Runner of one share on this host. Base class of the runners for ranks and for fetchers.
 
     Args:
         spec: The share, as the pool describes it.
@@ -248,7 +248,7 @@ _A = TypeVar("_A", bound="Attempt")
 
 
 class Attempt:
-    """One attempt on this host: starts the attempt's ranks, checks them and ends them.
+    """The ranks of one attempt on this host, with methods that start, check and end the ranks.
 
     Attributes:
         folder: Private folder of the attempt. It has the pipes and files by which ranks and agent
@@ -443,7 +443,7 @@ class _NextAttempt:
 
 
 class HostRun(HostShare):
-    """Runs the ranks of one run on this host, in all attempts of the run.
+    """Runner of one run's ranks on this host, in all attempts of the run.
 
     Raises:
         OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
@@ -705,7 +705,7 @@ class _Running:
 
 
 class HostFetchers(HostShare):
-    """Runs the fetchers of one run on this host."""
+    """Runner of one run's fetchers on this host."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

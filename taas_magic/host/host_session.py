@@ -178,6 +178,7 @@ class CellAttempt(Attempt):
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
+        """Kill ranks that did not end the cell in time, and report this. The session then ends."""
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
         self._killed.update(state.rank for state in lost)
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
@@ -194,7 +195,7 @@ class CellAttempt(Attempt):
 
 
 class HostSession(HostRun):
-    """Runs the ranks of a session on this host. At most one cell uses the ranks at a time."""
+    """Runner of a session's ranks on this host. At most one cell uses the ranks at a time."""
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
         self._cell: ShareSpec | None = None
@@ -303,7 +304,7 @@ class HostSession(HostRun):
 
 
 class HostCell(HostRun):
-    """Runs one cell on a session's ranks on this host.
+    """Runner of one cell on the ranks that a session has on this host.
 
     Args:
         spec: This host's share of the cell's run.

@@ -78,7 +78,7 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Request that a rank cut its connections to other ranks. No effect if `cell` is over.
+    """Send a rank the request to cut its connections to other ranks. No effect if `cell` is over.
 
     Args:
         folder: Private folder of the rank's attempt.
@@ -89,7 +89,7 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Request that a rank send its stack report."""
+    """Send a rank the request to send its stack report."""
     _send_request(folder, rank, SEND_STACKS)
 
 

@@ -1,8 +1,9 @@
 """Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
 A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
-tensors to numbers, and writes the numbers to the pipe. So only this thread waits for the GPU, which
-the conversion of a CUDA tensor requires. This module imports little, because every rank imports it.
+tensors to numbers, and writes the numbers to the pipe. The conversion of a CUDA tensor waits for
+the GPU, so the program's own threads need not wait. This module imports little, because every rank
+imports it.
 """
 
 import os

@@ -41,7 +41,7 @@ from taas_magic.messages import (
 
 LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
-"""Maximum bytes of an unfinished line, such as a progress bar, that the notebook shows."""
+"""Maximum bytes that the notebook shows of an unfinished line, such as a progress bar."""
 
 CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
@@ -196,6 +196,7 @@ class LineAssembler:
         return lines
 
     def _whole_lines(self, body: bytes) -> list[str]:
+        """Add whole lines, without the last newline, and return the lines that are final."""
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
         is_blank = len(self._rows) == 1 and not self._rows[0].head  # there may be a bar above
@@ -250,8 +251,8 @@ class _Bucket:
     """A token bucket for bytes and lines, as in network traffic shaping.
 
     Args:
-        burst: Maximum number of byte tokens and of line tokens in the bucket.
-        per_s: Number of byte tokens and of line tokens that are added each second.
+        burst: Maximum number of byte tokens in the bucket, and maximum number of line tokens.
+        per_s: Number of byte tokens that are added each second, and number of line tokens.
     """
 
     def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
@@ -265,7 +266,7 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Take tokens for the first lines, for as many lines as the bucket has tokens.
+        """Take tokens for the lines in order, until the tokens do not suffice for the next line.
 
         Args:
             sizes: Sizes of the lines in bytes. A line of n bytes costs n byte tokens and one line
@@ -290,8 +291,9 @@ class LogBudget:
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
-        burst: Maximum number of bytes, and of lines, that may be sent at once.
-        per_s: Maximum number of bytes, and of lines, that may be sent each second in the long run.
+        burst: Maximum number of bytes that may be sent at once, and maximum number of lines.
+        per_s: Maximum number of bytes that may be sent each second in the long run, and maximum
+            number of lines.
         reserve: Like `burst`, but for the reserve.
         reserve_per_s: Like `per_s`, but for the reserve.
     """
@@ -540,6 +542,7 @@ class _MessageStream:
     def _read(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
+        """Decode a complete message. If it is too large or invalid, return a note, or None."""
         if size_bytes > MESSAGE_LIMIT_BYTES:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
@@ -574,7 +577,7 @@ class _Sink(NamedTuple):
 
 
 class PipeReader:
-    """Reads the output and messages of an attempt's ranks on this host, in a separate thread.
+    """Reader of the output and messages of an attempt's ranks on this host. Has its own thread.
 
     Args:
         pipes: Private folder in which the reader creates the named pipes.
@@ -688,6 +691,7 @@ class PipeReader:
         self._flush(float("inf"))
 
     def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
+        """Send what the ranks have written so far to the old sink, then use `sink` and `logs`."""
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
             was_open = old.is_open
@@ -719,7 +723,7 @@ class PipeReader:
 
         Children of ranks may keep writing, so reading until the pipes are empty might never end.
         This method does not close pipes without a writer. A rank may not have opened its pipe yet,
-        and would wait forever for a closed reader.
+        and would wait forever if the read end were closed.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
@@ -790,6 +794,7 @@ class PipeReader:
             self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
+        """Send pending lines, at most once in `COALESCE_S`, and changed progress bars if due."""
         if now - self._flushed_at < COALESCE_S:
             return
         for stream in list(self._logs.values()):

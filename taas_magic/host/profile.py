@@ -79,6 +79,10 @@ class StepProfiler:
             self._note(f"--profile has recorded nothing: {self._why_empty}")
 
     def _begin_step(self) -> None:
+        """Begin the next step. Start or end torch's profiler if this step requires it.
+
+        Do nothing in other threads than that of the first step, and in forks of the rank.
+        """
         here = threading.get_ident()
         if self._has_ended or os.getpid() != self._pid or self._thread not in (0, here):
             return

@@ -1,9 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-The rank's main thread reads one `CellOrder` after the other from a pipe. The agent writes them.
+The rank's main thread reads one `CellOrder` after the other from a pipe, to which the agent writes.
 Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
-the rank waits in C++ for other ranks. In this case, the agent requests that the rank's heartbeat
-thread cut the rank's connections to the other ranks (`Prompt.cut`).
+the rank waits in C++ for other ranks. In this case, the agent sends a request, and the rank's
+heartbeat thread cuts the rank's connections to the other ranks (`Prompt.cut`).
 """
 
 import gc

@@ -136,7 +136,7 @@ def prepare() -> None:
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
-    If the work succeeded, this function returns. If the work failed, it ends the process with exit
+    This function returns if the work succeeded. Otherwise, this function ends the process with exit
     code 1. A session counts as succeeded, even if cells of the session failed.
 
     Args:
@@ -578,7 +578,7 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
 
 
 class _SessionCells:
-    """Runs the cells of a session on this rank. All cells share one namespace."""
+    """Runner of a session's cells on this rank. All cells share one namespace."""
 
     def __init__(
         self, spec: ProcessSpec, link: Link, environ: Mapping[str, str], feeds: SessionFeeds

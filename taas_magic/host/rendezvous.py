@@ -49,7 +49,7 @@ _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
-    """The rendezvous of one attempt: binds the store's port, and starts the store's process.
+    """The rendezvous of one attempt: the port of the store, and the process that serves the store.
 
     The agent of the run's first host creates this object.
 
@@ -134,13 +134,13 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
         )
         if store.add(_ENDING_KEY, 1) == int(environ["WORLD_SIZE"]):
             store.set(_ALL_END_KEY, "")
-        # Not `store.wait`: torch logs warnings when that times out.
+        # Not `store.wait`, because torch logs warnings when `store.wait` times out.
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
 
 class LoaderAgreement:
-    """A rank's access to the store, for values of loaders on which all ranks must agree.
+    """A rank's access to the store, for values on which the loaders of all ranks must agree.
 
     For example, all ranks must use the same order of an epoch. Thread-safe.
 

@@ -220,7 +220,7 @@ def _itself(value: Any) -> Any:
 
 
 class ResultSender:
-    """Writes the results of one rank. Values that share objects are written to the same archive.
+    """Writer of one rank's results. Values that share objects are written to the same archive.
 
     Args:
         folder: `RunFolder.results`.
@@ -291,6 +291,7 @@ class ResultSender:
                 self._note(f"writing into the run's folder raised {_error_text(error)}")
 
     def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
+        """Return a message for the user: why this rank has no variable of a requested name."""
         if self._failed:
             return f"rank {self._rank} had not set it when it failed"
         have = [name for name in namespace if not name.startswith("_")]

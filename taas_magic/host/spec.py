@@ -394,7 +394,7 @@ class Launch(Request[StartResponse]):
 
 
 class LaunchFetchers(Request[StartResponse]):
-    """A request to start a run's fetchers on the hosts of the plan that run fetchers.
+    """A request to start a run's fetchers on the fetcher hosts of the run's plan.
 
     Attributes:
         owner: Id of the kernel's Dask client. The fetchers end when this client disconnects.

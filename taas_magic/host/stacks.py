@@ -60,7 +60,7 @@ SAMPLE_S = 3.0
 """Minimum seconds between two samples of the CPU time of ranks and their descendants."""
 
 COMPUTES_SHARE = 0.02
-"""Fraction of one core that a rank must use so that it counts as making progress.
+"""Fraction of one core that a rank must use so that the rank counts as making progress.
 
 A waiting rank uses about a tenth of this fraction.
 """
@@ -91,13 +91,13 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""Names of the things that a thread may wait for, for the user.
+"""Texts for the user that name what a thread waits for.
 
 The key is the name of the standard library's file that the waiting code has called.
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""Names of the things that a fetcher's processes may wait for, by the file of the waiting code."""
+"""Texts for the user that name what a fetcher's process waits for, by the waiting code's file."""
 
 _CPUS_LEAST_S = 0.5
 """Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
@@ -255,7 +255,7 @@ def _busy_child(sample: StackSample) -> str:
 
 
 class StackMonitor:
-    """Detects when no rank of an attempt on this host makes progress, and collects stacks.
+    """Monitor of the progress of an attempt's ranks on this host, and collector of their stacks.
 
     Args:
         share: This host's share of the attempt.

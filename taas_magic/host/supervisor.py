@@ -201,6 +201,7 @@ def _end_below(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _end_agent(agent: subprocess.Popen[bytes]) -> None:
+    """End the agent: send SIGTERM, wait up to `GRACE_S`, then send SIGKILL."""
     agent.terminate()
     agent.send_signal(signal.SIGCONT)  # a stopped agent would not handle SIGTERM
     try:
@@ -272,6 +273,7 @@ def _lock(folder: Path) -> int:
 
 
 def _is_abandoned(folder: Path) -> bool:
+    """Return whether `folder` is the host's folder of a supervisor of this user that has ended."""
     try:
         return folder.lstat().st_uid == os.getuid() and is_free(folder / "lock", os.O_NOFOLLOW)
     except OSError:

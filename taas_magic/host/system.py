@@ -280,6 +280,7 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
 
 
 def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
+    """Return whether a process has a share's id in its environment, or a share's file open."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         if process.environ().get(RUN_TOKEN) == run_id:
             return True

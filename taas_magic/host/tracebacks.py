@@ -307,6 +307,7 @@ def _tidy(described: Any) -> None:
 
 
 def _tidy_frames(stack: traceback.StackSummary) -> None:
+    """Remove the frames before the user's first frame, and name cells by their labels."""
     lead = itertools.takewhile(lambda frame: any(it in frame.filename for it in _ABOVE), stack)
     del stack[: len(list(lead))]
     for frame in stack:
@@ -338,9 +339,9 @@ def _room_left(error: BaseException) -> str:
 def _written_path(error: OSError) -> str:
     """Return the path of the file that a failed call wrote; "" if it is not known.
 
-    Errors of `open` and `shutil.copyfile` name the file; an error of `write` does not. In that
-    case, search the variables of the frames, innermost first. The first frame that has files open
-    for writing must have only one.
+    An error of `open` or `shutil.copyfile` names the file. An error of `write` does not name the
+    file, so this function searches the variables of the frames for open files, innermost frame
+    first. If the first frame with files open for writing has several, the file is not known.
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):
@@ -362,7 +363,7 @@ def _path_if_written(value: object) -> str:
 
 
 def _free_space(folder: str) -> str:
-    """Return text with the free space of a folder's disk, and whether it has no free inodes."""
+    """Return a text with the free space of a folder's disk. It also reports missing inodes."""
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     room = os.statvfs(folder)

@@ -162,6 +162,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def _size_bytes(value: Any, depth: int = 0) -> int:
+    """Return the approximate size of a value in memory; 0 if the size cannot be computed."""
     try:
         if hasattr(value, "nbytes"):
             return int(_local(value).nbytes)

@@ -47,7 +47,7 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin for a vehicle. Starts the host's supervisor, and ends it when the vehicle ends.
+    """Dask plugin of a vehicle. It starts the host's supervisor, and ends it when the vehicle ends.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

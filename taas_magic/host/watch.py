@@ -44,7 +44,7 @@ from taas_magic.messages import (
 SETTLE_S = 0.5
 """Seconds to wait, after the first failure of a rank, for failures of other ranks.
 
-A later failure may be the cause of the first one.
+A failure that is reported later may be the cause of the first one.
 """
 
 LEFT_GRACE_S = 3.0
@@ -138,7 +138,7 @@ class RankState:
     def done(self) -> bool:
         """Whether the rank succeeded: the cell ran to its end, and the process exited with 0.
 
-        The process of a session's rank does not exit; the rank must be back at its prompt.
+        In a session, the process does not exit. There, the rank must be back at its prompt.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
@@ -246,6 +246,13 @@ def last_progress_at(ranks: Collection[RankState], now: float) -> float:
 
 
 def _since(ranks: Collection[RankState], what: str, now: float) -> float:
+    """Return the seconds since the earliest `what` of the ranks; 0 if `what` is None for all ranks.
+
+    Args:
+        ranks: States of the ranks.
+        what: Name of an attribute of `RankState` with a time, such as "left_at".
+        now: The current time.
+    """
     times = [getattr(rank, what) for rank in ranks if getattr(rank, what) is not None]
     return now - min(times) if times else 0.0
 
@@ -317,7 +324,8 @@ def oom_kills(pid: int) -> dict[str, int]:
     """Return the counters of out-of-memory kills in a process's cgroups, by the counter's file.
 
     The system counts a kill in the cgroup of the killed process. It does so when the cgroup has run
-    out of memory, and also when the machine has. The result is empty if the system has no counters.
+    out of memory, and also when the whole machine has run out of memory. The result is empty if the
+    system has no such counters.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
@@ -485,6 +493,7 @@ def users_frames(text: str) -> list[str]:
 
 
 def _kind(state: RankState, verdict: Verdict) -> str:
+    """Return the kind of a rank's failure, such as "raised" or "signal" (`Failure.how`)."""
     if state.etype:
         return "raised"
     if state.left_at is not None and not state.exitcode:
