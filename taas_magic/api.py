@@ -124,10 +124,10 @@ def _device_type() -> str:
 def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
-    `last_run` is the run that this kernel started or attached last, or None before the first one.
+    `last_run` is the run that this kernel started or attached last; None if there is no such run.
     `device_type` is "cuda" or "cpu".
 
-    The imports are late for a reason. When the kernel imports this module, the notebook's folder
+    The modules are not imported together with this one, because at that time the notebook's folder
     still comes before the standard library on the import path. A `random.py` in that folder would
     break the imports.
     """

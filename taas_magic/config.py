@@ -1,7 +1,8 @@
 """Read the settings in taas.toml. Without such a file, all runs use this machine.
 
-taas_magic searches for the file in the notebook's folder and in the folders above, up to the home
-folder (or the root). Last, it searches in `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
+taas_magic searches for the file in the notebook's folder and in the folders above: up to the home
+folder, or up to the root if the notebook is outside of the home folder. Last, it searches in
+`$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
 The file may name programs to start. So `load_config` refuses a file that anybody except the user
 and root can write.
 """
@@ -123,8 +124,8 @@ class DataConfig(
     Attributes:
         buffer_bytes: Size in bytes of the prefetch buffer of one fetcher, for all loaders that the
             fetcher runs.
-        rank_buffer_bytes: Bytes of memory of a rank for batches that it has received but not yet
-            used.
+        rank_buffer_bytes: Bytes of a rank's memory for batches that the rank has received but not
+            yet used.
         fetch_s: Seconds that a rank waits without a response from any fetcher before the run
             fails.
     """
@@ -215,7 +216,7 @@ class Config(Struct, frozen=True):
         )
 
     def pool_note(self, name: str) -> str | None:
-        """Return a note that `name` is an alias of `local`, or None if it is not."""
+        """Return a note for the user if `name` is an alias of `local`, else None."""
         if name in self.pools or self.source is not None or not _GPU_POOL.fullmatch(name):
             return None
         return f'There is no {FILE_NAME}: pool "{name}" is this machine.'
@@ -302,9 +303,9 @@ def _read_own(path: Path) -> str:
 
 
 def _why_foreign(place: Path, status: os.stat_result) -> str:
-    """Return text on who else can change a file or folder, with a remedy; "" if nobody can.
+    """Return text that says which other users can change a file or folder, with a remedy.
 
-    The current user and root are allowed to change it.
+    Returns "" if only the current user and root can change the file or folder.
 
     Args:
         place: Path of the file or folder.

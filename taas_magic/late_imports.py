@@ -8,9 +8,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when the module `name` has been imported; at once if it already has been.
+    """Call `then` as soon as other code has imported the module `name`.
 
-    This function itself imports nothing.
+    If the module is already imported, call `then` at once. This function itself imports nothing.
     """
     if name in sys.modules:
         then()

@@ -216,8 +216,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
         uneven_hosts: Whether hosts may have different numbers of ranks.
         hang_s: Seconds without progress after which the status header shows where the ranks are; 0
             for never; None for the value in taas.toml.
-        store: Folder of the project store; "" for the one in taas.toml, or else the notebook's
-            folder.
+        store: Folder of the project store; "" for the folder in taas.toml or, if taas.toml names
+            none, the notebook's folder.
         store_writes: What happens to writes to the project store by ranks other than 0:
             "discard" or "refuse".
         shared_writes: Folders in the project store that every rank may write to.
@@ -342,7 +342,13 @@ def name_of(text: str) -> str:
 
 
 def is_from(text: str, rank: int, world_size: int) -> bool:
-    """Return whether a name of `--out` asks for the value on this rank."""
+    """Return whether a name of `--out` requests the variable's value of a certain rank.
+
+    Args:
+        text: The name, such as `losses@3`.
+        rank: The rank.
+        world_size: Number of ranks of the run.
+    """
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 

@@ -208,7 +208,10 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 
 def write_error(folder: str) -> str:
-    """Return why a folder is not writable; "" if it is. Creates the folder if needed."""
+    """Create a folder if it is missing, and write to it on trial; return the error text, or "".
+
+    The function writes and removes `_SIZE_STEP` bytes, so that a full disk is an error, too.
+    """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -219,7 +222,10 @@ def write_error(folder: str) -> str:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the free bytes on the disk of a folder, or of its nearest existing parent."""
+    """Return the free bytes on the disk of a folder.
+
+    If the folder does not exist, the disk of its nearest existing parent counts.
+    """
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free

@@ -51,7 +51,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file; the lock is left free.
+    """Return whether no process holds the lock of a file. Does not keep the lock.
 
     Args:
         path: The lock file.

@@ -317,7 +317,7 @@ _CLASSES = {
     },
     "transformers": {"Trainer", "TrainingArguments"},
 }
-"""Classes whose instances belong to the process that made them, by top-level package.
+"""For each top-level package, its classes whose instances belong to the process that made them.
 
 The keys are packages, because the libraries have moved these classes from module to module.
 """
@@ -333,7 +333,7 @@ _DEALERS = {
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
-"""Classes that select the part of the data that one rank gets, by top-level package.
+"""For each top-level package, its classes that select the part of the data for one rank.
 
 A registered loader must not use them: fetchers already divide its batches between the ranks.
 """
@@ -345,13 +345,13 @@ _LIVE = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
 }
-"""Classes of running objects, by top-level package.
+"""For each top-level package, its classes of running objects.
 
-Error messages name such an object itself, not the part of it that pickle fails on.
+Error messages name such an object itself, not the part of the object that cannot be pickled.
 """
 
 _DEALT = {"datasets": {"DistributedConfig"}}
-"""Classes that mark a dataset as the part of the data that one rank gets, by top-level package."""
+"""For each top-level package, its classes that mark a dataset as the part of one rank."""
 
 
 def is_process_bound(kind: type) -> bool:

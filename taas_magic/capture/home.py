@@ -89,7 +89,7 @@ class ResultPickler(ValuePickler):
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Replace an object that the notebook still has by its name in the notebook.
+        """Reduce an object. If the notebook has the same object, reduce it to its name there.
 
         Called by pickle.
         """
@@ -109,8 +109,8 @@ class ResultPickler(ValuePickler):
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
 
-        The value is first pickled on trial, to find these variables. If there are any, the trial is
-        undone.
+        To find these variables, the method first adds the value on trial. If the value needs such
+        variables, the method removes the value and adds it again after them.
 
         Args:
             value: Function that returns the value.
@@ -235,7 +235,7 @@ def _is_same(here: Any, there: Any) -> bool:
 def _code_parts(code: CodeType) -> Iterator[Any]:
     """Yield the parts of a code object that define what the code does.
 
-    The name of its file and the line numbers do not count.
+    The parts do not include the name of its file and the line numbers.
     """
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:

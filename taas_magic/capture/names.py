@@ -402,7 +402,8 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 def _may_swallow(context: ast.expr) -> bool:
     """Return whether a context manager may swallow exceptions.
 
-    If it does, its body may end early, and the names that the body sets may be missing.
+    If so, the body of the `with` statement may end early, without an exception. Then names that the
+    body sets may be missing.
     """
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

@@ -240,7 +240,7 @@ class ValuePickler(cloudpickle.Pickler):
         filenames: Files of the functions that were pickled by value.
         stores: Names of the namespace that the added functions set by `global`.
         attributes: Attribute names that the added functions look up.
-        classes: Classes that were pickled by name, by id.
+        classes: Classes that the pickle contains only as a name; the keys are their ids.
         replaced: Registered loaders among the added values, packed, by name.
         filled: Closure cells whose content is already in the pickle, by id.
         coming: Values that are being added, by name. A function that looks up some of these names

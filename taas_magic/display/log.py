@@ -9,8 +9,8 @@ the first of these events:
 - The line has waited for `hold_s` seconds, which is too short to notice.
 
 A browser draws all output of a cell again whenever more is added. So a cell shows at most
-`CELL_BYTES` of text. A summary of the lines after that (`LogSummary`) is updated in place. It shows
-the number of these lines, the errors among them, and the last of them.
+`CELL_BYTES` of text. A summary of the further lines (`LogSummary`) is updated in place. The summary
+shows the number of further lines, the errors among them, and the last lines.
 """
 
 import math
@@ -394,7 +394,8 @@ class LogText:
     def _note_dropped(self, now: float) -> None:
         """Add a line with the number of lines left out since the last such line.
 
-        The pause between these lines doubles each time, so a long flood causes few of them.
+        The pause between two such lines doubles each time, up to `MAX_DROPPED_NOTE_S`. So a long
+        flood of output causes only a few of these lines.
         """
         if not self._dropped:
             return

@@ -223,7 +223,7 @@ class _Block:
 
 
 class _Shown:
-    """Past output of a run: displays, restarts, and the first and last printed lines."""
+    """Collector of a run's past output: displays, restarts, first and last printed lines."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._numbers = plan, 0

@@ -125,8 +125,8 @@ class Engine(ABC):
     def is_starting(self) -> bool:
         """Return whether a host is starting and makes progress, as far as the engine can see.
 
-        The pool waits for hosts at most `start_timeout_s`. This time starts again whenever this
-        method returns True.
+        The pool waits at most `start_timeout_s` for hosts. Whenever this method returns True, the
+        pool starts this wait again from zero.
         """
         return False
 

@@ -784,7 +784,12 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
 
 
 def _remove_ended(folder: Path, keep: int) -> None:
-    """Remove the folders of all but the newest `keep` farms, except those that still run."""
+    """Remove the folders of farms that have ended, except the newest `keep` folders.
+
+    Args:
+        folder: The folder with the folders of all farms.
+        keep: Number of newest folders that are kept in any case.
+    """
     farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:
         # A farm's process locks the log while it lives. Another kernel may remove the same folder.

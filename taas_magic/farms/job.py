@@ -186,7 +186,7 @@ def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
 def _called(told: PlacedCall) -> Any:
     """Make the job's call in a fresh `__main__`, and return the function's result."""
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
-    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children load `__main__` by it
+    main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
     random.seed()
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -119,7 +119,8 @@ class NodeSettings(Struct, frozen=True):
 class JobProcessState(Struct, frozen=True):
     """The settings of a job process.
 
-    The rank that starts the node (`run_node`) sets some of them. The node sets the others.
+    The rank that starts the node (`run_node`) sets the fields without a default. The node sets the
+    other fields.
 
     Attributes:
         store: The rule of the project store, with this host's path.

@@ -1,8 +1,8 @@
 """The Dask worker of a node, and the Dask task that runs a job.
 
-This module imports Dask, but a node must start its forkserver before that. So the module is
-separate from node.py. The worker unpickles no objects of the user: it receives bytes and returns
-bytes.
+This module imports Dask, but node.py must start the forkserver before Dask is imported. So this
+module is separate from node.py. The worker unpickles no objects of the user: it receives bytes and
+returns bytes.
 """
 
 import asyncio

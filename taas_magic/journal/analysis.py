@@ -231,10 +231,10 @@ class Flow:
 
 
 TOLERABLE = 0.1
-"""Fraction of their time that ranks may wait for batches before advice is given."""
+"""Maximum fraction of their loop time for which ranks may wait for batches without advice."""
 
 _LEAST_SPAN_S = 1.0
-"""Seconds that a rank must have spent in loops over a loader before there is advice on it."""
+"""Minimum seconds that a rank has spent in loops over a loader, for advice on this loader."""
 
 _BUSY = 0.7
 """Fraction of the time that workers prepare batches, from which on the workers count as busy."""
@@ -275,8 +275,8 @@ class Load:
         working: Mean number of workers that work in parallel: the work of all workers, divided by
             the work of the busiest one.
         busy: The share of time in which the busiest worker prepared batches.
-        cpu: The share of the preparation time that was CPU time. In the rest of it, workers waited
-            for storage.
+        cpu: The share of the preparation time that was CPU time. In the rest of the preparation
+            time, workers waited for storage.
         cores: The share of all cores of the fetchers' hosts that the workers kept busy.
         own_hosts: Whether every fetcher has a host to itself.
         room: Maximum number of fetchers for which the hosts have enough cores, if each fetcher has
@@ -456,7 +456,8 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
-    # Number of workers of each fetcher. Without fetchers: of each rank, as fetchers would have it.
+    # Number of workers of each fetcher. Without fetchers, the number of workers of each rank, because
+    # each fetcher would have as many.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return Load(

@@ -130,7 +130,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """Data plan in `plan.json`, reduced to the fetchers' pool, which lists of runs show."""
+    """The part of the data plan in `plan.json` that lists of runs show: the fetchers' pool."""
 
     pool: str
 
@@ -155,9 +155,9 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """Plan in `plan.json`, reduced to the fields that lists of runs show.
+    """The part of the plan in `plan.json` that lists of runs show.
 
-    A reader of this struct does not decode the other fields.
+    To decode only these fields is faster than to decode the whole plan.
     """
 
     run_id: str

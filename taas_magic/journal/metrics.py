@@ -61,7 +61,7 @@ class Curve:
 
     @property
     def points(self) -> list[float]:
-        """The points, oldest first. The last may be the mean of fewer values than the others."""
+        """The points, oldest first. The newest may be the mean of fewer values than the others."""
         return [*self._means, _mean(self._open)] if self._open else list(self._means)
 
 

@@ -121,9 +121,9 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 class RankTouched(StoreMessage, tag="touched"):
     """The rank reports that it writes a path of the project store.
 
-    A write of a rank other than 0 is kept out of the store. If the host of
-    rank 0 shares the store, the receipt uses the reports of rank 0. Otherwise, the receipt lists
-    the files that were sent from this host's mirror.
+    A write of a rank other than 0 is kept out of the store. If the host of rank 0 shares the store,
+    the receipt of the run uses the reports of rank 0. Otherwise, the receipt lists the files that
+    rank 0's host has sent from its mirror to the store.
     """
 
     path: str

@@ -233,7 +233,10 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip: this machine's version; any allowed version if it has none."""
+        """Requirement for pip, such as `zict==3.0.0`: exactly the version of this machine.
+
+        If the package is not installed on this machine, any allowed version.
+        """
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
@@ -259,8 +262,8 @@ class Finding:
     """One problem of a host.
 
     Attributes:
-        level: With ERROR, the host cannot be used. WARNING is shown once. REMARK is shown only by
-            a check of the hosts.
+        level: ERROR if the host cannot be used. WARNING for a problem that the user sees once.
+            REMARK for a problem that only a check of the hosts shows.
         what: The problem, with both values if two differ.
         todo: What to do; "" if nothing needs to be done.
     """

@@ -135,7 +135,7 @@ class Target:
 
 
 def unread_config(config_file: str | None) -> str:
-    """Return one line for the user if a configuration file exists but no `ssh` to read it; else "".
+    """Return a note if an SSH configuration file is ignored because no `ssh` is installed; else "".
 
     Args:
         config_file: See `find_target`.
