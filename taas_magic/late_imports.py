@@ -23,7 +23,7 @@ class _Finder(MetaPathFinder):
 
     The finder asks the finders behind it for the module, and changes the loader that they return.
     The finder stays in `sys.meta_path` until the module is imported. A search for the module is not
-    yet an import: many libraries search for others only to check whether they are installed.
+    yet an import: libraries may search for a module only to check whether it is installed.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:

@@ -48,7 +48,7 @@ PROOF_S = 5.0
 """Maximum seconds, in total, for a peer of a fetcher to prove that it belongs to the run."""
 
 NODE_JOIN_S = 120.0
-"""Maximum seconds for a farm's node to connect to the farm, after it is ready to run jobs."""
+"""Maximum seconds from a node's readiness to run jobs until it is connected to the farm."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
 """Minimum value of `fetch_s`.

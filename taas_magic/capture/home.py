@@ -192,8 +192,8 @@ def load(
     Args:
         stream: The pickle.
         buffers: Its out-of-band buffers.
-        namespace: Namespace of the notebook. The function sets variables of the cell that were sent
-            with a result in this namespace, if no other variable or builtin has the name.
+        namespace: Namespace of the notebook. If a result came with a variable of the cell, this
+            variable is set in the namespace, unless another variable or a builtin has the name.
         out: Names of all results. The caller sets these variables later, so there are no notes
             about them.
 

@@ -150,7 +150,7 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 
 
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
-    """Return notes on constants of modules whose value in the notebook differs from the file.
+    """Return notes on module constants that have another value in the notebook than in the file.
 
     Ranks import the project's files. The notebook has another value if a cell has set the constant,
     or if the file was edited after the notebook imported the module.

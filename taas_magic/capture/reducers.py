@@ -475,7 +475,8 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     """Reduce a learning rate scheduler so that the loaded optimizer still counts its steps.
 
     A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
-    does not save the new method. Without it, torch would warn that the user has replaced `step`.
+    does not save the new method. If a loaded optimizer lacked the new method, torch would warn that
+    the user has replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented

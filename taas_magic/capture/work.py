@@ -1,8 +1,8 @@
 """The work of a run: a cell of the notebook, or a call of a function.
 
 The kernel captures the work (`capture/payload.py`), and each rank runs it (`host/rank.py`). A cell
-is a text that runs in a namespace. A function is called with its arguments, and the value that it
-returns is the result of the run.
+is a text that runs in a namespace. A function is called with its arguments, and its return value is
+the result of the run.
 """
 
 from collections.abc import Callable, Iterator, Mapping

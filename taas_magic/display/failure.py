@@ -253,8 +253,8 @@ def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseExc
     """Return an exception of the type that a rank raised; None if the kernel has no such type.
 
     The type must exist under its name in the notebook or in a module that is already imported. The
-    exception has the message as its argument and no attributes, because it is made without running
-    any code of the type.
+    exception has the message as its argument and no attributes, because this function makes the
+    exception without running any code of the type.
 
     Args:
         failure: The failure that came first.

@@ -202,7 +202,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 
 
 def bundle(state: FarmState) -> dict[str, str]:
-    """Return the table for a notebook's output, with all text from hosts escaped in the HTML."""
+    """Return the table as text and as HTML, by MIME type. The HTML escapes all text from hosts."""
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
     title, text = head(state), "\n".join(table)

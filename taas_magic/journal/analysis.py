@@ -125,9 +125,9 @@ class LoaderFlow:
 
     @property
     def shares(self) -> dict[int, float]:
-        """The share of its loop time that each rank spent waiting for batches, by rank.
+        """For each rank, the fraction of its loop time in which the rank waited for batches.
 
-        The loop time of a rank is the time that it spent in loops over the loader.
+        The loop time of a rank is the time that the rank spent in loops over the loader.
         """
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
@@ -456,8 +456,8 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
-    # Number of workers of each fetcher. Without fetchers, the number of workers of each rank, because
-    # each fetcher would have as many.
+    # Number of workers of each fetcher. Without fetchers, the number of workers of each rank,
+    # because each fetcher would have as many.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return Load(

@@ -130,7 +130,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The part of the data plan in `plan.json` that lists of runs show: the fetchers' pool."""
+    """The only field of the data plan in `plan.json` that a list of runs shows."""
 
     pool: str
 
@@ -155,7 +155,7 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """The part of the plan in `plan.json` that lists of runs show.
+    """The fields of the plan in `plan.json` that a list of runs shows.
 
     To decode only these fields is faster than to decode the whole plan.
     """

@@ -107,8 +107,8 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
 def trace_of(loaded: Mapping[str, Any]) -> Trace:
     """Reduce a trace in Chrome's format to a `Trace`.
 
-    If the trace has NCCL's kernels, their spans are those of the collectives. Otherwise, the spans
-    are those that torch.distributed records on the CPU.
+    If the trace has kernels of NCCL, each of these kernels is a collective. Otherwise, the
+    collectives are the events that torch.distributed records on the CPU.
 
     Args:
         loaded: The trace, as torch.profiler writes it.

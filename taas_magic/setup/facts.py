@@ -442,8 +442,8 @@ def check(
             (`Engine.shells`). `check` sets the event when it ends; then shells stop connecting.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
-        mark: Path of a file in the project store; a host that sees it shares the store. "" skips
-            this check.
+        mark: Path of a file in the project store, to find out whether hosts share the store; ""
+            skips this check.
         modules: Top-level modules that a host must have.
 
     Returns:
