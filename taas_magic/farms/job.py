@@ -157,7 +157,7 @@ def _has_children() -> bool:
 def _end_children() -> None:
     """Kill the job's children that have left this process's POSIX session (`os.setsid`).
 
-    The node kills the other children when it kills the process group of this process.
+    The node kills all processes that are still in this session.
     """
     for child in psutil.Process().children(recursive=True) if _has_children() else ():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

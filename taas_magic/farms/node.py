@@ -381,7 +381,7 @@ class Slot:
         if not connection.wait([process.sentinel], _END_S):
             _signal(process.pid, 9)
             connection.wait([process.sentinel], _END_S)
-        _signal(process.pid, 9)
+        _kill_session(process.pid)
         self._output.close()
         forkserver.forget(process)
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -472,6 +472,30 @@ def _exit_node() -> NoReturn:
 def _signal(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, number)
+
+
+def _kill_session(session: int) -> None:
+    """Kill the processes of a POSIX session, including orphans and other process groups.
+
+    Search again after each kill, because a process may have forked during the search.
+
+    Args:
+        session: Id of the session: the pid of the job's process, which has called `os.setsid`.
+    """
+    killed: set[int] = set()
+    while found := {pid for pid in psutil.pids() if _session_of(pid) == session} - killed:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, 9)
+        killed |= found
+
+
+def _session_of(pid: int) -> int | None:
+    """Return the id of a process's POSIX session; None if the process has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 class _Lines:

@@ -103,8 +103,14 @@ def mark_with(array, path):
     open(path, "w").close()
 
 
-def leave_a_child():
-    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+def leave_a_child(how, path):
+    """Write the pid of a child to `path`; die if `how` says so."""
+    leave = os.setsid if how == "another session" else os.setpgrp
+    child = subprocess.Popen(["sleep", "600"], preexec_fn=leave)
+    with open(path, "w") as file:
+        file.write(str(child.pid))
+    if how == "another group, and the job dies":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_a_pool(method):

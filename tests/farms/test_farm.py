@@ -363,11 +363,16 @@ def test_a_child_that_a_job_forks_ends_as_one_of_a_program(
     assert [it.result().value for it in farm.map(train, range(6))] == [3 * x for x in range(6)]
 
 
-def test_a_child_that_a_job_leaves_is_ended_in_a_session_of_its_own_too(
-    farm: Farm, names: dict[str, Any]
+@pytest.mark.parametrize(
+    "how", ["another session", "another group", "another group, and the job dies"]
+)
+def test_a_child_that_a_job_leaves_is_ended_wherever_it_is(
+    farm: Farm, names: dict[str, Any], tmp_path: Path, how: str
 ) -> None:
-    child = farm.submit(names["leave_a_child"]).result()
-    eventually(lambda: not psutil.pid_exists(child))
+    path = tmp_path / "pid"
+    error = farm.submit(names["leave_a_child"], how, str(path)).exception()
+    assert (error is not None) is how.endswith("dies")
+    eventually(lambda: not psutil.pid_exists(int(path.read_text())))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
