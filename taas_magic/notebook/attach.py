@@ -34,7 +34,7 @@ NOT_ATTACHED = "NOT ATTACHED"
 
 
 def attach(run: Run) -> None:
-    """Show a run from its folder until it has ended.
+    """Show a run, as recorded in its folder, until the run has ended.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues.

@@ -1,6 +1,6 @@
 """Update the status headers of runs that ended after their views were closed.
 
-A view is closed before its run ends if the run is detached or the user stops watching it.
+A view is closed before its run ends if the run is detached or the user stops watching the run.
 """
 
 import time

@@ -333,7 +333,7 @@ def carry_out(
         elif fetchers:
             fetchers.forward_events(connection)
         if is_shown and session is None:
-            _prune(config)  # here, because the ranks need time to start
+            _prune(config)  # now, while the ranks start
         driver.follow(connection, view, interrupts, detaches)
     if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
         _prune(config)

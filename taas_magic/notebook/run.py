@@ -214,7 +214,7 @@ class Background(Generic[T]):
 
 
 class RunFetchers:
-    """The fetchers of a run. They start before its ranks and end after them.
+    """The fetchers of a run. Fetchers start before the ranks of the run, and end after the ranks.
 
     Fetchers may run in another pool than the ranks. This class sends the fetchers' events to the
     pool of the ranks. That pool writes the events to the run's journal, and tells the ranks' hosts
@@ -436,7 +436,7 @@ def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
 
 
 class RunDriver:
-    """The kernel's side of a run: starts it, shows it until it ends, and fetches its results.
+    """The kernel's side of a run: starts the run, shows the run, and fetches the results.
 
     Attributes:
         run: The `Run` object that users get as `taas.last_run`.

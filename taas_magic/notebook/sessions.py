@@ -160,8 +160,9 @@ class Session:
     def complete(self, flags: Flags) -> Flags:
         """Add the session's flags to a cell's flags, and return the result.
 
-        The session's first cell sets the flags in `FIXED` for all its cells. It also sets defaults
-        of `--cpus` and `--data-pool`, which each cell may change for the loaders that it sends.
+        The session's first cell sets the flags in `FIXED` for all its cells. The first
+        cell also sets defaults of `--cpus` and `--data-pool`. A cell may change these two for the
+        loaders that the cell sends.
 
         Raises:
             UsageError: The cell gives a flag in `FIXED` another value.

@@ -73,7 +73,7 @@ NAMED_S = 5.0
 _LOOK_S = 0.25
 _POLL_S = 0.02
 _PATIENCE_S = 2.0  # after a busy time, this process needs a moment to read the beats
-_MAX_PROCESSES = 3  # one that is just ending, one that does not respond, and a new one
+_MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a new process
 
 
 class ConnectionEnded(RunLost):

@@ -457,7 +457,7 @@ class Controller(SchedulerPlugin):
     async def _end_fetchers(self, run: PoolRun) -> None:
         """End the fetchers of `run` that no kernel owns.
 
-        A detached run has such fetchers, and so has a session whose fetchers lost their kernel.
+        These are the fetchers of a detached run, and fetchers of a session that lost their kernel.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool

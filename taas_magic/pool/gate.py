@@ -80,7 +80,7 @@ class GateComm(TLS):
     gate: "Gate"
 
     async def read(self, deserializers: Any = None) -> Any:
-        """Read one message. Check that it is plain data and that this peer may send it.
+        """Read one message. Check that the message is plain data, and that this peer may send it.
 
         Raises:
             CommClosedError: The connection has ended, or the message broke a rule.

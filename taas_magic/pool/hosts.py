@@ -135,8 +135,8 @@ class PoolHosts(SchedulerPlugin):
         source: The engine that gets the hosts.
         start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
-        on_lost: Called with each host that is gone, and the reason. Not called for a host that
-            ended by itself before it could start ranks.
+        on_lost: Function called with each host that is gone, and the reason. The function is not
+            called for a host that ended by itself before it could start ranks.
         are_local: Whether all hosts run on the notebook's machine.
     """
 

@@ -268,7 +268,7 @@ def main() -> int:
     os.set_inheritable(words.lock, False)
     os.write(words.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    os.truncate(folder / LOG, 0)  # drop an earlier process's log; both open it to append
+    os.truncate(folder / LOG, 0)  # each process appends, so remove an earlier log
     engine = find_engine(words.pool)
     engine.prepare()
     asyncio.run(_run_pool(engine, folder, words))

@@ -10,7 +10,8 @@ function, derives the outcome of the attempt from the reports. Then the pool tel
 the ranks start again or the run ends.
 
 `PoolFetchers` is the `Share` of the fetchers, which start before the ranks and may be on another
-pool. Their events go to the kernel, which relays them to the pool that writes the run's journal.
+pool. The fetchers send their events to the kernel. The kernel relays the events to the pool that
+writes the run's journal.
 
 All times are on this process's monotonic clock, because the clocks of hosts may differ by days.
 """
@@ -68,7 +69,7 @@ from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.manifest import FileRequest
 
 SETTLE_S = 0.3
-"""Seconds to wait for other hosts' reports after a failure that is no consequence of another."""
+"""Seconds to wait for other hosts' reports after a failure that no other failure caused."""
 
 LATE_S = 2.0
 """Maximum seconds from a rank's failure to the report of the rank's host.

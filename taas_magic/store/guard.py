@@ -269,8 +269,8 @@ def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[s
 def _move_temporary_folder(store: str, means: StoreProtection, scratch: Path) -> None:
     """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder.
 
-    The usual folder is unusable if it is the store. Under Landlock, it is also unusable if it
-    contains the store, because no entry can be made directly in such a folder.
+    The usual folder is unusable if it is the store. Under Landlock, a folder that contains the
+    store is unusable, too, because this process cannot make entries directly in that folder.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (means is StoreProtection.LANDLOCK and is_below(store, usual)):

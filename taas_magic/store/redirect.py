@@ -271,8 +271,8 @@ class Discarded(Watched):
     def store_path(self, path: Path) -> Path:
         """See `Watched.store_path`.
 
-        A relative path can be in the scratch folder. This is so if the rank has changed its working
-        directory to a folder that rank 0 had not made yet.
+        A relative path is in the scratch folder if the rank has changed its working directory to a
+        folder that rank 0 had not made yet.
         """
         if isinstance(path, int) or not self.used:
             return path
@@ -370,8 +370,8 @@ class Rehearsed(Discarded):
     """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
 
     All ranks see a file in the rehearsal folder in place of the store's file with the same relative
-    path. Rank 0 writes to the rehearsal folder. Other ranks write there, too, if the path is below
-    `shared`. All their other writes go to their private scratch folders.
+    path. Rank 0 writes to the rehearsal folder, and so do other ranks for paths below `shared`. All
+    other writes of these ranks go to their private scratch folders.
 
     Args:
         *args: See `Watched`. `open_folders` must not contain the shared folders of the run.
@@ -833,7 +833,7 @@ def _access(
 
 
 def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder: the entries in the store, and those that exist only for this rank.
+    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
 
     Args:
         view: The rank's view.
@@ -878,7 +878,7 @@ class _Entry:
 
 
 class _Entries(contextlib.ExitStack):
-    """Replacement for the iterator that `os.scandir` returns. Its `close` has no effect."""
+    """Replacement for the iterator that `os.scandir` returns. The method `close` has no effect."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
@@ -987,7 +987,7 @@ def _warn_about_locks(view: Discarded) -> None:
 def _is_the_stores(view: Watched, file: Any) -> bool:
     """Return whether a memory map of `file` would map a file that other ranks see, too.
 
-    This is so for a file in the store, unless this rank has its own version of the file.
+    The result is True for a file in the store, unless this rank has its own version of the file.
     """
 
     def theirs(place: str) -> str | None:
@@ -999,7 +999,7 @@ def _is_the_stores(view: Watched, file: Any) -> bool:
 def _redirect_torch_maps(view: Watched) -> None:
     """Redirect `torch.from_file`.
 
-    tensordict calls this function for all files that it reads, and maps them as writable. For a
+    tensordict reads all files by this function, and maps the files as writable. For a
     `Discarded` view, a file of the store is mapped privately, as in `_map_privately`.
     """
     import torch

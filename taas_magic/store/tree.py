@@ -98,15 +98,15 @@ class CaseChecker:
 
     Some file systems treat paths that differ only by case as the same path.
 
-    The checker accepts a path if no known path differs from it only by case. Accepted paths are
-    added to the known paths.
+    The checker accepts a path unless a known path differs from the new path only by case. Accepted
+    paths are added to the known paths.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Find a known path that differs from `path`, or from a parent folder of it, only by case.
+        """Find a known path that differs from `path` or one of its parents only by case.
 
         Returns:
             The known path. "" if there is no such path; `path` is then accepted.
