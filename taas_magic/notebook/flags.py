@@ -229,7 +229,7 @@ class Flag:
     Attributes:
         name: Name of the flag with its dashes.
         metavar: Placeholder for the value in the help. "" for a flag without a value.
-        read: Function that parses the value's text. Raises ValueError.
+        read: Function that parses the value's text, and raises ValueError for a wrong value.
         possible: Description of allowed values, for the error message "the flag needs …".
         help: Description of the flag in the help.
         examples: Values that Tab completion offers. The help shows the first one.

@@ -356,7 +356,8 @@ def start_session(
 ) -> None:
     """Start a session's ranks unless they were started already.
 
-    The arguments and the raised errors are those of `Session.start`.
+    `config` sets the session's context and idle time. See `Session.start` for the other arguments
+    and for the raised errors.
     """
     if session.is_started:
         return
@@ -402,7 +403,7 @@ def call_on_ranks(
 def debug(session: Session, rank: int | None, shell: "InteractiveShell", config: Config) -> None:
     """Open IPython's debugger on a rank of a session, at the last exception of that rank.
 
-    Blocks until the user leaves the debugger.
+    This call blocks until the user leaves the debugger.
 
     Args:
         rank: Number of the rank; None for the rank that failed first in the last failed cell.

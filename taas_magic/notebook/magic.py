@@ -1,6 +1,6 @@
 """The magics `%%taas` and `%taas` and their Tab completion; `notebook.launch` runs the cells.
 
-Runs in the notebook's kernel. Modules that import torch or Dask are imported only when needed.
+This module runs in the kernel. Modules that import torch or Dask are imported only when needed.
 """
 
 import __future__
@@ -72,7 +72,8 @@ class TaasMagics(Magics):
     def on_cell_start(self, info: Any) -> None:
         """Store the cell's text, and call the functions in `between_cells.before_cell`.
 
-        Also print a warning for each misplaced pragma. Handles IPython's event `pre_run_cell`.
+        Also print a warning for each misplaced pragma. IPython calls this method for its event
+        `pre_run_cell`.
         """
         self._raw_cell = info.raw_cell
         for call in between_cells.before_cell:
@@ -81,10 +82,11 @@ class TaasMagics(Magics):
             _print_line(line)
 
     def on_cell_end(self, result: Any) -> None:
-        """Print hints about a cell that has ended. Handles IPython's event `post_run_cell`.
+        """Print hints about a cell that has ended.
 
-        One hint is for cells that install PyPI's package `taas`. The other is for names that the
-        notebook lacks because an earlier cell assigned them only on ranks.
+        IPython calls this method for its event `post_run_cell`. One hint is for cells
+        that install PyPI's package `taas`. The other hint is for a name that the notebook lacks,
+        because an earlier cell assigned the name only on ranks.
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)
@@ -451,7 +453,7 @@ def _take_session(run: "Run", shell: "InteractiveShell", settings: Config) -> st
 def _cell_to_watch(session: "Run") -> "Run":
     """Return the run of a session's current cell, for `attach` in a terminal to show.
 
-    Prints how the user can take over or end the session.
+    Also print how the user can take over or end the session.
 
     Args:
         session: The session's own run, which started the ranks. Each cell is another run.
@@ -761,7 +763,7 @@ _PRAGMA = re.compile(r"#\s?pragma\s+(t?a?a?)")
 _POOL = re.compile(r"#!\s*([\w.-]*)")
 _LISTED_RUNS = 20
 _LOGS_VALUES = ("--rank", "--tail", "--grep")
-"""Flags of `%taas logs` for whose values Tab completion suggests nothing."""
+"""Flags of `%taas logs` with values that Tab completion cannot suggest."""
 
 _OF_A_RUN = ("stop", "stacks", "ranks", "report")
 _OF_A_SESSION = ("vars", "debug", "restart", "end")
@@ -770,7 +772,7 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
     """Return the typed beginning of the word at the cursor, and the words that complete it.
 
-    Returns None if the line has no taas magic or comment.
+    The result is None if the line has no taas magic or comment.
 
     Args:
         text: The line up to the cursor.

@@ -128,7 +128,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
     """Plan the run on its pool, and ask the pool's hosts for the modules that the cell needs.
 
-    Allocates no host. Problems are added to `found.problems`.
+    Allocate no host. Add problems to `found.problems`.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -359,7 +359,7 @@ def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
 
 
 def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
-    """Return all paths in the reports, each with the largest size that any rank reported."""
+    """Return the largest size in bytes that any report has for each path."""
     sizes: dict[str, int] = {}
     for files in reports:
         for file in files:

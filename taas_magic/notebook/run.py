@@ -51,9 +51,9 @@ from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
 
 LEAVE_S = 1.2
-"""Seconds that the cell still waits for work after the user has interrupted the wait.
+"""Seconds that the cell still waits for a background call after the user has interrupted the wait.
 
-Then the cell ends, and the work continues in its thread.
+After this time, the cell ends, and the background call continues in its thread.
 """
 
 MEANWHILE_S = 0.25
@@ -558,7 +558,7 @@ class RunDriver:
         interrupts: Interrupts,
         detaches: bool = False,
     ) -> None:
-        """Show the run until it has ended or is detached. Blocks the thread that runs the cell.
+        """Show the run until it has ended or is detached. This call blocks the cell's thread.
 
         The user's first interrupt asks the ranks to end within a grace period. The second interrupt
         kills the ranks. If the run does not end in time (`KILL_WAIT_S`, `LEAVE_S`), the cell ends,
@@ -633,9 +633,10 @@ class RunDriver:
     def _answer_next_input(
         self, connection: PoolConnection, view: View | NoView | None, interrupts: Interrupts
     ) -> None:
-        """Let the user type the line that a rank waits for, if any, and send it to the rank.
+        """Ask the user for the line that a rank waits for, and send the line to the rank.
 
-        The request is refused if nobody can type, or if the run was interrupted.
+        Do nothing if no rank waits. The rank's request is refused if nobody can type, or if the run
+        was interrupted.
 
         Args:
             view: View of the run; None if the run is about to be detached.

@@ -45,7 +45,7 @@ from taas_magic.pool.client import PoolConnection
 from taas_magic.shared_files import replacing
 
 END_S = 40.0
-"""Seconds to wait until all ranks of a session have ended after the user ended the session."""
+"""Maximum seconds to wait for the end of a session's ranks after the user ended the session."""
 
 DEATH_SEEN_S = 15.0
 """Maximum seconds to wait, after a rank's death, for the report that its session has ended."""
@@ -320,7 +320,7 @@ class Session:
     def _allow_restarts(self) -> None:
         """Allow the session's fetchers one restart during the cell that begins now.
 
-        Sends the requests in background threads.
+        Background threads send the requests.
         """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
@@ -530,7 +530,7 @@ def live() -> list[Session]:
 
 
 def flags_of(run: Run) -> Flags | None:
-    """Return the flags of the session whose own run is `run`; None if `run` is not such a run."""
+    """Return the flags of the session whose own run is `run`; None if `run` is any other run."""
     with suppress(FileNotFoundError):
         return unpack((run.path / _FLAGS_FILE).read_bytes(), Flags)
     return None
@@ -581,7 +581,7 @@ def running(name: str) -> Run | None:
 def ended_text(name: str) -> str:
     """Return why the newest detached session with this name ended, and how to start it again.
 
-    Returns "" if there was no such session, or if the session is still running.
+    The result is "" if there was no such session, or if the session is still running.
     """
     for run in runs.newest():
         flags = flags_of(run)

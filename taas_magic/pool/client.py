@@ -385,7 +385,7 @@ class PoolConnection:
             self.close_when_unused()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupt or end a run. Does not wait for its end.
+        """Interrupt or end a run, without waiting for the run's end.
 
         Args:
             how: "interrupt" or "kill".
@@ -496,7 +496,7 @@ class PoolConnection:
             listener(event_of(line))
 
     def _watch(self) -> None:
-        """Wait until the connection has ended, then close the Dask client. Runs in a thread."""
+        """Wait until the connection has ended, then close the Dask client (a thread's function)."""
         while not self.is_over and not self._over.wait(_LOOK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
                 with suppress(PoolError):  # a process closes its connections before it exits
@@ -618,7 +618,7 @@ class Pool:
         on_wait: Callable[[list[str]], None] = lambda lines: None,
         wait: Wait | None = None,
     ) -> PoolConnection:
-        """Connect to the pool's process; start one if none is running. Requests no host.
+        """Connect to the pool's process; start one if none is running. Request no host.
 
         A process that runs but does not respond (it is stopped or hangs) is killed and replaced.
 
@@ -798,7 +798,7 @@ class Pool:
     def down(self) -> None:
         """End the pool: its runs, its hosts and its process.
 
-        Also ends a process that is just starting. All waits of this kernel for the pool end. A
+        A process that is just starting is ended, too. All waits of this kernel for the pool end. A
         process that does not respond is killed, and its hosts end with it.
         """
         self.downs += 1

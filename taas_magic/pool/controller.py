@@ -74,7 +74,7 @@ FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
 _ANSWERED_S = 2.0
-"""Seconds that an ending pool gives its pending waits for hosts to send their responses."""
+"""Maximum seconds for which an ending pool waits until pending waits for hosts are answered."""
 
 
 class Kernels:
@@ -248,7 +248,7 @@ BEAT_S = 1.0
 `PoolMeter`. It is also the precision of the measured host hours."""
 
 END_S = 10.0
-"""Seconds to write the journal and release the project store at a run's end."""
+"""Maximum seconds to write the journal and release the project store at a run's end."""
 
 
 class Controller(SchedulerPlugin):
@@ -678,7 +678,7 @@ class Controller(SchedulerPlugin):
         self._kernels.remove(client)
 
     async def _beat(self) -> None:
-        """Send a beat to all kernels every `BEAT_S`. Runs until cancelled.
+        """Send a beat to all kernels every `BEAT_S`, until this task is cancelled.
 
         At each beat, also end the pool if it is unused, end idle sessions and return idle hosts.
         """

@@ -20,7 +20,7 @@ from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import Tasks
 
 ANSWER_S = 20.0
-"""Seconds for the process of the fetchers' pool to respond."""
+"""Maximum seconds for the process of the fetchers' pool to respond."""
 
 NOTIFY_S = 60.0
 """Maximum seconds for which the command of `notify` may run."""
@@ -88,8 +88,8 @@ async def take_fetchers(
 def notify(folder: RunFolder, ended: RunEnded) -> None:
     """Run the user's `notify` command after a detached run, if taas.toml sets this command.
 
-    The command's output goes to `notify.log` in the run folder. Blocks until the command has ended.
-    After `NOTIFY_S`, the command is killed.
+    The command's output goes to `notify.log` in the run folder. This
+    call blocks until the command has ended. After `NOTIFY_S`, the command is killed.
     """
     context = folder.context()
     if not context.notify:

@@ -187,7 +187,7 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Handle a request about the project store. Runs in the thread of this object.
+        """Handle a request about the project store, in this object's own thread.
 
         The first request creates the `StoreServer`.
         """

@@ -98,7 +98,7 @@ class GateComm(TLS):
     async def _frame(self) -> memoryview:
         """Read one message of Dask's protocol, without decoding it.
 
-        Raises CommClosedError if the connection has ended.
+        If the connection has ended, this method raises CommClosedError.
         """
         if self.stream is None:
             raise CommClosedError("the connection has ended")
@@ -359,8 +359,8 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register an agent or a vehicle. `check` has already verified the agent's name.
 
-        Replaces all fields outside `JOINS_WITH` by constants, because Dask would use a worker's
-        values of these fields when other workers join.
+        Constants replace all fields outside `JOINS_WITH`, because Dask would use a worker's values
+        of these fields when other workers join.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

@@ -129,7 +129,8 @@ class Tasks:
 class PoolHosts(SchedulerPlugin):
     """The hosts of a pool that have joined.
 
-    Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
+    This class requests hosts from the engine, sends requests to the hosts' agents, and drops lost
+    hosts.
 
     Args:
         source: The engine that gets the hosts.
@@ -188,7 +189,7 @@ class PoolHosts(SchedulerPlugin):
         on_wait: Callable[[str], None] | None = None,
         has_run: bool = True,
     ) -> list[PoolHost]:
-        """Wait until `count` hosts can start ranks, and return them. Requests missing hosts.
+        """Wait until `count` hosts can start ranks, and return them. Request missing hosts.
 
         If the pool has more hosts, this method chooses hosts in `preferred`, then hosts with the
         fewest runs. A host that died a moment ago may still count as joined. So each chosen host
@@ -286,7 +287,7 @@ class PoolHosts(SchedulerPlugin):
     ) -> None:
         """Return hosts to the engine, including requested hosts that have not joined yet.
 
-        Does nothing while `acquire` waits for hosts.
+        Do nothing while `acquire` waits for hosts.
 
         Args:
             stays: Function that returns whether the pool keeps a host. By default, the pool keeps
@@ -330,7 +331,7 @@ class PoolHosts(SchedulerPlugin):
         return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
-        """Drop each host from which no beat arrives in time. Runs until cancelled.
+        """Drop each host from which no beat arrives in time, until this task is cancelled.
 
         The limit is `lease_s` plus `LOST_AFTER_S`. Time in which this process was stalled does not
         count.
@@ -359,7 +360,7 @@ class PoolHosts(SchedulerPlugin):
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Record a host that joins, and start to greet it. Ignores vehicles. Called by Dask."""
+        """Record a host that joins, and start `_greet`; ignore vehicles. Called by Dask."""
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             host = self._hosts[worker] = PoolHost(worker, str(joined.name))
@@ -411,7 +412,7 @@ class PoolHosts(SchedulerPlugin):
     async def _have_joined(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
-        Calls the engine every `ASK_AGAIN_S`, so that the engine replaces requested hosts that died.
+        The engine is asked every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
 
         Raises:
             asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not

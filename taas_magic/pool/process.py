@@ -63,7 +63,7 @@ class PoolSettings(Struct):
 
 
 LINGER_S = 5.0
-"""Seconds for which a pool's process stays after its last kernel and run are gone."""
+"""Seconds for which a pool's process continues when it has no kernel and no run any more."""
 
 _DIGEST = 8
 _KILL_S = 20.0

@@ -91,7 +91,7 @@ FETCHERS_END_S = 10.0
 """Maximum seconds for which `PoolFetchers.halt` waits for the end of the fetchers."""
 
 STACKS_S = 15.0
-"""Seconds for a host to return the stacks of its ranks or fetchers."""
+"""Maximum seconds for a host to return the stacks of its ranks or fetchers."""
 
 AGAIN_S = 5.0
 """Seconds between attempts to get hosts that were not available."""
@@ -408,7 +408,7 @@ class Share(ABC):
     ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
 
-        Publishes notes about the wait.
+        Notes about the wait are published.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -489,7 +489,7 @@ class Share(ABC):
     async def _send_to_all(self, request: Request[None]) -> None:
         """Send a request to all hosts of the ranks or fetchers.
 
-        Ignores errors, because `PoolHosts` notices lost hosts and calls `lose`.
+        Errors are ignored, because `PoolHosts` notices lost hosts, and `lose` is then called.
         """
         calls = (self._pool_hosts.call(address, request) for address in self._running())
         await asyncio.gather(*calls, return_exceptions=True)
@@ -746,7 +746,7 @@ class PoolRun(Share):
         self._clock = RunClock()
 
     async def start(self) -> list[str]:
-        """See `Share.start`. Starts the first attempt."""
+        """See `Share.start`. The ranks start as the first attempt."""
         hosts = await self._acquire_hosts(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(hosts)

@@ -1,4 +1,4 @@
-"""A host's copy of a project store, which is updated before and while the ranks of a run use it.
+"""A host's copy of a project store, updated before the ranks of a run start and while they run.
 
 Before the ranks start, `update_mirror` fetches files that changed in the store. While the ranks
 run, `StoreUpdater` fetches changes that other hosts made, and `outbound.py` sends files written in

@@ -131,7 +131,7 @@ class RunsFiles:
                 file.writelines(_line(record) for record in self._known.values())
 
     def has_folder(self, path: str) -> bool:
-        """Return whether a run made a folder."""
+        """Return whether a run made the folder `path`."""
         known = self._known.get(path)
         return known is not None and known.key is None
 
@@ -209,7 +209,7 @@ def _line(record: _Record) -> bytes:
 
 
 def _read(path: Path) -> Iterator[_Record]:
-    """Yield the records in a file; skip a line that is incomplete because of a kill."""
+    """Yield the records in a file; skip lines that a killed process left incomplete."""
     with suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):

@@ -182,7 +182,7 @@ class Watched:
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
         """Return the absolute path of a file call's argument, with symbolic links resolved.
 
-        Returns None for a descriptor, for a path outside the store, and for a path in a folder that
+        The result is None for a descriptor, a path outside the store, and a path in a folder that
         every rank may write.
         """
         if isinstance(path, int):  # a descriptor needs no redirection
@@ -620,7 +620,7 @@ _OPENS = (
 )
 """Modules and names that refer to `open`.
 
-All except the first three copied the reference when they were imported.
+The modules after the first three copied the reference when Python imported them.
 """
 
 
@@ -824,7 +824,7 @@ def _access(
 ) -> bool:
     """Return whether a path is accessible, as `os.access` does.
 
-    A readable path in the store also counts as writable, because a write to it is redirected.
+    A readable path in the store also counts as writable, because writes to it are redirected.
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True

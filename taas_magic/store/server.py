@@ -285,8 +285,8 @@ class StoreServer:
         """Return whether a folder belongs to runs.
 
         A folder belongs to runs in three cases: a run has made the folder or a folder that contains
-        it; the folder is in a shared folder; or the folder does not exist yet, so that a run will
-        make it.
+        it; the folder is in a shared folder; or the folder does not exist yet, so a run will make
+        it.
         """
         if path and self._tree.status(path) is None:
             return True

@@ -121,7 +121,7 @@ class CaseChecker:
         return ""
 
     def forget(self, path: str) -> None:
-        """Remove a path from the known paths. Paths below it must be removed separately."""
+        """Remove `path`, but no path below it, from the known paths."""
         self._known.pop(_folded(path), None)
 
 
