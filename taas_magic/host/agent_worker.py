@@ -147,7 +147,8 @@ class Lease:
 
         Args:
             beat: Time at which this host sent the heartbeat (`time.monotonic`). A time in the
-                future is invalid and ignored. A time before that of the last renewal has no effect.
+                future is invalid and is ignored. A time that is earlier than that of an earlier
+                call has no effect.
         """
         if beat <= time.monotonic():
             self._good_until = max(self._good_until, beat + self.lease_s)
@@ -376,8 +377,8 @@ class AgentWorker(ClosedWorker):
     async def import_rest(self) -> None:
         """Make the forkserver import the optional modules when the host is idle for `REST_IDLE_S`.
 
-        Runs until this task is cancelled. When the host becomes idle
-        again after the import, nothing more is imported.
+        Runs until this task is cancelled. When the host becomes idle again after the import,
+        nothing more is imported.
         """
         while True:
             await self._is_rest_due.wait()

@@ -149,7 +149,7 @@ def importing() -> tuple[str, float]:
 
 
 def _write_import_name(file: Path, name: str) -> None:
-    """Write, atomically, the name of the module that the forkserver is importing to `file`."""
+    """Replace the content of `file`, atomically, by the name of the module being imported."""
     new = file.with_suffix(".new")
     new.write_text(name)
     new.replace(file)
@@ -273,7 +273,7 @@ class _StandIn:
         return _known_exitcode(self._started) not in (None, 0)
 
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Ask this stand-in, instead of the forkserver, to fork a process.
+        """Make this stand-in, instead of the forkserver, fork a process.
 
         Replaces multiprocessing's `forkserver.connect_to_new_process` during the import.
 

@@ -186,7 +186,10 @@ class HostShare(ABC):
             self._record_files_error(error)
 
     def handle_command(self, told: PoolCommand) -> None:
-        """Handle a command of the pool. Called by another thread than the share's."""
+        """Carry out `Halt`; ignore the other commands, which only `HostRun` carries out.
+
+        Called by another thread than the share's.
+        """
         if isinstance(told, Halt):
             if told.how == "kill":
                 self.stopped_at = float("-inf")  # no grace period is left
@@ -350,7 +353,7 @@ class Attempt:
             self.monitor.check(now)
 
     def _poll_ends(self) -> None:
-        """Query the system for ranks that have ended, and record them."""
+        """Record each rank whose process has ended, after all messages of the rank were read."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.reader.drain(rank)  # record all the rank's messages before its end
@@ -508,10 +511,10 @@ class HostRun(HostShare):
         return self.stopped_at is None and not self._is_over
 
     def handle_command(self, told: PoolCommand) -> None:
-        """Handle a command of the pool. Called by another thread than the share's.
+        """Carry out a command of the pool (`PoolCommand`).
 
-        `Halt` only records the time of the interrupt. The share's thread then sends SIGINT to the
-        ranks, or kills them if `how` is "kill".
+        Called by another thread than the share's. `Halt` only records the time of the interrupt.
+        The share's thread then sends SIGINT to the ranks, or kills them if `how` is "kill".
         """
         super().handle_command(told)
         match told:
@@ -534,7 +537,7 @@ class HostRun(HostShare):
             self._attempt.monitor.is_paused = is_paused
 
     def _run_processes(self) -> None:
-        """Run attempts, the next one whenever the controller requests it, until the run is over."""
+        """Run one attempt after the other, as the controller requests, until the run is over."""
         self.use_addresses(self.local.folder.path)
         while not self._is_over:
             if (next_attempt := self._next) is not None:
@@ -574,7 +577,10 @@ class HostRun(HostShare):
         return attempt
 
     def _follow_attempt(self, attempt: Attempt) -> None:
-        """Check the ranks at every change, until the next attempt is requested or the run ends."""
+        """Check the ranks until the next attempt is requested or the run ends.
+
+        A check happens when a rank ends, when another thread sets `wakeup`, and after `POLL_S`.
+        """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()

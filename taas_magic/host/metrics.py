@@ -114,7 +114,7 @@ def log(
         values: Scalars by name, for names that cannot be keyword arguments, such as `loss/train` in
             `{"loss/train": loss}`.
         step: Step of the training, the x-coordinate of the curves. By default, each name counts its
-            own steps: the first step is 0, and each further one is the last step plus 1.
+            own steps: the first step is 0, and each further step is the last step plus 1.
         all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
             kept.
         **scalars: More scalars by name.

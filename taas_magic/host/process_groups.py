@@ -1,4 +1,4 @@
-"""Give each process group that a session's ranks create its own prefix in their key-value store.
+"""Give each process group of a session's ranks a separate prefix in the ranks' key-value store.
 
 A session has one key-value store from its start to its end, and torch uses the same keys for every
 default process group. Suppose that the ranks call `destroy_process_group` and then

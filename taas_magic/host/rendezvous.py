@@ -32,7 +32,7 @@ from taas_magic.errors import PoolError, signal_name
 from taas_magic.host import forkserver
 
 STORE_TIMEOUT_S = 300.0
-"""Timeout, in seconds, of the process that serves the ranks' TCPStore."""
+"""Timeout, in seconds, with which the store's process creates torch's TCPStore."""
 
 REACH_TIMEOUT_S = 30.0
 """Maximum seconds to wait until this host has connected to the run's first host."""

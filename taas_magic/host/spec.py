@@ -140,6 +140,8 @@ class Origin(Struct, frozen=True):
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of ranks on another machine than the notebook's.
 
+        The result is `environ` with the variables that the notebook has changed.
+
         Args:
             environ: Environment of the agent on that machine.
         """
@@ -148,6 +150,8 @@ class Origin(Struct, frozen=True):
 
     def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
         """Return the import path of ranks on another machine than the notebook's.
+
+        The result is `sys_path`, followed by the user's entries of the kernel's import path.
 
         Args:
             sys_path: Import path of the agent on that machine.
@@ -233,9 +237,10 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         return RunFolder(Path(self.run_dir))
 
     def for_session(self) -> "RunSpec":
-        """Return this run, a cell of a session, without its environment and import path.
+        """Return a copy of this run without the environment and the import path.
 
-        The ranks of the session keep the environment and import path with which they started.
+        Called for a cell of a session, because the session's ranks keep the environment and the
+        import path with which they started.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
@@ -257,7 +262,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class ShareSpec(Struct, frozen=True, omit_defaults=True):
-    """The pool's description of one host's share of a run: its ranks, or its fetchers.
+    """The pool's description of one host's share of a run: the ranks or the fetchers of this host.
 
     Attributes:
         run: The run, without the fields that hosts do not need (`RunSpec.for_hosts`).

@@ -233,7 +233,7 @@ def is_tracker(process: psutil.Process) -> bool:
 def status_of(process: psutil.Process | None) -> str:
     """Return psutil's name of a process's state; "" if the process has ended.
 
-    A killed process counts as ended once it has no memory, although it may exist for some 20 ms.
+    A killed process counts as ended when it has no memory, although it may exist for 20 ms more.
     """
     try:
         has_memory = process is not None and process.memory_info().rss > 0

@@ -317,7 +317,7 @@ _OOM_RECORD = re.compile(
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _RECORD_BYTES = 8192
 _LOG_SLACK_S = 1.0
-"""Seconds by which the clock of the kernel's log may differ from the monotonic clock."""
+"""Seconds by which the clock of the Linux kernel's log may differ from the monotonic clock."""
 
 
 def oom_kills(pid: int) -> dict[str, int]:
@@ -335,7 +335,7 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
     """If the system killed a process because memory ran out, return a description; else "".
 
     The description says whether the host or a cgroup ran out of memory. The function searches the
-    system kernel's log for the killed process. If the log is not usable, the function compares the
+    Linux kernel's log for the killed process. If the log is not usable, the function compares the
     kill counters of the process's cgroups with `before`.
 
     Args:
@@ -355,12 +355,12 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
-    """Search the system kernel's log for the record that a process was killed to free memory.
+    """Search the Linux kernel's log for the record that a process was killed to free memory.
 
     Args:
         pid: Id of the process.
         started_at: Time at which the process started, in seconds of the monotonic clock.
-        log: Path of the kernel's log.
+        log: Path of the Linux kernel's log.
 
     Returns:
         "cgroup" or "machine", whichever ran out of memory. "" if the log has no such record. None
@@ -384,7 +384,7 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
 
 
 def _record(file: IO[bytes]) -> bytes:
-    """Return the next record of the kernel's log; b"" after the last one."""
+    """Return the next record of the Linux kernel's log; b"" after the last record."""
     while True:
         try:
             return file.read(_RECORD_BYTES) or b""
@@ -393,7 +393,7 @@ def _record(file: IO[bytes]) -> bytes:
 
 
 def _cgroup_files(pid: int) -> list[Path]:
-    """Return the files in which the kernel counts out-of-memory kills in a process's cgroups."""
+    """Return the files in which Linux counts the out-of-memory kills in a process's cgroups."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -592,7 +592,10 @@ class Ranks:
                 state.progress_at = now
 
     def ended(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record that a rank's process has ended. If it ended too early, also record the reason.
+        """Record that a rank's process has ended.
+
+        Unless the rank has succeeded, also record the time, the Python stack at a signal, and
+        whether memory ran out.
 
         Args:
             rank: Number of the rank.
