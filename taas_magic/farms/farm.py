@@ -37,10 +37,10 @@ from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, i
 from taas_magic.farms import table
 from taas_magic.farms.messages import (
     CANCELLED,
-    DROP,
+    DROP_PART,
     INLINE_BYTES,
     LOST_NODES,
-    PUT,
+    PUT_PART,
     TOPIC,
     FarmAddress,
     FarmSettings,
@@ -76,7 +76,7 @@ START_TIMEOUT_S = leases.START_TIMEOUT_S
 END_S = 30.0
 """Seconds to wait for the farm's process to end before it is killed."""
 
-SEEN_S = 10.0
+EXIT_CODE_S = 10.0
 """Seconds to wait for the farm's process to end after the connection to this process broke.
 
 If the process has ended by then, the error message has its exit code.
@@ -194,15 +194,15 @@ class Farm:
         state: The state of the farm and its jobs.
     """
 
-    def __init__(self, terms: FarmSettings, config: Config, shell: Any) -> None:
-        self._shell, self._config, self.name = shell, config, terms.name
+    def __init__(self, settings: FarmSettings, config: Config, shell: Any) -> None:
+        self._shell, self._config, self.name = shell, config, settings.name
         self.folder = state_dir() / "farms" / self.name
         _remove_ended(self.folder.parent, config.runs.keep)
         (self.folder / "jobs").mkdir(mode=0o700, parents=True)
-        self.state = FarmState(self.name, ", ".join(terms.pools), terms.least, terms.most)
-        self._process, place = _start(terms, self.folder)
-        self.state.slots = place.slots
-        self._client = _connect(place)
+        self.state = FarmState(self.name, ", ".join(settings.pools), settings.least, settings.most)
+        self._process, address = _start(settings, self.folder)
+        self.state.slots = address.slots
+        self._client = _connect(address)
         self._stored_parts = _StoredParts(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
@@ -214,7 +214,7 @@ class Farm:
         self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._on_message)
         self._show(update=False)
-        threading.Thread(target=self._collect, name="taas-farm", daemon=True).start()
+        threading.Thread(target=self._end_jobs, name="taas-farm", daemon=True).start()
         threading.Thread(target=self._watch, name="taas-farm-watch", daemon=True).start()
         threading.Thread(target=self._call_listeners, name="taas-farm-tell", daemon=True).start()
 
@@ -225,7 +225,7 @@ class Farm:
         self.close()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
-        return table.bundle(self.state)
+        return table.mime_bundle(self.state)
 
     def submit(
         self,
@@ -358,8 +358,8 @@ class Farm:
     def _show(self, update: bool = True) -> None:
         """Show the table below the cell that created the farm."""
         transient = {"display_id": self.name}
-        bundle = table.bundle(self.state)
-        self._shell.display_pub.publish(bundle, transient=transient, update=update)
+        mime_bundle = table.mime_bundle(self.state)
+        self._shell.display_pub.publish(mime_bundle, transient=transient, update=update)
 
     def _unfinished(self) -> list[Job]:
         with self._lock:
@@ -396,12 +396,12 @@ class Farm:
             if key not in functions:
                 functions[key] = self._pack_function(function, call)
         title = getattr(function, "__name__", "job").strip("<>")
-        jobs, told, parts = [], [], []
+        jobs, job_calls, parts = [], [], []
         for call in packed:
-            work, (captured, setting) = call.work, functions[call.needs, call.modules]
+            work, (captured, settings_hash) = call.work, functions[call.needs, call.modules]
             name = f"{title}-{next(self._numbers)}"
             jobs.append(Job(self, name, work.args, dict(work.kwargs), self.folder / "jobs" / name))
-            told.append(JobCall(name, work.shape, fresh, setting))
+            job_calls.append(JobCall(name, work.shape, fresh, settings_hash))
             shared = self._stored_parts.part(captured, is_shared=len(packed) > 1)
             parts.append([shared, *map(self._stored_parts.part, call.parts)])
         names = [job.name for job in jobs]
@@ -411,10 +411,12 @@ class Farm:
             # Dask advises to scatter large arguments, which `_StoredParts` already does
             warnings.filterwarnings("ignore", message="Sending large graph")
             # all jobs in one message: for Dask, submitting a job costs as much as running it
-            futures = self._client.map(run_job, told, parts, key=names, retries=retries, pure=False)
+            futures = self._client.map(
+                run_job, job_calls, parts, key=names, retries=retries, pure=False
+            )
             self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
         if self._why_over:  # the farm ended meanwhile
-            self._give_up(self._why_over)
+            self._end_unfinished_jobs(self._why_over)
         return jobs
 
     def _pack_function(
@@ -427,7 +429,7 @@ class Farm:
             call: The call with its pickled arguments.
 
         Returns:
-            The payload, and the value of `JobCall.setting`.
+            The payload, and the value of `JobCall.settings_hash`.
 
         Raises:
             CaptureError: An object that the function uses cannot be pickled.
@@ -442,10 +444,10 @@ class Farm:
             needs=call.needs,
             imports=call.modules,
         )
-        setting = pickle.dumps((captured.modules, process_state.collect()))
+        setting_bytes = pickle.dumps((captured.modules, process_state.collect()))
         try:
             payload.write(captured, path)
-            return path.read_bytes(), hashlib.blake2b(setting, digest_size=16).hexdigest()
+            return path.read_bytes(), hashlib.blake2b(setting_bytes, digest_size=16).hexdigest()
         finally:
             path.unlink(missing_ok=True)
 
@@ -458,7 +460,7 @@ class Farm:
         shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
-                self._lose()
+                self._handle_lost_process()
             with self._lock:
                 over = ("error", "cancelled")
                 names = [name for name, it in self._jobs.items() if it[1].status in over]
@@ -468,17 +470,17 @@ class Farm:
                 shown = self.state.changes
                 self._show()
 
-    def _lose(self) -> None:
+    def _handle_lost_process(self) -> None:
         """End all jobs with an error, because the farm's process has ended or is out of reach."""
         if self._closed.is_set():
             return
         try:
-            why = f"its process ended with code {self._process.wait(SEEN_S)}"
+            why = f"its process ended with code {self._process.wait(EXIT_CODE_S)}"
         except subprocess.TimeoutExpired:
             why = "the connection to its process broke"
-        self._give_up(f"{why} ({self.folder / LOG})")
+        self._end_unfinished_jobs(f"{why} ({self.folder / LOG})")
 
-    def _give_up(self, why: str) -> None:
+    def _end_unfinished_jobs(self, why: str) -> None:
         """Accept no more jobs, and end all unfinished jobs with an error.
 
         Args:
@@ -489,22 +491,22 @@ class Farm:
             job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
-    def _collect(self) -> None:
+    def _end_jobs(self) -> None:
         """End each job when its outcome or error arrives. Runs in a thread until `close`."""
-        while (said := self._ended.get()) is not None:
-            if isinstance(said, NodeUpdate):
-                self._give_up(said.why)
+        while (message := self._ended.get()) is not None:
+            if isinstance(message, NodeUpdate):
+                self._end_unfinished_jobs(message.why)
                 continue
             with self._lock:
-                job, future, _ = self._jobs.get(said.job, (None, None, ()))
-            if isinstance(said, JobOutcome) and job is not None:
-                self._deliver(job, said)
+                job, future, _ = self._jobs.get(message.job, (None, None, ()))
+            if isinstance(message, JobOutcome) and job is not None:
+                self._store_outcome(job, message)
             elif job is not None and future is not None:
-                self._fail(job, future)
+                self._store_failure(job, future)
             # drop the last reference: while a future exists, Dask runs its job again if the node
             # is lost
             del future
-            self._forget(said.job)
+            self._forget(message.job)
         self._solved.put(None)
 
     def _forget(self, name: str) -> "Future | None":
@@ -518,32 +520,32 @@ class Farm:
         self._stored_parts.drop(parts)
         return future
 
-    def _fail(self, job: Job, future: "Future") -> None:
+    def _store_failure(self, job: Job, future: "Future") -> None:
         """End a job with the error of its Dask future.
 
         If the future has no error, and the job is still not ended, the connection to the farm's
-        process has broken. Then end all jobs (`_lose`).
+        process has broken. Then end all jobs (`_handle_lost_process`).
         """
         from distributed.client import FutureCancelledError
 
         with contextlib.suppress(FutureCancelledError, OSError):
             if (error := future.exception()) is not None:
-                job.end(self._failure(job, error))
+                job.end(self._make_exception(job, error))
         if not job.done():
-            self._lose()
+            self._handle_lost_process()
 
-    def _deliver(self, job: Job, said: JobOutcome) -> None:
+    def _store_outcome(self, job: Job, message: JobOutcome) -> None:
         """Write the files that a job saved, load its result, and end the job.
 
         If loading the result raises an exception, the job ends with this exception.
         """
-        job.host, job.took_s = self.state.host_of(said.node), said.took_s
+        job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:
-            files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in said.files]
+            files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in message.files]
             for path, data in files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
-            data, *buffers = said.parts
+            data, *buffers = message.parts
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
         except BaseException as error:  # the user's `__setstate__` may raise anything
@@ -564,7 +566,7 @@ class Farm:
                 except BaseException:  # even `sys.exit` must not end this thread
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
-    def _failure(self, job: Job, error: BaseException) -> JobFailed:
+    def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
         """Return the exception of a job that failed.
 
         Args:
@@ -587,22 +589,24 @@ class Farm:
 
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread."""
-        said: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
-        if isinstance(said, JobOutcome) or (isinstance(said, JobUpdate) and said.state == "erred"):
-            self._ended.put(said)
+        message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
+        if isinstance(message, JobOutcome) or (
+            isinstance(message, JobUpdate) and message.state == "erred"
+        ):
+            self._ended.put(message)
             return
-        if isinstance(said, JobUpdate) and said.job not in self.state.jobs:
+        if isinstance(message, JobUpdate) and message.job not in self.state.jobs:
             return  # an unknown name must not become a folder
-        if isinstance(said, JobUpdate) and said.lines:
-            path = self.folder / "jobs" / said.job / "output.log"
+        if isinstance(message, JobUpdate) and message.lines:
+            path = self.folder / "jobs" / message.job / "output.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
-                log.write(said.lines)
-        self.state.apply(cleaned(said))
-        if isinstance(said, NodeUpdate) and said.state == "given up" and not self.state.ready:
-            # The thread of `_collect` ends the jobs. This thread must not: ending jobs may wait for
-            # this thread.
-            self._ended.put(said)
+                log.write(message.lines)
+        self.state.apply(cleaned(message))
+        if isinstance(message, NodeUpdate) and message.state == "given up" and not self.state.ready:
+            # The thread of `_end_jobs` ends the jobs. This thread must not: ending jobs may wait
+            # for this thread.
+            self._ended.put(message)
 
 
 class _StoredParts:
@@ -638,7 +642,7 @@ class _StoredParts:
             if mark not in self._known:
                 # a new name each time: the removal of the old one may still be on its way
                 name = f"{mark}-{next(self._numbers)}"
-                self._call(PUT, name=name, data=to_serialize(bytes(data))).result()
+                self._call(PUT_PART, name=name, data=to_serialize(bytes(data))).result()
                 self._known[mark] = name
             self._users[mark] += 1
             return self._known[mark]
@@ -652,7 +656,7 @@ class _StoredParts:
                     self._users[mark] -= 1
                     if not self._users[mark]:
                         del self._users[mark], self._known[mark]
-                        self._call(DROP, name=name)
+                        self._call(DROP_PART, name=name)
 
     def _call(self, op: str, **arguments: Any) -> Any:
         calling = getattr(self._client.scheduler, op)(**arguments)
@@ -749,7 +753,7 @@ def farm(
     rule = store.choose(
         os.getcwd(), config.store.path or "", "discard", (), config.store.limit_bytes
     )
-    terms = FarmSettings(
+    settings = FarmSettings(
         name=f"farm-{new_run_id()}",
         pools=tuple(names),
         least=least,
@@ -759,7 +763,7 @@ def farm(
         store=rule,
         origin=launch.origin(shell, rule.path),
     )
-    return Farm(terms, config, shell)
+    return Farm(settings, config, shell)
 
 
 def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
@@ -798,7 +802,7 @@ def _remove_ended(folder: Path, keep: int) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _start(terms: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], FarmAddress]:
+def _start(settings: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], FarmAddress]:
     """Start the farm's process and return it with its address.
 
     Raises:
@@ -816,7 +820,7 @@ def _start(terms: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], 
         )
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(messages.pack(terms) + b"\n")
+        process.stdin.write(messages.pack(settings) + b"\n")
         process.stdin.flush()
         has_answered = wait_for_start(process, process.stdout.fileno(), START_TIMEOUT_S)
         line = process.stdout.readline() if has_answered else b""
@@ -833,8 +837,8 @@ def _start(terms: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], 
     return process, messages.unpack(line, FarmAddress)
 
 
-def _connect(place: FarmAddress) -> "Client":
+def _connect(address: FarmAddress) -> "Client":
     from distributed import Client, Security
 
-    secure = Security(**place.security)
-    return Client(place.address, security=secure, set_as_default=False)
+    secure = Security(**address.security)
+    return Client(address.address, security=secure, set_as_default=False)

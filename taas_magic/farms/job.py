@@ -32,9 +32,9 @@ from taas_magic.capture.modules import claim_taas, install
 from taas_magic.capture.work import FunctionWork
 from taas_magic.farms.messages import (
     INLINE_BYTES,
+    JobAssignment,
     JobOutcome,
     JobProcessState,
-    PlacedCall,
     SharedBytes,
 )
 from taas_magic.host import cell_main, tracebacks
@@ -50,19 +50,19 @@ After a longer job, the process ends: the start of a new process costs little in
 """
 
 
-_TOLD = (SAVES, cell_main.PAYLOAD)
+_JOB_VARIABLES = (SAVES, cell_main.PAYLOAD)
 """Environment variables that are set anew for each job, so `_state` ignores them."""
 
 
-def job_main(setting: JobProcessState, control: Connection, output: Connection) -> None:
+def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
     No other job may run in the process after a job that failed, is `fresh`, took longer than
     `SHORT_S`, changed the process (`_state`), or tried to write to the project store.
 
     Args:
-        setting: The settings of this process.
-        control: A pipe to the node. The process receives a `PlacedCall` for each job and sends a
+        process_state: The settings of this process.
+        control: A pipe to the node. The process receives a `JobAssignment` for each job and sends a
             `JobOutcome`, followed by the `JobOutcome.sends` parts of the result.
         output: The pipe that receives what jobs print.
     """
@@ -75,21 +75,21 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     kept_out: list[str] = []
-    _apply_settings(setting, kept_out.append)
+    _apply_settings(process_state, kept_out.append)
     before = _state()
     had_later = _has_later()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
         while True:
-            told: PlacedCall = pickle.loads(control.recv_bytes())
+            assignment: JobAssignment = pickle.loads(control.recv_bytes())
             began = time.monotonic()
-            outcome, parts = _run(told)
+            outcome, parts = _run(assignment)
             flush()
             if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
             outcome.took_s = time.monotonic() - began
             outcome.imported_later = _has_later() and not had_later
-            may_go_on = not (outcome.etype or told.call.fresh or kept_out)
+            may_go_on = not (outcome.etype or assignment.call.fresh or kept_out)
             outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
                 outcome.parts, parts = [bytes(part) for part in parts], []
@@ -102,29 +102,29 @@ def job_main(setting: JobProcessState, control: Connection, output: Connection) 
                 return
 
 
-def _apply_settings(setting: JobProcessState, note: Callable[[str], None]) -> None:
-    """Apply `setting` to this process and keep its writes out of the project store.
+def _apply_settings(process_state: JobProcessState, note: Callable[[str], None]) -> None:
+    """Apply `process_state` to this process and keep its writes out of the project store.
 
     Args:
         note: Called with each path that is kept out of the store.
     """
     set_start_method(None, force=True)
     os.environ.clear()
-    os.environ.update(setting.environ)
-    sys.path[:] = setting.sys_path
+    os.environ.update(process_state.environ)
+    sys.path[:] = process_state.sys_path
     sys.argv[:] = ["taas"]
     claim_taas()
     apply_rule(
-        setting.store,
+        process_state.store,
         "a job",
-        means=StoreProtection(setting.means),
-        scratch=Path(setting.scratch),
-        run_folder=setting.files,
+        means=StoreProtection(process_state.means),
+        scratch=Path(process_state.scratch),
+        run_folder=process_state.files,
         note=note,
     )
     with contextlib.suppress(OSError):  # this host may not have the notebook's folder
-        os.chdir(setting.cwd)
-    torch.set_num_threads(setting.cpus)
+        os.chdir(process_state.cwd)
+    torch.set_num_threads(process_state.cpus)
 
 
 def _state() -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def _state() -> tuple[Any, ...]:
     folder, the standard streams, and whether CUDA is in use.
     """
     threads = len(os.listdir("/proc/self/task"))
-    environ = {name: value for name, value in os.environ.items() if name not in _TOLD}
+    environ = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
     has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
@@ -165,25 +165,25 @@ def _end_children() -> None:
                 child.kill()
 
 
-def _run(told: PlacedCall) -> tuple[JobOutcome, list[memoryview]]:
+def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     """Run a job.
 
     Returns:
         The outcome, and the parts of the result: its pickle, then the buffers of this pickle.
     """
-    os.environ[SAVES] = told.saves
+    os.environ[SAVES] = assignment.saves
     process = os.getpid()
     try:
-        result = pickling.dump(_called(told), name="the job's result")
+        result = pickling.dump(_make_call(assignment), name="the job's result")
     except BaseException as error:  # even SystemExit ends only the job, not this process
         if os.getpid() != process:  # a child that the job forked: it ends as usual in Python
             raise
-        return _failed(error), []
+        return _failure_outcome(error), []
     parts = [memoryview(result.data), *(buffer.raw() for buffer in result.buffers)]
     return JobOutcome(), parts
 
 
-def _called(told: PlacedCall) -> Any:
+def _make_call(assignment: JobAssignment) -> Any:
     """Make the job's call in a fresh `__main__`, and return the function's result."""
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
@@ -191,7 +191,7 @@ def _called(told: PlacedCall) -> Any:
     torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    kept = told.payload
+    kept = assignment.payload
     held = SharedBytes(kept) if isinstance(kept, bytes) else None
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
     loaded = payload.read(Path(path))
@@ -199,13 +199,13 @@ def _called(told: PlacedCall) -> Any:
     install(loaded.modules)
     captured = loaded.load_into(main.__dict__)
     assert isinstance(captured, FunctionWork)
-    data, *buffers = [memoryview(_opened(part)) for part in told.arguments]
+    data, *buffers = [memoryview(_open_part(part)) for part in assignment.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
-    work = told.call.shape.filled(captured.function, given)
+    work = assignment.call.shape.filled(captured.function, given)
     return work.function(*work.args, **work.kwargs)
 
 
-def _opened(part: bytes | str) -> memoryview | bytearray:
+def _open_part(part: bytes | str) -> memoryview | bytearray:
     """Return a part of the job's pickled arguments as memory that the job may write to.
 
     Args:
@@ -217,7 +217,7 @@ def _opened(part: bytes | str) -> memoryview | bytearray:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _failed(error: BaseException) -> JobOutcome:
+def _failure_outcome(error: BaseException) -> JobOutcome:
     """Return the outcome of a job that raised an exception."""
     try:
         text = tracebacks.plain(error)

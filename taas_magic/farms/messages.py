@@ -18,7 +18,7 @@ INLINE_BYTES = 64 << 10
 Each host receives such data once. The jobs of the host map it into their memory.
 """
 
-PUT, ASK, DROP = "taas_put_part", "taas_ask_part", "taas_drop_part"
+PUT_PART, GET_PART, DROP_PART = "taas_put_part", "taas_get_part", "taas_drop_part"
 """Names of the Dask messages that store, fetch and remove large parts of arguments.
 
 The kernel stores large parts in the farm's process, and nodes fetch them from there. No process
@@ -96,8 +96,8 @@ class NodeSettings(Struct, frozen=True):
     """The settings of a node, which the farm's process sends.
 
     Attributes:
-        place: An address that is different for each node, because Dask identifies workers by their
-            address. Nothing listens there.
+        unique_address: An address that is different for each node, because Dask identifies workers
+            by their address. Nothing listens there.
         security: The node's key to the farm's scheduler.
         slots: Number of jobs that run at a time.
         gpus: CUDA devices of each job.
@@ -107,7 +107,7 @@ class NodeSettings(Struct, frozen=True):
     """
 
     name: str
-    place: str
+    unique_address: str
     security: Security
     slots: int
     gpus: int
@@ -151,7 +151,7 @@ class NodeProcessState(Struct, frozen=True):
             folder after the run, also if the node was killed.
     """
 
-    terms: NodeSettings
+    settings: NodeSettings
     scheduler: str
     jobs: JobProcessState
     folder: str
@@ -164,18 +164,18 @@ class JobCall(Struct, frozen=True):
         name: The job's name.
         shape: Description of the call. The function itself is in the payload.
         fresh: Whether the job needs a process in which no other job has run.
-        setting: A hash of the project's modules and of the settings that the notebook has made in
-            its process. A process cannot undo imports and settings, so only jobs with the same
-            hash may share a process.
+        settings_hash: A hash of the project's modules and of the settings that the notebook has
+            made in its process. A process cannot undo imports and settings, so only jobs with the
+            same hash may share a process.
     """
 
     name: str
     shape: CallShape
     fresh: bool
-    setting: str
+    settings_hash: str
 
 
-class PlacedCall(Struct, frozen=True):
+class JobAssignment(Struct, frozen=True):
     """A job as the node sends it to the job's process.
 
     Attributes:

@@ -35,6 +35,7 @@ from taas_magic.farms.messages import (
     CANCELLED,
     INLINE_BYTES,
     TOPIC,
+    JobAssignment,
     JobCall,
     JobEnded,
     JobOutcome,
@@ -43,7 +44,6 @@ from taas_magic.farms.messages import (
     NodeProcessState,
     NodeSettings,
     NodeUpdate,
-    PlacedCall,
     SharedBytes,
 )
 from taas_magic.host import forkserver
@@ -76,7 +76,7 @@ LINES_BYTES = 256 << 10
 The node drops further output, and sends the number of dropped bytes instead.
 """
 
-SAID_S = 2.0
+IMPORT_REPORT_S = 2.0
 """Seconds between two reports of a starting node about the module that is being imported."""
 
 _END_S = 3.0
@@ -86,7 +86,7 @@ _FLUSH_S = 0.2
 """Maximum seconds that a node waits for a job's output before it sends the buffered output."""
 
 
-def run_node(terms: NodeSettings) -> None:
+def run_node(settings: NodeSettings) -> None:
     """Run a node until the pool ends the node's run. Called in the rank of this run.
 
     Raises:
@@ -96,10 +96,10 @@ def run_node(terms: NodeSettings) -> None:
 
     scheduler, here = os.environ.pop(REACH), os.getcwd()
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
-    environ["OMP_NUM_THREADS"] = str(terms.cpus)
-    store = structs.replace(terms.store, path=here)
-    jobs = JobProcessState(dict(environ), here, sys.path, terms.cpus, store)
-    setting = NodeProcessState(terms, scheduler, jobs, str(rank.attempt_folder))
+    environ["OMP_NUM_THREADS"] = str(settings.cpus)
+    store = structs.replace(settings.store, path=here)
+    jobs = JobProcessState(dict(environ), here, sys.path, settings.cpus, store)
+    process_state = NodeProcessState(settings, scheduler, jobs, str(rank.attempt_folder))
     # the PYTHONPATH by which this host's agent found this package and its dependencies
     first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
@@ -112,10 +112,10 @@ def run_node(terms: NodeSettings) -> None:
     os.close(writer)
     assert node.stdin is not None
     try:
-        node.stdin.write(messages.pack(setting) + b"\n")
+        node.stdin.write(messages.pack(process_state) + b"\n")
         node.stdin.flush()
-        if not wait_for_start(node, reader, terms.start_timeout_s):
-            limit = f"start_timeout_s = {terms.start_timeout_s:g}"
+        if not wait_for_start(node, reader, settings.start_timeout_s):
+            limit = f"start_timeout_s = {settings.start_timeout_s:g}"
             raise RuntimeError(f"the farm's node did not start: it did nothing for {limit} s")
         code = node.wait()
     except KeyboardInterrupt:  # the agent ends a run by SIGINT
@@ -141,19 +141,19 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
     os.set_inheritable(starting, False)
-    setting = messages.unpack(sys.stdin.buffer.readline(), NodeProcessState)
+    process_state = messages.unpack(sys.stdin.buffer.readline(), NodeProcessState)
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    folder = Path(tempfile.mkdtemp(prefix="node-", dir=setting.folder))
+    folder = Path(tempfile.mkdtemp(prefix="node-", dir=process_state.folder))
     try:
         use_temporary_folder(str(folder))
         forkserver.begin([])
-        asyncio.run(_serve(setting, folder, starting))
+        asyncio.run(_serve(process_state, folder, starting))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None:
+async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -> None:
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node."""
     import dask
 
@@ -166,21 +166,21 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
 
     use_steady_clock()
     means = guard.strongest().value
-    terms, security = setting.terms, Security(**setting.terms.security)
-    warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, terms.start_timeout_s))
-    await _report_imports(warming, setting, security)
+    settings, security = process_state.settings, Security(**process_state.settings.security)
+    warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s))
+    await _report_imports(warming, process_state, security)
     await warming
-    slots = Slots(setting, folder, means)
-    threads = ThreadPoolExecutor(terms.slots + 2)  # these start and end processes
+    slots = Slots(process_state, folder, means)
+    threads = ThreadPoolExecutor(settings.slots + 2)  # these start and end processes
     asyncio.get_running_loop().set_default_executor(threads)
     node = NodeWorker(
-        setting.scheduler,
+        process_state.scheduler,
         slots=slots,
-        nthreads=terms.slots,
+        nthreads=settings.slots,
         memory_limit=0,
-        name=terms.name,
+        name=settings.name,
         host=LOOPBACK,
-        contact_address=terms.place,
+        contact_address=settings.unique_address,
         security=security,
         local_directory=str(folder),
         death_timeout=NODE_JOIN_S,
@@ -192,23 +192,25 @@ async def _serve(setting: NodeProcessState, folder: Path, starting: int) -> None
 
 
 async def _report_imports(
-    warming: "asyncio.Future[list[str]]", setting: NodeProcessState, security: "Security"
+    warming: "asyncio.Future[list[str]]", process_state: NodeProcessState, security: "Security"
 ) -> None:
-    """Report every `SAID_S` which module the forkserver is importing, until it has imported all.
+    """Report the module that the forkserver imports, until the forkserver has imported all.
 
     Args:
         warming: Future that is done when the forkserver has imported all modules.
-        setting: The settings of the node.
+        process_state: The settings of the node.
         security: The node's key to the farm's scheduler.
     """
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
-    async with rpc(setting.scheduler, connection_args=options) as scheduler:
-        while not (await asyncio.wait({warming}, timeout=SAID_S))[0]:
+    async with rpc(process_state.scheduler, connection_args=options) as scheduler:
+        while not (await asyncio.wait({warming}, timeout=IMPORT_REPORT_S))[0]:
             name, for_s = forkserver.importing()
-            news = NodeUpdate(setting.terms.name, "starting", f"imports {name}, {for_s:.0f} s")
-            await scheduler.log_event(topic=TOPIC, msg=msgspec.to_builtins(news))
+            update = NodeUpdate(
+                process_state.settings.name, "starting", f"imports {name}, {for_s:.0f} s"
+            )
+            await scheduler.log_event(topic=TOPIC, msg=msgspec.to_builtins(update))
 
 
 class Slots:
@@ -217,18 +219,18 @@ class Slots:
     The node's event loop calls the methods. Only `close` blocks.
     """
 
-    def __init__(self, setting: NodeProcessState, folder: Path, means: str) -> None:
-        self._terms, self._jobs = setting.terms, folder / "jobs"
+    def __init__(self, process_state: NodeProcessState, folder: Path, means: str) -> None:
+        self._settings, self._jobs = process_state.settings, folder / "jobs"
         self._jobs.mkdir()
         self._free: list[Slot] = []
         self._running: dict[str, Slot] = {}
-        named, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), self._terms.gpus
+        named, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), self._settings.gpus
         devices = named.split(",") if named else [*map(str, range(probe.count_gpus()))]
-        for number in reversed(range(self._terms.slots)):
+        for number in reversed(range(self._settings.slots)):
             mine = ",".join(devices[number * gpus : (number + 1) * gpus])
             job = structs.replace(
-                setting.jobs,
-                environ={**setting.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
+                process_state.jobs,
+                environ={**process_state.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
                 means=means,
                 files=str(self._jobs),
                 scratch=str(folder / f"scratch-{number}"),
@@ -244,7 +246,7 @@ class Slots:
         self,
         call: JobCall,
         parts: Awaitable[list[bytes | SharedBytes]],
-        say: Callable[[JobUpdate], None],
+        report: Callable[[JobUpdate], None],
     ) -> JobOutcome:
         """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
 
@@ -252,25 +254,25 @@ class Slots:
             call: The job.
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
                 and their buffers.
-            say: Called with each piece of the job's output. Also called once with the state
+            report: Called with each piece of the job's output. Also called once with the state
                 "running" if the job does not end immediately.
 
         Raises:
             JobEnded: The job did not return.
         """
-        name, node = call.name, self._terms.name
+        name, node = call.name, self._settings.name
         files = self._jobs / name
         slot = self._running[name] = self._free.pop()
         try:
-            brought = await parts
-            first, *others = [it.path if isinstance(it, SharedBytes) else it for it in brought]
+            loaded_parts = await parts
+            first, *others = [it.path if isinstance(it, SharedBytes) else it for it in loaded_parts]
             outcome = await slot.run(
-                PlacedCall(call, str(files), first, others),
-                lambda state, text: say(JobUpdate(name, node, state, text)),
+                JobAssignment(call, str(files), first, others),
+                lambda state, text: report(JobUpdate(name, node, state, text)),
             )
         finally:
             del self._running[name]  # a late cancel must not reach the slot's next job
-            await slot.rest()
+            await slot.prepare_next()
             self._free.append(slot)
         if outcome.imported_later:
             forkserver.start_importing_rest()  # later jobs will probably need the modules, too
@@ -300,7 +302,7 @@ def _collect_files(folder: Path) -> list[tuple[bytes, bytes]]:
     return files
 
 
-Say = Callable[[str, str], None]
+ReportOutput = Callable[[str, str], None]
 """Callback for a job's state (first argument) or its output (second argument); the other is ""."""
 
 
@@ -310,8 +312,8 @@ class Slot:
     Each job gets a new process, or a process that is as clean as a new one (`job.job_main`).
     """
 
-    def __init__(self, setting: JobProcessState) -> None:
-        self._setting = setting
+    def __init__(self, process_state: JobProcessState) -> None:
+        self._process_state = process_state
         self._scratch = ""
         self._process: Any = None
         self._control: Any = None
@@ -319,42 +321,42 @@ class Slot:
         self._events: Any = None
         self._is_cancelled = self._again = False
         self._late: asyncio.TimerHandle | None = None
-        self._job_setting = ""
+        self._settings_hash = ""
 
-    async def run(self, placed: PlacedCall, say: Say) -> JobOutcome:
+    async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job and return its outcome.
 
         The last job's process runs this job only if three conditions hold: the last job left the
-        process clean, both jobs have the same `JobCall.setting`, and this job is not `fresh`.
+        process clean, both jobs have the same `JobCall.settings_hash`, and this job is not `fresh`.
 
         Args:
-            placed: The job.
-            say: Receives the job's state and output.
+            assignment: The job.
+            report: Receives the job's state and output.
         """
-        is_other = placed.call.fresh or placed.call.setting != self._job_setting
+        is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # an idle process must send nothing: if it has sent something or ended, replace it
         if is_other or self._process is None or self._events.select(0):
-            await asyncio.to_thread(self._renew)
-        self._job_setting = placed.call.setting
-        lines = _Lines(say)
+            await asyncio.to_thread(self._replace_process)
+        self._settings_hash = assignment.call.settings_hash
+        lines = _Lines(report)
         try:
             if self._is_cancelled:  # while the job's process was starting
                 raise EOFError
-            if sum(map(len, (placed.payload, *placed.arguments))) > INLINE_BYTES:
-                await asyncio.to_thread(self._control.send_bytes, pickle.dumps(placed))
+            if sum(map(len, (assignment.payload, *assignment.arguments))) > INLINE_BYTES:
+                await asyncio.to_thread(self._control.send_bytes, pickle.dumps(assignment))
             else:
-                self._control.send_bytes(pickle.dumps(placed))
-            outcome = await self._wait(lines, say)
+                self._control.send_bytes(pickle.dumps(assignment))
+            outcome = await self._wait(lines, report)
             for _ in range(outcome.sends):
                 outcome.parts.append(await asyncio.to_thread(self._control.recv_bytes))
         except (EOFError, OSError):
-            outcome = await asyncio.to_thread(self._died)
+            outcome = await asyncio.to_thread(self._outcome_of_ended_process)
         lines.add(self._printed())
         lines.flush(whole=False)
         self._again = outcome.again
         return outcome
 
-    async def rest(self) -> None:
+    async def prepare_next(self) -> None:
         """Prepare the slot for the next job. Must be called after each job."""
         if self._late is not None:
             self._late.cancel()
@@ -386,15 +388,17 @@ class Slot:
         forkserver.forget(process)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _renew(self) -> None:
+    def _replace_process(self) -> None:
         """Replace the slot's process by a new one."""
         self.close()
-        self._scratch = f"{self._setting.scratch}-{time.monotonic_ns()}"
-        setting = structs.replace(self._setting, scratch=self._scratch)
+        self._scratch = f"{self._process_state.scratch}-{time.monotonic_ns()}"
+        process_state = structs.replace(self._process_state, scratch=self._scratch)
         self._control, theirs = connection.Pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
         try:
-            process = forkserver.start("taas_magic.farms.job.job_main", setting, theirs, written)
+            process = forkserver.start(
+                "taas_magic.farms.job.job_main", process_state, theirs, written
+            )
         except PoolError:
             _exit_node()
         theirs.close()
@@ -405,13 +409,13 @@ class Slot:
             self._events.register(source, selectors.EVENT_READ)
         self._process = process
 
-    async def _wait(self, lines: "_Lines", say: Say) -> JobOutcome:
+    async def _wait(self, lines: "_Lines", report: ReportOutput) -> JobOutcome:
         """Pass on the job's state and output until its outcome arrives.
 
         Raises:
             EOFError: The job's process has ended without an outcome.
         """
-        is_said = False
+        has_reported = False
         while True:
             ready = await self._wait_for_output()
             if self._output in ready:
@@ -423,9 +427,9 @@ class Slot:
                 return outcome
             if self._process.sentinel in ready:  # its children may keep the pipes open: no EOF
                 raise EOFError
-            if not is_said:
-                say("running", "")
-                is_said = True
+            if not has_reported:
+                report("running", "")
+                has_reported = True
             lines.flush()
 
     async def _wait_for_output(self) -> set[Any]:
@@ -450,7 +454,7 @@ class Slot:
         except BlockingIOError:
             return b""
 
-    def _died(self) -> JobOutcome:
+    def _outcome_of_ended_process(self) -> JobOutcome:
         """Return the outcome of a job whose process ended without sending an outcome."""
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
@@ -501,8 +505,8 @@ def _session_of(pid: int) -> int | None:
 class _Lines:
     """Buffer for a job's output. Holds at most `LINES_BYTES`."""
 
-    def __init__(self, say: Say) -> None:
-        self._say, self._waiting = say, b""
+    def __init__(self, report: ReportOutput) -> None:
+        self._report, self._waiting = report, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def add(self, data: bytes) -> None:
@@ -531,4 +535,4 @@ class _Lines:
             text += f"\n… {self._left_out:,} bytes left out …\n"
             self._left_out = 0
         if text:
-            self._say("", text)
+            self._report("", text)

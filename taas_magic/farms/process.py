@@ -34,10 +34,10 @@ from taas_magic.config import LOCAL, load_config
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import TaasError
 from taas_magic.farms.messages import (
-    ASK,
-    DROP,
+    DROP_PART,
+    GET_PART,
     LOST_NODES,
-    PUT,
+    PUT_PART,
     TOPIC,
     FarmAddress,
     FarmSettings,
@@ -67,7 +67,7 @@ INTERVAL_S = 0.5
 IDLE_LOOKS = 20
 """Number of checks in a row that must find more nodes than needed before nodes are ended."""
 
-WHY_S = 2.0
+LOST_RUN_END_S = 2.0
 """Seconds to wait until the run of a lost node ends by itself.
 
 The last event of the run has the reason for the loss.
@@ -86,15 +86,15 @@ def main() -> int:
     Returns:
         The exit code of the process.
     """
-    terms = messages.unpack(sys.stdin.buffer.readline(), FarmSettings)
+    settings = messages.unpack(sys.stdin.buffer.readline(), FarmSettings)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(DASK_SETTINGS)
-    asyncio.run(_run_farm(terms))
+    asyncio.run(_run_farm(settings))
     return 0
 
 
-async def _run_farm(terms: FarmSettings) -> None:
+async def _run_farm(settings: FarmSettings) -> None:
     """Run the farm's scheduler and its nodes until the kernel ends the farm."""
     from taas_magic.host.agent_worker import use_steady_clock
 
@@ -102,7 +102,7 @@ async def _run_farm(terms: FarmSettings) -> None:
     keys, loop = Keys(), asyncio.get_running_loop()
     secure = Security(**keys.scheduler())
     async with FarmScheduler(host=LOOPBACK, protocol="tls://", security=secure) as scheduler:
-        nodes = NodeManager(terms, keys, scheduler)
+        nodes = NodeManager(settings, keys, scheduler)
         scheduler.add_plugin(nodes)
         keeping = asyncio.ensure_future(nodes.maintain())
 
@@ -110,8 +110,8 @@ async def _run_farm(terms: FarmSettings) -> None:
             sys.stdin.readline()
             loop.call_soon_threadsafe(keeping.cancel)
 
-        place = FarmAddress(scheduler.address, keys.kernel(), nodes.slots)
-        sys.stdout.write(messages.pack(place).decode() + "\n")
+        address = FarmAddress(scheduler.address, keys.kernel(), nodes.slots)
+        sys.stdout.write(messages.pack(address).decode() + "\n")
         sys.stdout.flush()
         threading.Thread(target=wait_for_end, name="taas-lease", daemon=True).start()
         with contextlib.suppress(asyncio.CancelledError):
@@ -124,33 +124,33 @@ class FarmScheduler(Scheduler):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._told: list[dict[str, Any]] = []
+        self._sent_updates: list[dict[str, Any]] = []
         self._parts: dict[str, Any] = {}
-        self.handlers |= {PUT: self._put, ASK: self._ask, DROP: self._drop}
+        self.handlers |= {PUT_PART: self._put, GET_PART: self._get_part, DROP_PART: self._drop}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Dask would serve web pages here, and they require no key."""
 
-    def publish_state(self, news: NodeUpdate) -> None:
+    def publish_state(self, update: NodeUpdate) -> None:
         """Send the state of a node to the kernel."""
-        self._told.append(said := msgspec.to_builtins(news))
-        self.log_event(TOPIC, said)
+        self._sent_updates.append(message := msgspec.to_builtins(update))
+        self.log_event(TOPIC, message)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
         """Subscribe the kernel to a topic, and send it all earlier node states. Called by Dask."""
         super().subscribe_topic(topic, client)
-        for said in list(self._told) if topic == TOPIC else ():
-            self.log_event(TOPIC, said)
+        for message in list(self._sent_updates) if topic == TOPIC else ():
+            self.log_event(TOPIC, message)
 
     def _put(self, name: str, data: Any) -> None:
         self._parts[name] = data
 
-    def _ask(self, name: str) -> Any:
+    def _get_part(self, name: str) -> Any:
         return self._parts[name]
 
     def _drop(self, name: str) -> None:
         self._parts.pop(name, None)
-        dropped = [{"op": DROP, "name": name}]
+        dropped = [{"op": DROP_PART, "name": name}]
         self.send_all({}, dict.fromkeys(self.workers, dropped))
 
 
@@ -187,26 +187,26 @@ class NodeManager(SchedulerPlugin):
 
     name = "taas-nodes"
 
-    def __init__(self, terms: FarmSettings, keys: Keys, scheduler: FarmScheduler) -> None:
-        self._terms, self._keys, self._scheduler = terms, keys, scheduler
+    def __init__(self, settings: FarmSettings, keys: Keys, scheduler: FarmScheduler) -> None:
+        self._settings, self._keys, self._scheduler = settings, keys, scheduler
         self._loop = asyncio.get_running_loop()
         config, project = load_config(Path.cwd()), Path.cwd()
-        self._pools = [Pool(config.pool(name), project) for name in terms.pools]
+        self._pools = [Pool(config.pool(name), project) for name in settings.pools]
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(4 * terms.most + 4)
+        self._threads = ThreadPoolExecutor(4 * settings.most + 4)
         self._numbers = itertools.count()
         self._nodes: dict[str, _NodeRun] = {}
         self._names: dict[str, str] = {}
-        self._heard: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         self._failed, self._why = 0, ""
         self._failures: Counter[str] = Counter()
         self.slots = min(self._slots(pool) for pool in self._pools)
 
     def _slots(self, pool: Pool) -> int:
         """Return the number of jobs that a host of a pool runs at a time."""
-        offers, terms = pool.capacity(), self._terms
-        by_cores = max(1, offers.cores // terms.cpus)
-        return min(by_cores, offers.gpus // terms.gpus) if terms.gpus else by_cores
+        offers, settings = pool.capacity(), self._settings
+        by_cores = max(1, offers.cores // settings.cpus)
+        return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
 
     async def maintain(self) -> None:
         """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
@@ -223,7 +223,7 @@ class NodeManager(SchedulerPlugin):
             looks = looks + 1 if spare > 0 else 0
             if looks >= IDLE_LOOKS:
                 looks = 0
-                await self._give_back(spare)
+                await self._end_unneeded_nodes(spare)
             await asyncio.sleep(INTERVAL_S)
 
     def _living(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
@@ -239,10 +239,10 @@ class NodeManager(SchedulerPlugin):
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
         busy = sum(bool(worker.processing) for worker in self._scheduler.workers.values())
-        wanted = max(busy, math.ceil(jobs / self.slots), self._terms.least)
-        return min(wanted, self._terms.most)
+        wanted = max(busy, math.ceil(jobs / self.slots), self._settings.least)
+        return min(wanted, self._settings.most)
 
-    async def _give_back(self, count: int) -> None:
+    async def _end_unneeded_nodes(self, count: int) -> None:
         """End nodes that are not needed, so that their hosts return to the pools.
 
         Nodes that have not started yet are ended first, then idle ones. Nodes that run a job stay.
@@ -262,7 +262,7 @@ class NodeManager(SchedulerPlugin):
         """End a node that is not needed. A thread then ends the node's run."""
         self._nodes[name].state = "left"
         self._report_node_state(name, "left")
-        self._threads.submit(self._end, name)
+        self._threads.submit(self._end_run, name)
 
     def _start(self, name: str) -> None:
         """Choose a pool for a node, and start the node. Runs in a thread.
@@ -280,10 +280,10 @@ class NodeManager(SchedulerPlugin):
                 self._report_node_state(name, "given up", why)
                 return
             # choose the pool with a free host and the fewest recent failures
-            room = [pool for pool in self._pools if self._count(pool) < pool.config.max_hosts]
+            room = [pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts]
             pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
             node.pool, node.wait = pool, Wait(pool)
-            wait, hosts = node.wait, min(self._count(pool), pool.config.max_hosts)
+            wait, hosts = node.wait, min(self._count_nodes(pool), pool.config.max_hosts)
         try:
             self._report_node_state(name, "requested")
             connection = pool.open(hosts, wait=wait)
@@ -294,28 +294,29 @@ class NodeManager(SchedulerPlugin):
                 self._launch(name, pool, connection)
         except Exception as error:  # of any kind, because no caller waits for this thread
             node.wait = None
-            self._on_loop(self._lost, name, str(error) or repr(error))
+            self._on_loop(self._record_lost_node, name, str(error) or repr(error))
 
-    def _count(self, pool: Pool) -> int:
+    def _count_nodes(self, pool: Pool) -> int:
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
         """Launch a node's run in the pool's process."""
-        spec, node = self._spec(name, pool, self._reach(connection)), self._nodes[name]
+        spec = self._make_spec(name, pool, self._scheduler_address(connection))
+        node = self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id
 
-        def hear(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, RunEnded):
                 first = event.first or Failure()
                 why = str(event.why or first.message or event.state)
                 why = f"{why} ({first.log_path})" if first.log_path else why
-                self._on_loop(self._lost, name, why)
+                self._on_loop(self._record_lost_node, name, why)
 
         with spec.folder.held():
-            hosts = connection.launch(spec, hear, [])
+            hosts = connection.launch(spec, on_event, [])
         self._report_node_state(name, "starting", host=hosts[0])
 
-    def _reach(self, connection: PoolConnection) -> str:
+    def _scheduler_address(self, connection: PoolConnection) -> str:
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
         The hosts already connect to the pool's process, so the scheduler also listens on the IP
@@ -327,10 +328,10 @@ class NodeManager(SchedulerPlugin):
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
             return str(self._scheduler.address)
-        if host not in self._heard:
+        if host not in self._addresses:
             listening = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
-            self._heard[host] = listening.result()
-        return self._heard[host]
+            self._addresses[host] = listening.result()
+        return self._addresses[host]
 
     async def _listen(self, host: str) -> str:
         """Make the scheduler listen on one more IP address of this machine.
@@ -347,21 +348,21 @@ class NodeManager(SchedulerPlugin):
         )
         return str(scheduler.listeners[-1].contact_address)
 
-    def _spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
+    def _make_spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
         """Write the run folder for a node's run of one rank. Return the description of the run."""
-        terms, config = self._terms, pool.config
-        flags = Flags(gpus=1, pool=pool.name, name=f"{terms.name} {name}", hang_s=0)
-        plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, terms.store)
+        settings, config = self._settings, pool.config
+        flags = Flags(gpus=1, pool=pool.name, name=f"{settings.name} {name}", hang_s=0)
+        plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, settings.store)
         plan = structs.replace(plan, hang_s=0, notes=())
         number = int(name.rpartition("-")[2])
         node = NodeSettings(
             name=name,
-            place=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",  # different for each node
+            unique_address=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",
             security=self._keys.host(name),
             slots=self._slots(pool),
-            gpus=terms.gpus,
-            cpus=terms.cpus,
-            store=terms.store,
+            gpus=settings.gpus,
+            cpus=settings.cpus,
+            store=settings.store,
             start_timeout_s=config.start_timeout_s,
         )
         work = FunctionWork(run_node, (node,), raw=f"node {name}")
@@ -377,13 +378,13 @@ class NodeManager(SchedulerPlugin):
         return RunSpec(
             plan,
             str(folder.path),
-            terms.origin,
+            settings.origin,
             requires=None if config.engine == LOCAL else (),
             reach=scheduler,
             reads_only=True,
         )
 
-    def _lost(self, name: str, why: str) -> None:
+    def _record_lost_node(self, name: str, why: str) -> None:
         """Mark a node as lost because it ended by itself or did not start.
 
         At its next check, `maintain` starts another node if jobs need one.
@@ -397,7 +398,9 @@ class NodeManager(SchedulerPlugin):
             if node.pool is not None:
                 self._failures[node.pool.name] += 1
         if node.state != "lost":
-            self._threads.submit(self._end, name, WHY_S if node.state == "ready" else 0.0)
+            self._threads.submit(
+                self._end_run, name, LOST_RUN_END_S if node.state == "ready" else 0.0
+            )
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -417,7 +420,7 @@ class NodeManager(SchedulerPlugin):
         """
         name = self._names.pop(worker)
         if self._nodes[name].state == "ready":
-            self._lost(name, "its process ended, or its connection broke")
+            self._record_lost_node(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Tell the kernel when a job has failed and Dask will not retry it.
@@ -427,7 +430,7 @@ class NodeManager(SchedulerPlugin):
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
-    def _end(self, name: str, wait_s: float = 0.0) -> None:
+    def _end_run(self, name: str, wait_s: float = 0.0) -> None:
         """End a node's wait for a host, and the node's run. Blocks until the pool has the requests.
 
         Args:

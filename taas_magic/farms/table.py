@@ -99,15 +99,15 @@ class FarmState:
         self.jobs[job.name] = job
         self.changes += 1
 
-    def apply(self, said: NodeUpdate | JobUpdate) -> None:
+    def apply(self, update: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process."""
         self.changes += 1
-        if isinstance(said, NodeUpdate):
-            self._apply_node_update(said)
-        elif (job := self.jobs.get(said.job)) is not None and not job.outcome.done():
-            job.node, job.host = said.node, self.host_of(said.node)
-            job.runs = job.runs or said.state == "running"
-            lines = [line for line in said.lines.replace("\r", "\n").split("\n") if line]
+        if isinstance(update, NodeUpdate):
+            self._apply_node_update(update)
+        elif (job := self.jobs.get(update.job)) is not None and not job.outcome.done():
+            job.node, job.host = update.node, self.host_of(update.node)
+            job.runs = job.runs or update.state == "running"
+            lines = [line for line in update.lines.replace("\r", "\n").split("\n") if line]
             job.last_line = lines[-1] if lines else job.last_line
 
     def close(self) -> None:
@@ -143,21 +143,21 @@ class FarmState:
             return None
         return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
-    def _apply_node_update(self, said: NodeUpdate) -> None:
+    def _apply_node_update(self, update: NodeUpdate) -> None:
         """Apply a change of a node's state; ignore an earlier state that arrives late."""
-        node = self.nodes.setdefault(said.node, said)
-        node.host = said.host or node.host
-        if NODE_STATES.index(said.state) >= NODE_STATES.index(node.state):
-            node.state, node.why = said.state, said.why
+        node = self.nodes.setdefault(update.node, update)
+        node.host = update.host or node.host
+        if NODE_STATES.index(update.state) >= NODE_STATES.index(node.state):
+            node.state, node.why = update.state, update.why
         if node.state in ("lost", "left"):
             for job in list(self.jobs.values()):
                 job.runs = job.runs and job.node != node.node
 
     def __repr__(self) -> str:
-        return bundle(self)["text/plain"]
+        return mime_bundle(self)["text/plain"]
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
-        return bundle(self)
+        return mime_bundle(self)
 
 
 def head(state: FarmState) -> str:
@@ -201,7 +201,7 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def bundle(state: FarmState) -> dict[str, str]:
+def mime_bundle(state: FarmState) -> dict[str, str]:
     """Return the table as text and as HTML, by MIME type. The HTML escapes all text from hosts."""
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []

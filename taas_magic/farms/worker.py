@@ -14,8 +14,8 @@ from distributed.protocol import to_serialize
 from msgspec import structs
 
 from taas_magic.farms.messages import (
-    ASK,
-    DROP,
+    DROP_PART,
+    GET_PART,
     INLINE_BYTES,
     TOPIC,
     JobCall,
@@ -37,16 +37,16 @@ class NodeWorker(ClosedWorker):
 
     Attributes:
         slots: The job processes of the node.
-        results: Outcome of each job whose Dask task is about to end, by the job's name. `_Changes`
-            sends the outcome when the task ends.
+        results: Outcome of each job whose Dask task is about to end, by the job's name.
+            `_JobEndPlugin` sends the outcome when the task ends.
     """
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
-        super().__init__(*args, plugins=[_Changes(self)], **kwargs)
+        super().__init__(*args, plugins=[_JobEndPlugin(self)], **kwargs)
         self.slots = slots
         self.results: dict[str, dict[str, Any]] = {}
         self._parts: dict[str, asyncio.Future[SharedBytes]] = {}
-        self.stream_handlers[DROP] = self._drop
+        self.stream_handlers[DROP_PART] = self._drop
 
     async def part(self, part: Part) -> bytes | SharedBytes:
         """Return the content of one part of a job's payload or arguments.
@@ -65,7 +65,7 @@ class NodeWorker(ClosedWorker):
         """Fetch a stored part from the farm's process into memory that job processes can map."""
         try:
             return await asyncio.to_thread(
-                SharedBytes, await getattr(self.scheduler, ASK)(name=name)
+                SharedBytes, await getattr(self.scheduler, GET_PART)(name=name)
             )
         except BaseException:
             self._drop(name)  # the next job tries again
@@ -75,7 +75,7 @@ class NodeWorker(ClosedWorker):
         self._parts.pop(name, None)
 
 
-class _Changes(WorkerPlugin):
+class _JobEndPlugin(WorkerPlugin):
     """Dask plugin that sends results to the kernel and interrupts jobs that were cancelled."""
 
     name = "taas-changes"
@@ -95,7 +95,7 @@ class _Changes(WorkerPlugin):
 async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a process of this node. This is the function of the job's Dask task.
 
-    Puts the outcome into `NodeWorker.results`, from which `_Changes` sends it to the kernel.
+    Puts the outcome into `NodeWorker.results`, from which `_JobEndPlugin` sends it to the kernel.
 
     Args:
         call: The job.
@@ -107,16 +107,16 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     worker = get_worker()
     assert isinstance(worker, NodeWorker)
 
-    def say(news: JobUpdate) -> None:
-        worker.log_event(TOPIC, msgspec.to_builtins(news))
+    def report(update: JobUpdate) -> None:
+        worker.log_event(TOPIC, msgspec.to_builtins(update))
 
-    brought = asyncio.gather(*map(worker.part, parts))
-    result = await worker.slots.run(call, brought, say)
-    result.parts = [_carried(part) for part in result.parts]
-    result.files = [(name, _carried(data)) for name, data in result.files]
+    loaded_parts = asyncio.gather(*map(worker.part, parts))
+    result = await worker.slots.run(call, loaded_parts, report)
+    result.parts = [_wrap_if_large(part) for part in result.parts]
+    result.files = [(name, _wrap_if_large(data)) for name, data in result.files]
     worker.results[call.name] = {"type": "outcome", **structs.asdict(result)}
 
 
-def _carried(data: bytes) -> Any:
+def _wrap_if_large(data: bytes) -> Any:
     """Return bytes for a Dask message. Wrap large ones, so that Dask sends them separately."""
     return data if len(data) <= INLINE_BYTES else to_serialize(data)

@@ -38,7 +38,7 @@ IMPORTS = "TAAS_FEDERATION_IMPORTS"
 STARTS = 3
 """Maximum number of starts of one task; Flower restarts an app that does not answer."""
 
-SAID_AFTER_S = 5.0
+LOG_IMPORT_AFTER_S = 5.0
 """Seconds that an import may take before the log names the module."""
 
 _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
@@ -69,8 +69,8 @@ def main() -> None:
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
     for kind in _FORKED:
-        _entry(kind)
-    forks = _Forks()
+        _load_main(kind)
+    forks = _AppForks()
     executor: Any = SubprocessExecutor
     executor.launch = lambda own, spec: forks.launch(spec)
     executor.reconcile = lambda own: forks.report_killed()
@@ -83,10 +83,10 @@ def _import(name: str) -> None:
     An import error is ignored here; the app that imports the module raises the error again.
     """
 
-    def say() -> None:
+    def log_import() -> None:
         _log_line(f"this host imports {name} for the apps")
 
-    timer = threading.Timer(SAID_AFTER_S, say)
+    timer = threading.Timer(LOG_IMPORT_AFTER_S, log_import)
     timer.start()
     with suppress(Exception):
         importlib.import_module(name)
@@ -100,13 +100,13 @@ def _log_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _entry(kind: TaskType) -> Any:
+def _load_main(kind: TaskType) -> Any:
     """Return the main function of the Flower command that runs a kind of app."""
     [found] = entry_points(group="console_scripts", name=TASK_TYPE_TO_COMMAND[kind])
     return found.load()
 
 
-class _Forks:
+class _AppForks:
     """The app processes that this SuperExec has started."""
 
     def __init__(self) -> None:
@@ -158,4 +158,4 @@ def _run_app(spec: ExecutionSpec) -> None:
     elif spec.root_certificates_path is not None:
         arguments += ["--root-certificates", spec.root_certificates_path]
     sys.argv[:] = [TASK_TYPE_TO_COMMAND[spec.task_type], *arguments]
-    _entry(spec.task_type)()
+    _load_main(spec.task_type)()

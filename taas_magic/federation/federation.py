@@ -13,7 +13,7 @@ from taas_magic import certificate
 from taas_magic.capture.work import VALUE, FunctionWork
 from taas_magic.errors import UsageError
 from taas_magic.federation.flower import FederationSettings
-from taas_magic.federation.rank import take_part
+from taas_magic.federation.rank import run_on_rank
 from taas_magic.notebook import launch
 from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags
@@ -66,7 +66,7 @@ class Federation:
             TaasError: The run failed, for example because flwr is not installed on a host. The
                 errors are those of a `%%taas` cell.
         """
-        _check(config or {}, *self.per_host.values())
+        _check_values(config or {}, *self.per_host.values())
         magics = _magics()
         settings = magics.settings()
         pool = settings.pool(self.pool)
@@ -76,8 +76,12 @@ class Federation:
                 f"{', '.join(pool.hosts)}"
             )
         pair = certificate.make("taas-magic federation")
-        terms = FederationSettings(*pair, secrets.token_urlsafe(32), self.per_host, config or {})
-        work = FunctionWork(take_part, (terms, server_app, client_app), raw="taas.federation(...)")
+        federation_settings = FederationSettings(
+            *pair, secrets.token_urlsafe(32), self.per_host, config or {}
+        )
+        work = FunctionWork(
+            run_on_rank, (federation_settings, server_app, client_app), raw="taas.federation(...)"
+        )
         made = contextlib.nullcontext(self.store)
         folder = made if self.store else tempfile.TemporaryDirectory(prefix="taas-federation-")
         with folder as store:
@@ -93,13 +97,13 @@ class Federation:
             return launch.execute(flags, work, magics.shell, settings).result
 
 
-def _check(*said: Mapping[str, Any]) -> None:
+def _check_values(*values: Mapping[str, Any]) -> None:
     """Check that Flower can transfer the values in `config` and `per_host` to the apps.
 
     Raises:
         UsageError: A value is not a string, number or boolean.
     """
-    for name, value in (item for each in said for item in each.items()):
+    for name, value in (item for each in values for item in each.items()):
         if not isinstance(value, str | bool | int | float):
             raise UsageError(
                 f"config and per_host can contain strings, numbers and booleans; got a "

@@ -8,7 +8,7 @@ SuperLink's process.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
 rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
-spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.take_part`, the
+spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the
 function that the run calls on its ranks.
 """
 
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name == "client_app":
         return _apps()[1]
     if name == "server_app":
-        return _keeping(_apps()[0])
+        return _with_saved_result(_apps()[0])
     raise AttributeError(name)
 
 
@@ -69,7 +69,7 @@ def _apps() -> tuple[Any, Any]:
     return server_app, client_app
 
 
-def _keeping(app: Any) -> Any:
+def _with_saved_result(app: Any) -> Any:
     """Make a ServerApp write the return value of its main function to a file, and return the app.
 
     Flower itself discards the value. Rank 0 reads the file (`RESULT`).
@@ -97,8 +97,8 @@ def main() -> None:
         def validate_tokens_in_metadata(
             self, metadata: Sequence[tuple[str, str | bytes]]
         ) -> tuple[bool, AccountInfo | None]:
-            said = str(dict(metadata).get(ACCESS_TOKEN_KEY, ""))
-            if not hmac.compare_digest(said.encode(), key):
+            token = str(dict(metadata).get(ACCESS_TOKEN_KEY, ""))
+            if not hmac.compare_digest(token.encode(), key):
                 return False, None
             proved: tuple[bool, AccountInfo | None] = super().validate_tokens_in_metadata(metadata)
             return proved

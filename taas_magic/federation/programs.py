@@ -54,7 +54,7 @@ from taas_magic.host.spec import HOST
 from taas_magic.host.system import LOOPBACK, spawn_command
 from taas_magic.leases import START_TIMEOUT_S
 
-MEET_S = 120.0
+STORE_CONNECT_S = 120.0
 """Seconds to wait for a connection to the run's TCPStore, which exists before any rank starts."""
 
 END_S = 3.0
@@ -72,15 +72,15 @@ PORTS = range(20_000, 32_000)
 PORT_TRIES = 3
 """Number of ports to try for a program before its start counts as failed."""
 
-_HOST, _SUPERLINK, _OVER = "taas/host/", "taas/superlink", "taas/over"
+_HOST, _SUPERLINK, _ENDED = "taas/host/", "taas/superlink", "taas/over"
 """Keys in the run's TCPStore: each rank's host, the SuperLink's address, and the training's end."""
 
 
-def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) -> Any:
+def run_programs(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended; blocks.
 
     Args:
-        terms: The settings of the federation.
+        settings: The settings of the federation.
         server_app: The notebook's ServerApp. This function only checks the type: the process that
             runs the app loads the app again (`flower`).
         client_app: The notebook's ClientApp; this function only checks the type.
@@ -96,64 +96,64 @@ def run_programs(terms: FederationSettings, server_app: Any, client_app: Any) ->
     for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
         if not isinstance(app, kind):
             raise TypeError(f"run(server_app, client_app): {app!r} is not a Flower {kind.__name__}")
-    meeting = TCPStore(
+    tcp_store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=timedelta(seconds=MEET_S),
+        timeout=timedelta(seconds=STORE_CONNECT_S),
     )
-    meeting.set(_HOST + os.environ["RANK"], os.environ[HOST])
+    tcp_store.set(_HOST + os.environ["RANK"], os.environ[HOST])
     folder = tempfile.TemporaryDirectory(prefix="taas-flower-")
-    with folder as path, _Host(Path(path), terms) as host:
+    with folder as path, _HostPrograms(Path(path), settings) as host:
         if os.environ["RANK"] == "0":
             try:
-                return _run_first_host(host, meeting)
+                return _run_first_host(host, tcp_store)
             finally:
-                meeting.set(_OVER, "")
-        host.start_supernode(_get(meeting, _SUPERLINK))
-        while not meeting.check([_OVER]):
+                tcp_store.set(_ENDED, "")
+        host.start_supernode(_wait_for_key(tcp_store, _SUPERLINK))
+        while not tcp_store.check([_ENDED]):
             host.check()
             time.sleep(LOOK_S)
     return None
 
 
-def _run_first_host(host: "_Host", meeting: TCPStore) -> Any:
+def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
     """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result."""
     ranks = range(int(os.environ["WORLD_SIZE"]))
-    host.expect([_get(meeting, f"{_HOST}{rank}") for rank in ranks])
+    host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
     address = host.start_superlink(os.environ["MASTER_ADDR"])
-    meeting.set(_SUPERLINK, address)
+    tcp_store.set(_SUPERLINK, address)
     host.start_supernode(address)
-    return host.serve(address)
+    return host.run_server_app(address)
 
 
-def _get(meeting: TCPStore, key: str) -> str:
+def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
     The wait has no time limit. If rank 0 fails, the run ends, and so does the wait. If another rank
     fails before it has set its key, rank 0 waits until the run is interrupted or reaches its
     `timeout_s`.
     """
-    while not meeting.check([key]):
+    while not tcp_store.check([key]):
         time.sleep(LOOK_S)
-    found: str = meeting.get(key).decode()
+    found: str = tcp_store.get(key).decode()
     return found
 
 
-class _Host:
+class _HostPrograms:
     """Flower's programs on this host; leaving the context ends them.
 
     Args:
         folder: A folder of this run that only this user can read.
-        terms: The settings of the federation.
+        settings: The settings of the federation.
     """
 
-    def __init__(self, folder: Path, terms: FederationSettings) -> None:
-        self._folder, self._terms = folder, terms
+    def __init__(self, folder: Path, settings: FederationSettings) -> None:
+        self._folder, self._settings = folder, settings
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._failed: RuntimeError | None = None
         self._is_over = threading.Event()
-        self._root = self._write("root.pem", terms.certificate)
+        self._root = self._write("root.pem", settings.certificate)
         self._result = folder / "result"
         self._environ = {
             **os.environ,
@@ -163,12 +163,12 @@ class _Host:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-            KEY_FILE: str(self._write("key", terms.key)),
+            KEY_FILE: str(self._write("key", settings.key)),
             RESULT: str(self._result),
             IMPORTS: ",".join(needed_modules(Path(os.environ[PAYLOAD]), list(sys.modules))),
         }
 
-    def __enter__(self) -> "_Host":
+    def __enter__(self) -> "_HostPrograms":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -182,7 +182,7 @@ class _Host:
                 program.kill()
                 program.wait()
 
-    def expect(self, names: Sequence[str]) -> None:
+    def check_host_names(self, names: Sequence[str]) -> None:
         """Check that `per_host`, unless it is empty, names exactly the hosts that take part.
 
         Args:
@@ -191,9 +191,9 @@ class _Host:
         Raises:
             UsageError: The names differ.
         """
-        if (told := self._terms.per_host.keys()) and told != set(names):
+        if (expected := self._settings.per_host.keys()) and expected != set(names):
             raise UsageError(
-                f"per_host names {', '.join(sorted(told))}; the hosts that take part are "
+                f"per_host names {', '.join(sorted(expected))}; the hosts that take part are "
                 f"{', '.join(sorted(names))}: name each of them, and no other"
             )
 
@@ -210,8 +210,8 @@ class _Host:
             RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without
                 a key.
         """
-        terms = self._terms
-        mine, key = certificate.sign(terms.certificate, terms.signing_key, host)
+        settings = self._settings
+        mine, key = certificate.sign(settings.certificate, settings.signing_key, host)
         secret = self._write("superlink.secret", secrets.token_hex(32))
         superlink = [sys.executable, "-m", "taas_magic.federation.flower"]
         superlink += ["--host", host, "--isolation", "process"]
@@ -221,7 +221,7 @@ class _Host:
         superlink += ["--superexec-auth-secret-file", str(secret)]
         port = self._start_listening("SuperLink", host, superlink)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._try_without_key(address)
+        self._check_key_required(address)
         self._start_superexec("SuperLink's SuperExec", address, secret, tls=True)
         return address
 
@@ -236,7 +236,7 @@ class _Host:
             "host": name,
             "partition-id": int(os.environ["RANK"]),
             "num-partitions": int(os.environ["WORLD_SIZE"]),
-            **self._terms.per_host.get(name, {}),
+            **self._settings.per_host.get(name, {}),
         }
         private, public = generate_key_pairs()
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
@@ -254,7 +254,7 @@ class _Host:
         port = self._start_listening("SuperNode", LOOPBACK, supernode)
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
 
-    def serve(self, superlink: str) -> Any:
+    def run_server_app(self, superlink: str) -> Any:
         """Start the ServerApp and print its log until it has ended.
 
         Args:
@@ -270,7 +270,7 @@ class _Host:
         watching = threading.Thread(target=self._watch, name="taas-flower", daemon=True)
         watching.start()
         try:
-            return self._serve(superlink)
+            return self._run_server_app(superlink)
         except httpx.HTTPError as error:
             raise self._failed or error from error
         finally:
@@ -278,9 +278,9 @@ class _Host:
             watching.join()
 
     def _watch(self) -> None:
-        """Check all programs until `serve` returns; if one has ended, kill the SuperLink.
+        """Check all programs until `run_server_app` returns; if one has ended, kill the SuperLink.
 
-        Without a SuperLink, `serve` stops waiting. Runs in a thread.
+        Without a SuperLink, `run_server_app` stops waiting. Runs in a thread.
         """
         while not self._is_over.wait(LOOK_S):
             try:
@@ -290,9 +290,9 @@ class _Host:
                 self._is_over.set()
                 self._programs["SuperLink"].kill()
 
-    def _serve(self, superlink: str) -> Any:
-        """Start the ServerApp through the Control API; see `serve`."""
-        fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._terms.config).encode()})
+    def _run_server_app(self, superlink: str) -> Any:
+        """Start the ServerApp through the Control API; see `run_server_app`."""
+        fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
             run_id = control.StartRun(request).run_id
@@ -370,7 +370,7 @@ class _Host:
             time.sleep(LOOK_S)
         return False
 
-    def _try_without_key(self, superlink: str) -> None:
+    def _check_key_required(self, superlink: str) -> None:
         """Check that the SuperLink's Control API rejects a wrong key.
 
         Another version of flwr might ignore our authentication class and accept every client.
@@ -396,8 +396,8 @@ class _Host:
         client = ControlHttpClient.from_server_address(
             superlink,
             insecure=False,
-            root_certificates=self._terms.certificate.encode(),
-            interceptors=[_Bearer(key or self._terms.key)],
+            root_certificates=self._settings.certificate.encode(),
+            interceptors=[_KeyInterceptor(key or self._settings.key)],
         )
         try:
             yield client
@@ -411,7 +411,7 @@ class _Host:
 
 
 @dataclass(frozen=True)
-class _Bearer:
+class _KeyInterceptor:
     """HTTP interceptor that adds the run's key to each request to the Control API."""
 
     key: str

@@ -9,7 +9,7 @@ from typing import Any
 from taas_magic.federation.flower import FederationSettings
 
 
-def take_part(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
+def run_on_rank(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended.
 
     The arguments, the result and the errors are those of `programs.run_programs`.

@@ -23,7 +23,7 @@ from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError,
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
 from taas_magic.farms.messages import FarmAddress, JobOutcome, JobUpdate, NodeUpdate
-from taas_magic.farms.table import FarmState, JobState, bundle
+from taas_magic.farms.table import FarmState, JobState, mime_bundle
 from taas_magic.host.spec import Origin
 from taas_magic.notebook import launch
 from tests.cellfiles import cells_of
@@ -339,7 +339,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
     def delivered(*names: str) -> Job:
         job = Job(farm, "forged", (), {}, tmp_path / "jobs" / "forged")
         files = [(os.fsencode(name), b"x") for name in names]
-        farm._deliver(job, JobOutcome(took_s=1.0, parts=[packed.data], files=files))
+        farm._store_outcome(job, JobOutcome(took_s=1.0, parts=[packed.data], files=files))
         return job
 
     for name in ("../outside", f"{tmp_path}/outside", "a/../../outside", "", "."):
@@ -626,13 +626,13 @@ def farm_state() -> FarmState:
 
 
 def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
-    shown = bundle(farm_state())
+    shown = mime_bundle(farm_state())
     assert "1 node (0 to 2), each for 1 job at a time · 1 queued, 1 running" in shown["text/plain"]
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
     assert shown["text/html"].index("1 queued") < shown["text/html"].index("<pre")
     (closed := farm_state()).close()
-    assert "node-0" not in bundle(closed)["text/plain"]
+    assert "node-0" not in mime_bundle(closed)["text/plain"]
 
 
 def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
@@ -640,7 +640,7 @@ def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
     why = f"killed; its log says why ({'/long' * 30}/rank-0.log)"
     state.apply(NodeUpdate("node-0", "lost", why))
     assert state.counts()["queued"] == 2
-    shown = bundle(state)["text/plain"]
+    shown = mime_bundle(state)["text/plain"]
     assert why in shown
     assert shown.index("train-1") < shown.index("train-2"), "the job that starts next comes first"
 

@@ -10,7 +10,7 @@ import pytest
 
 from taas_magic.errors import UsageError
 from taas_magic.federation.federation import Federation
-from taas_magic.federation.flower import RESULT, _keeping
+from taas_magic.federation.flower import RESULT, _with_saved_result
 from taas_magic.notebook import launch
 from taas_magic.notebook.runs import Run
 from tests.cellfiles import cells_of
@@ -39,7 +39,7 @@ def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(RESULT, str(tmp_path / "result"))
     app = ServerApp()
     app.main()(lambda grid, context: [grid, context])
-    _keeping(app)("the grid", "the context")
+    _with_saved_result(app)("the grid", "the context")
     assert b"the context" in (tmp_path / "result").read_bytes()
 
 
