@@ -1,7 +1,7 @@
-"""Hooks and names that other modules add here, and that the magics read around each cell.
+"""Functions and names that other modules register here, and that the magics read at each cell.
 
-They are not in the modules that add them, because a background thread imports those modules. While
-the first cells run, those modules may still be partly imported.
+The magics do not read them from the other modules, because a background thread imports those
+modules. While the first cells run, an import may not be complete.
 """
 
 from collections.abc import Callable

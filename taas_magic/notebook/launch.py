@@ -166,8 +166,8 @@ def prepare_run(
 
     Args:
         session: The session whose ranks run the cell. None for a run with ranks of its own.
-        reads_only: Whether the run does not lock the project store, so that another run may write
-            to it at the same time.
+        reads_only: Whether the run leaves the project store unlocked, so that another run may write
+            to the store at the same time.
 
     Returns:
         The kernel's side of the run, and the description of the run for its pools.
@@ -249,7 +249,8 @@ def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     """Return the notes to show in the status header of a run; leave out lasting notes shown before.
 
     Notes on a missing GPU and on differing constants are lasting: they hold for many runs. A kernel
-    shows such a note once. It shows a note on constants again if their values change.
+    shows each lasting note once. If the values of the constants change, the note on them is shown
+    again.
 
     Args:
         notes: Notes of the plan.
@@ -584,7 +585,8 @@ def out_problem(
 ) -> str | None:
     """Return a message if `--out` names a variable that no rank will have when the cell ends.
 
-    Only problems that are visible before the cell runs are found. None if there is no such problem.
+    Only problems that are visible before the cell runs are found. The result is None if no problem
+    is found.
 
     Args:
         known: Names that the ranks of the cell's session have. None without a session.

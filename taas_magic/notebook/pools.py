@@ -275,8 +275,8 @@ def ask_hosts(
         config: Settings of taas.toml.
         packages: Packages that taas-magic needs on a host.
         modules: Top-level modules that a host must have.
-        mark: Path of a file in the project store. A host that sees this file shares the store. ""
-            skips this check.
+        mark: Path of a file in the project store. A host that sees this file shares the store. If
+            `mark` is "", the hosts are not checked for a shared store.
 
     Returns:
         One row for each host. If a pool has no host that can be asked, one row for the pool, with

@@ -306,7 +306,7 @@ def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
 
 
 def estimate(flow: LoaderFlow, ranks: int) -> str:
-    """Return text with the speeds of a fetcher and a rank here, and the estimated `--cpus`.
+    """Return text with the measured speeds of a fetcher and a rank, and the estimated `--cpus`.
 
     Args:
         flow: Counts of the loader in the rehearsed run.

@@ -142,7 +142,7 @@ class Interrupts:
 
 
 class Background(Generic[T]):
-    """A function call in a separate thread, which continues if the user stops waiting for it.
+    """A function call in a separate thread. The call continues if the user stops the wait for it.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the
@@ -230,7 +230,7 @@ class RunFetchers:
         listen: Function that receives each event until `forward_events` is called. After that
             call, the kernel receives the events from the pool of the ranks. The function may be
             called in any thread.
-        waits: Whether to wait here for the pool's hosts. False if the ranks use the same pool,
+        waits: Whether this object waits for the pool's hosts. False if the ranks use the same pool,
             because the caller waits for that pool's hosts anyway.
     """
 
@@ -313,7 +313,7 @@ class RunFetchers:
         return [FetcherEnded(number=it.number) for it in (data.fetchers if data else ())]
 
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
-        """End the fetchers. If they are still starting, end them as soon as they have started.
+        """End the fetchers. If fetchers are still starting, end them as soon as they have started.
 
         The fetchers' pool may still be killing them when this method returns. The user's second
         interrupt ends the wait for the pool's answer.

@@ -177,7 +177,7 @@ class Run:
 
     @property
     def out(self) -> dict[str, Any]:
-        """Variables returned by `--out`, also from a failed run. They are loaded only once."""
+        """Variables returned by `--out`, also from a failed run; loaded at the first access."""
         values = self._results().values
         return {name: values[name] for name in values if name != VALUE}
 

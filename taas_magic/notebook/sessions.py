@@ -451,7 +451,7 @@ class Session:
 def _call(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process, and ignore a PoolError.
 
-    If the pool's process has ended, its session has ended, too, and the next cell reports this.
+    If the pool's process has ended, the session has ended, too. The next cell reports that.
     """
     with suppress(PoolError):
         connection.call(request)

@@ -199,7 +199,7 @@ class PoolConnection:
 
     The connection ends when the process ends or when the kernel closes the connection. It is never
     restored. All runs and waits for hosts on this connection end at the same time. If the pool gets
-    another process, that process does not continue them.
+    another process, that process does not continue these runs and waits.
 
     Args:
         client: A Dask client that is connected to the process.
@@ -647,7 +647,10 @@ class Pool:
             return self._ready_connection() or self._join(Wait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process sends beats. Close it if the process is silent."""
+        """Return the connection if the process sends beats.
+
+        If the process is silent, close the connection and return None.
+        """
         if (found := self.connection) is None:
             return None
         until = time.monotonic() + _PATIENCE_S

@@ -197,7 +197,7 @@ class PoolMeter:
         """Add the time since the last call to the hours of all hosts, and update idle times.
 
         Returns:
-            Whether a host has been idle for `idle_timeout_s`, so that the pool must return it.
+            Whether any host has been idle for `idle_timeout_s`. The pool must return such a host.
         """
         now = self._clock()
         passed_s, self._looked = now - self._looked, now
@@ -653,7 +653,7 @@ class Controller(SchedulerPlugin):
         return await run.answer(host.address, request)
 
     async def facts(self, request: GetFacts) -> list[Facts]:
-        """Ask all hosts for facts such as versions and installed modules, and return them."""
+        """Ask all hosts for facts such as versions and installed modules; return the facts."""
         return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def down(self, request: EndPool) -> None:

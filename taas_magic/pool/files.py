@@ -56,7 +56,7 @@ class OwnedFiles:
 
         Args:
             name: Path of the file, relative to the run folder.
-            fetches: Whether the host runs fetchers of the run. If False, it runs ranks.
+            fetches: True if the host runs fetchers of the run, False if the host runs ranks.
         """
         if not fetches and (result := RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
@@ -73,7 +73,7 @@ class FileServer:
     Requests about the project store run in a thread of their own, because they wait for the disk.
 
     Args:
-        fetches: Whether the share is the run's fetchers. If False, it is the run's ranks.
+        fetches: True if the share is the run's fetchers, False if the share is the run's ranks.
     """
 
     def __init__(self, run: RunSpec, fetches: bool) -> None:
@@ -111,7 +111,7 @@ class FileServer:
         self._thread.shutdown(wait=False)
 
     def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
-        """Handle a request about the run folder. Blocks; any thread may call this.
+        """Handle a request about the run folder. This call blocks. Any thread may call this method.
 
         Raises:
             ProtocolError: The request is invalid, or this host may not send it.

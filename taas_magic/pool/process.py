@@ -6,8 +6,8 @@ to do when a kernel is gone. Kernels find the process through `pool.json` in the
 Jupyter finds a kernel through its connection file. `pool.json` holds the address and the keys; only
 the user can read it.
 
-A `PoolProcess` is one operating-system process. If another process replaces it in the pool's
-folder, that process is another `PoolProcess`.
+A `PoolProcess` is one operating-system process. If another process takes its place in the
+pool's folder, that process is another `PoolProcess`.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """Counter of the restarts of a run's fetchers. It decides whether they may start again.
+    """Counter of the restarts of a run's fetchers, with the decision whether to start them again.
 
     The caller starts the fetchers.
 

@@ -473,7 +473,7 @@ class Share(ABC):
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
 
         Raises:
-            PoolError: The host could not start them.
+            PoolError: The host could not start its ranks or fetchers.
         """
         part.host.runs.add(self.run_id)
         address = part.host.address

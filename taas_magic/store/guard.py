@@ -1,25 +1,25 @@
 """Protect the project store from a rank: by the operating system if possible, and by Python.
 
-`apply_rule` is called in a freshly forked rank before any of the user's code. Processes that
-the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
-mount, else Landlock, else Python alone. `strongest` finds this mechanism: it tries each mechanism
-in a separate process. A trial in this process could fail after this process has entered a user
-namespace, and no process can leave a user namespace.
+`apply_rule` is called in a freshly forked rank before any of the user's code. Processes that the
+rank starts inherit the protection. The strongest mechanism of the host is used: a read-only mount,
+else Landlock, else Python alone. `strongest` finds this mechanism: it tries each mechanism in a
+separate process. A trial in the rank itself could fail halfway: a process that has entered a user
+namespace cannot leave it.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
     Landlock               anyone      EACCES                   chmod, utime, extended attributes
     Python alone           anyone      PermissionError          subprocesses, C++ writers, ctypes
 
-Mounts are made in a private mount namespace, which disappears with its last process. They need root
-or a kernel that lets ordinary users make user namespaces.
+Mounts are made in a private mount namespace, which disappears with its last process. Mounts need
+root, or a Linux kernel that lets ordinary users make user namespaces.
 
-Landlock (Linux 5.13 and later) needs neither. Its rules are an allow-list: an operation that the
-rule set handles is refused everywhere except below the folders that the rules name. To protect the
+Landlock (Linux 5.13 and later) needs neither. A Landlock rule set is an allow-list: an operation
+that the rule set handles is allowed only below the folders that the rules name. To protect the
 store, the rules therefore name all siblings of the store, and all siblings of each folder that
 contains it. The rules do not name the folders that contain the store, so no new entry can be made
-directly in them. The rule set does not handle reading, which stays allowed. It handles truncation
-from ABI 3 (Linux 6.2) on.
+directly in them. The rule set does not handle reading, so reading is allowed everywhere. From ABI
+3 (Linux 6.2) on, the rule set also handles truncation.
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
@@ -326,7 +326,7 @@ def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
 
     A descriptor keeps the rights and the mount with which it was opened. Through an old descriptor
     of a file in the store, the process could still write the file. Through an old descriptor of any
-    folder, it could bypass the new mount.
+    folder, the process could bypass the new mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

@@ -150,9 +150,10 @@ class StoreServer:
         self._tree.close()
 
     def _make_token(self, host_rank: int, request: MakeToken) -> str:
-        """Return the name of a marker file in the store. A host that sees it shares the store.
+        """Return the name of a marker file in the store.
 
-        The first request makes the file; `close` removes it.
+        A host that sees this file shares the store. The first request makes the file, and `close`
+        removes the file.
         """
         if self._token is None:
             for seen in self._tree.entries(""):
@@ -308,7 +309,7 @@ class StoreServer:
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _place_of(self, path: str) -> str:
-        """Return the path of this run's version of a file. It may be beside the user's file."""
+        """Return the path at which the store keeps this run's version of the file `path`."""
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:

@@ -170,7 +170,7 @@ class Tree:
     """A folder held open by a descriptor, with safe access to the files in it.
 
     Args:
-        root: Path of the folder. It may contain symbolic links, because the user chose it.
+        root: Path of the folder. The user chose this path, so symbolic links in it are followed.
 
     Raises:
         OSError: The folder cannot be opened.
