@@ -29,35 +29,37 @@ _context.set_forkserver_preload(["torch", "numpy", "hold"])
 def table() -> list[str]:
     """Return a Markdown table with the set-up time of each protection mechanism per rank."""
     head = ["| what holds a rank | set-up per rank |", "|---|---|"]
-    possible = guard.candidates(os.geteuid())
-    rows = [_row(f"{means.value}, and Python", means, rank=1) for means in possible[:-1]]
+    possible = guard.possible_protections(os.geteuid())
+    rows = [
+        _row(f"{protection.value}, and Python", protection, rank=1) for protection in possible[:-1]
+    ]
     rows += [_row(StoreProtection.PYTHON.value, StoreProtection.PYTHON, rank=1)]
     rows += [_row("rank 0: nothing, it is watched", StoreProtection.PYTHON, rank=0)]
     return [*head, *rows, f"Aim: under {AIM_MS:.0f} ms."]
 
 
-def _row(label: str, means: StoreProtection, rank: int) -> str:
-    measured = [_measure(means, rank) for _ in range(RANKS)]
-    if any(used != means.value for used, _ in measured):
+def _row(label: str, protection: StoreProtection, rank: int) -> str:
+    measured = [_measure(protection, rank) for _ in range(RANKS)]
+    if any(used != protection.value for used, _ in measured):
         return f"| {label} | not offered here |"
     return f"| {label} | {statistics.median(ms for _, ms in measured):.1f} ms |"
 
 
-def _measure(means: StoreProtection, rank: int) -> tuple[str, float]:
+def _measure(protection: StoreProtection, rank: int) -> tuple[str, float]:
     """Return the mechanism that `apply_rule` has used, and its set-up time in milliseconds.
 
-    If `means` does not work here, `apply_rule` uses another mechanism.
+    If `protection` does not work here, `apply_rule` uses another mechanism.
     """
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
-        process = _context.Process(target=_be_held, args=(writing, folder, means.value, rank))
+        process = _context.Process(target=_be_held, args=(writing, folder, protection.value, rank))
         process.start()
         used, ms = reading.recv()
         process.join()
     return used, ms
 
 
-def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
+def _be_held(writing: Connection, folder: str, protection: str, rank: int) -> None:
     store = Path(folder, "store")
     store.mkdir()
     os.chdir(store)
@@ -66,10 +68,10 @@ def _be_held(writing: Connection, folder: str, means: str, rank: int) -> None:
         StoreRule(str(store)),
         f"rank {rank}",
         writes=rank == 0,
-        means=StoreProtection(means),
+        protection=StoreProtection(protection),
         scratch=Path(folder, "scratch"),
         run_folder=folder,
-        note=lambda path: None,
+        on_write=lambda path: None,
     )
     writing.send((used.value, 1000 * (time.perf_counter() - began)))
 

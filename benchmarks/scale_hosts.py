@@ -177,7 +177,7 @@ class Agent:
         said: object = None
         match call["name"]:
             case "taas_Greet":
-                said = HostHello(host=self.name, address="10.1.0.1", means="mount", gpus=8)
+                said = HostHello(host=self.name, address="10.1.0.1", protection="mount", gpus=8)
             case "taas_StartShare":
                 spec = from_bytes(call["request"], words.StartShare).spec
                 self._run_id = spec.plan.run_id

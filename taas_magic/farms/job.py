@@ -117,10 +117,10 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
     apply_rule(
         process_state.store,
         "a job",
-        means=StoreProtection(process_state.means),
+        protection=StoreProtection(process_state.protection),
         scratch=Path(process_state.scratch),
         run_folder=process_state.files,
-        note=note,
+        on_write=note,
     )
     with contextlib.suppress(OSError):  # this host may not have the notebook's folder
         os.chdir(process_state.cwd)
@@ -223,6 +223,6 @@ def _failure_outcome(error: BaseException) -> JobOutcome:
         text = tracebacks.plain(error)
     except Exception:  # the exception's own __str__ or __repr__ failed, or a deep recursion
         text = traceback.format_exc(limit=1)
-    text = tracebacks.cut(text, tracebacks.TRACEBACK_LIMIT_CHARS)
+    text = tracebacks.shorten(text, tracebacks.TRACEBACK_LIMIT_CHARS)
     etype, message = type(error).__name__, tracebacks.message_of(error)
     return JobOutcome(etype=etype, message=message, traceback=text.splitlines())

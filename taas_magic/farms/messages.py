@@ -124,7 +124,7 @@ class JobProcessState(Struct, frozen=True):
 
     Attributes:
         store: The rule of the project store, with this host's path.
-        means: The mechanism that keeps the process's writes out of the store (value of
+        protection: The mechanism that keeps the process's writes out of the store (value of
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: The scratch folder for writes that are kept out of the store. The process creates
@@ -136,7 +136,7 @@ class JobProcessState(Struct, frozen=True):
     sys_path: list[str]
     cpus: int
     store: StoreRule
-    means: str = ""
+    protection: str = ""
     files: str = ""
     scratch: str = ""
 

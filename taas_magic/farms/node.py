@@ -165,12 +165,12 @@ async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -
     from taas_magic.store import guard
 
     use_steady_clock()
-    means = guard.strongest().value
+    protection = guard.strongest_protection().value
     settings, security = process_state.settings, Security(**process_state.settings.security)
     warming = asyncio.ensure_future(asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s))
     await _report_imports(warming, process_state, security)
     await warming
-    slots = Slots(process_state, folder, means)
+    slots = Slots(process_state, folder, protection)
     threads = ThreadPoolExecutor(settings.slots + 2)  # these start and end processes
     asyncio.get_running_loop().set_default_executor(threads)
     node = NodeWorker(
@@ -219,7 +219,7 @@ class Slots:
     The node's event loop calls the methods. Only `close` blocks.
     """
 
-    def __init__(self, process_state: NodeProcessState, folder: Path, means: str) -> None:
+    def __init__(self, process_state: NodeProcessState, folder: Path, protection: str) -> None:
         self._settings, self._jobs = process_state.settings, folder / "jobs"
         self._jobs.mkdir()
         self._free: list[Slot] = []
@@ -231,7 +231,7 @@ class Slots:
             job = structs.replace(
                 process_state.jobs,
                 environ={**process_state.jobs.environ, "CUDA_VISIBLE_DEVICES": mine},
-                means=means,
+                protection=protection,
                 files=str(self._jobs),
                 scratch=str(folder / f"scratch-{number}"),
             )

@@ -442,7 +442,7 @@ class NodeManager(SchedulerPlugin):
         with self._lock:
             wait, node.wait = node.wait, None
         if wait is not None:
-            wait.give_up()
+            wait.cancel()
         if node.connection is not None:
             with contextlib.suppress(TaasError):  # the pool's process may have ended, with the run
                 node.connection.forget(node.run_id)

@@ -60,10 +60,10 @@ from taas_magic.messages import (
     HostHello,
     Note,
     PauseClocks,
-    PlaceFetcher,
     Request,
     RequestHandler,
     RunStacks,
+    SetFetcherAddress,
     StartingHost,
     encode,
     escaped,
@@ -193,7 +193,7 @@ class AgentWorker(ClosedWorker):
     """The agent of a host. It runs no Dask tasks but handles calls of the controller.
 
     Args:
-        place: Name and address of the host.
+        host_address: Name and address of the host.
         lease: The host's lease. Each heartbeat that the pool's process acknowledges renews it.
         warming: Task that is done when the host can start ranks. The result of the task has one
             message for each module that the forkserver could not import. Every run shows these
@@ -203,7 +203,7 @@ class AgentWorker(ClosedWorker):
     def __init__(
         self,
         *args: Any,
-        place: HostAddress,
+        host_address: HostAddress,
         lease: Lease,
         warming: "asyncio.Task[list[str]]",
         **kwargs: Any,
@@ -213,11 +213,11 @@ class AgentWorker(ClosedWorker):
             *args,
             nthreads=1,
             memory_limit=0,
-            host=place.address,
+            host=host_address.address,
             startup_information=said,
             **kwargs,
         )
-        self._place, self._lease, self._warming = place, lease, warming
+        self._host_address, self._lease, self._warming = host_address, lease, warming
         self._shares: dict[str, HostShare] = {}
         self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
@@ -227,7 +227,7 @@ class AgentWorker(ClosedWorker):
             StartShare: self.start_run,
             Halt: self.forward_command,
             EndRun: self.forward_command,
-            PlaceFetcher: self.forward_command,
+            SetFetcherAddress: self.forward_command,
             AnswerInput: self.forward_command,
             PauseClocks: self.forward_command,
             GetStacks: self.stacks,
@@ -251,9 +251,9 @@ class AgentWorker(ClosedWorker):
         if not asked.has_run:
             self._is_rest_due.set()
         return HostHello(
-            host=self._place.host,
-            address=self._place.address,
-            means=guard.strongest().value,
+            host=self._host_address.host,
+            address=self._host_address.address,
+            protection=guard.strongest_protection().value,
             gpus=probe.count_gpus(),
         )
 
@@ -276,7 +276,7 @@ class AgentWorker(ClosedWorker):
                 Or a cell was requested, but its session has ended on this host.
         """
         spec, run_id = asked.spec, asked.spec.share_id
-        if asked.again:
+        if asked.is_next_attempt:
             run = self._shares.get(run_id)
             if not isinstance(run, HostRun):
                 raise PoolError(f"run {run_id} has ended here")
@@ -286,8 +286,10 @@ class AgentWorker(ClosedWorker):
         def ask_files(request: FileRequest[_T]) -> _T:
             return self._send_request(structs.replace(request, run_id=run_id))
 
-        make = self._maker(spec)
-        share = await asyncio.to_thread(make, spec, self._place, emit, self._is_alone, ask_files)
+        create_share = self._share_factory(spec)
+        share = await asyncio.to_thread(
+            create_share, spec, self._host_address, emit, self._is_alone, ask_files
+        )
         self._shares[run_id] = share
         for problem in () if spec.fetches or spec.run.session else self._warming.result():
             emit(Note(text=problem))
@@ -297,7 +299,7 @@ class AgentWorker(ClosedWorker):
         carry_out.start()
         return share.port
 
-    def _maker(self, spec: ShareSpec) -> Callable[..., HostShare]:
+    def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
         """Return the function that creates the share that `spec` describes.
 
         A share has one of four classes: for ranks of a run, for fetchers, for ranks of a session,
@@ -314,7 +316,9 @@ class AgentWorker(ClosedWorker):
             return HostRun
         session = self._shares.get(spec.run.session)
         if not isinstance(session, HostSession):
-            raise PoolError(f"session {spec.plan.session} has ended on host {self._place.host}")
+            raise PoolError(
+                f"session {spec.plan.session} has ended on host {self._host_address.host}"
+            )
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, told: PoolCommand) -> None:
@@ -350,7 +354,7 @@ class AgentWorker(ClosedWorker):
             if not self._warming.done():
                 name, for_s = forkserver.importing()
                 beat["starting"] = pack(
-                    StartingHost(host=self._place.host, imports=name, for_s=for_s)
+                    StartingHost(host=self._host_address.host, imports=name, for_s=for_s)
                 )
             self.batched_send(beat)
             await asyncio.sleep(self._lease.beat_s)
@@ -430,34 +434,36 @@ class AgentWorker(ClosedWorker):
         self.batched_send({"op": ANSWER, "id": number, "answer": answer, "error": error})
 
 
-async def serve(words: bytes) -> None:
+async def serve(packed_settings: bytes) -> None:
     """Join the pool, and handle the controller's calls.
 
     Returns when the pool has closed or the connection to the pool is lost. The agent joins the pool
     before the forkserver has finished its imports.
 
     Args:
-        words: `AgentSettings` in packed form, from standard input.
+        packed_settings: `AgentSettings` in packed form, from standard input.
 
     Raises:
         PoolError: The forkserver could not import a module that ranks need.
     """
-    settings = unpack(words, AgentSettings)
+    settings = unpack(packed_settings, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(system.CALM_DASK)
     use_steady_clock()
     address = system.choose_address(
         settings.interface, os.environ, get_address_host(settings.scheduler)
     )
-    place = HostAddress(settings.host_name or socket.gethostname(), address, settings.is_foreign)
-    guard.strongest()  # determined and cached here, before a run needs it
+    host_address = HostAddress(
+        settings.host_name or socket.gethostname(), address, settings.is_foreign
+    )
+    guard.strongest_protection()  # determined and cached here, before a run needs it
     warming = asyncio.create_task(
         asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s), name="taas-warm-up"
     )
     lease = Lease(settings.lease_s, functools.partial(end_agent, settings.lease_s))
     agent = AgentWorker(
         settings.scheduler,
-        place=place,
+        host_address=host_address,
         lease=lease,
         warming=warming,
         name=settings.name,
@@ -470,7 +476,7 @@ async def serve(words: bytes) -> None:
         # On the notebook's machine, a lease is not needed. There, the pool's process writes to a
         # pipe to the supervisor. The pipe closes when the pool's process ends, and no network
         # failure can cut the pipe.
-        if place.is_foreign:
+        if host_address.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())
         tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_rest()))]

@@ -171,12 +171,12 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
         apply_rule(
             share.store,
             f"fetcher {number}",
-            means=setting.means,
+            protection=setting.protection,
             scratch=setting.folder / str(number),
             run_folder=share.run_dir,
-            # Only the workers run code that may write, and `note` is not called in child processes.
-            # So the agent checks the scratch folder instead, and sends the note.
-            note=lambda path: None,
+            # Only the workers run code that may write, and `on_write` is not called in child
+            # processes. So the agent checks the scratch folder instead, and sends the note.
+            on_write=lambda path: None,
             rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
     payload.read(service.settings_file(share.folder.path)).load_settings().apply()

@@ -28,7 +28,6 @@ from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt
 from taas_magic.store.manifest import (
-    Ask,
     Entry,
     FileRoot,
     ListFiles,
@@ -37,13 +36,14 @@ from taas_magic.store.manifest import (
     MessageSizer,
     Piece,
     ReadFiles,
+    SendRequest,
     WriteFiles,
     batches,
 )
 from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
-from taas_magic.store.outbound import Outbound
+from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.ownership import RunsFiles
-from taas_magic.store.receipt import Ledger
+from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 
 LOG_BYTES = 64 << 20
@@ -63,12 +63,12 @@ class RunFolderCopy:
 
     Args:
         spec: The share that needs the files.
-        ask: Function that sends a request to the pool's process and returns the response.
+        send_request: Function that sends a request to the pool's process and returns the response.
         cache: Folder in which the copy is created.
     """
 
-    def __init__(self, spec: ShareSpec, ask: Ask, cache: Path) -> None:
-        self._ask, self._sizer = ask, MessageSizer()
+    def __init__(self, spec: ShareSpec, send_request: SendRequest, cache: Path) -> None:
+        self._send_request, self._sizer = send_request, MessageSizer()
         self._folder = RunFolder(cache / spec.plan.run_id)
         self._attempt = spec.attempt
         self.close()
@@ -101,12 +101,12 @@ class RunFolderCopy:
             PoolError: The pool's process does not respond, or another process truncated a file
                 during the copy.
         """
-        listed = self._ask(ListFiles(root=FileRoot.RUN))
+        listed = self._send_request(ListFiles(root=FileRoot.RUN))
         assert listed is not None
         for batch in batches(listed.safe().entries, self._sizer):
             if not is_wanted():
                 return False
-            contents = self._sizer.send(self._ask, ReadFiles(batch, root=FileRoot.RUN))
+            contents = self._sizer.send(self._send_request, ReadFiles(batch, root=FileRoot.RUN))
             for (name, offset, size), data in zip(batch, contents, strict=True):
                 if data is None or len(data) != size:
                     what = f"{name} of the run folder was truncated during its copy to this host"
@@ -134,7 +134,7 @@ class RunFolderCopy:
             is_old = of_attempt is not None and int(of_attempt[1]) != self._attempt
             # A hidden file is one that a killed rank had not finished.
             if not path.name.startswith(".") and not is_old:
-                self._send(path, name)
+                self._send_file(path, name)
 
     def close(self) -> None:
         """Remove the copy."""
@@ -151,7 +151,7 @@ class RunFolderCopy:
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | new, 0o600), "ab") as file:
             file.write(data)
 
-    def _send(self, path: Path, name: str) -> None:
+    def _send_file(self, path: Path, name: str) -> None:
         """Send a file in pieces to the notebook's run folder.
 
         Of a log, send only the last `LOG_BYTES` bytes.
@@ -169,7 +169,7 @@ class RunFolderCopy:
                 end = offset + len(data)
                 entry = Entry(name, end if is_last else end + size - file.tell(), "")
                 piece = Piece(entry, offset, data)
-                self._sizer.send(self._ask, WriteFiles([piece], root=FileRoot.RUN))
+                self._sizer.send(self._send_request, WriteFiles([piece], root=FileRoot.RUN))
                 data, offset = b"", end
 
 
@@ -192,10 +192,10 @@ class StoreCopy:
 
     Args:
         spec: The share whose ranks or fetchers use the mirror.
-        ask: Function that sends a request to the pool's process and returns the response.
+        send_request: Function that sends a request to the pool's process and returns the response.
         note: Function that sends a message to the user.
-        shares: If the share is a cell in a session: the `StoreCopy` of the session, whose mirror
-            the cell then uses. None to reserve a separate mirror.
+        session_copy: If the share is a cell in a session: the `StoreCopy` of the session, whose
+            mirror the cell then uses. None to reserve a separate mirror.
 
     Raises:
         StoreError: The store cannot be copied to this host.
@@ -204,39 +204,40 @@ class StoreCopy:
     def __init__(
         self,
         spec: ShareSpec,
-        ask: Ask,
+        send_request: SendRequest,
         note: Callable[[str], None],
-        shares: "StoreCopy | None" = None,
+        session_copy: "StoreCopy | None" = None,
     ) -> None:
         store = spec.run.origin.store
         assert spec.plan.store is not None and store is not None
-        self._rule, self._ask, self._note = spec.plan.store, ask, note
+        self._rule, self._send_request, self._note = spec.plan.store, send_request, note
         self._has_others = spec.n_hosts > 1
-        self._ledger: Ledger | None = None
-        self._sends: Sequence[str] | None = []
+        self._receipt_builder: ReceiptBuilder | None = None
+        self._sent_folders: Sequence[str] | None = []
         self._updater: StoreUpdater | None = None
-        self._outbound: Outbound | None = None
-        self._is_own = shares is None
+        self._outbound: MirrorSender | None = None
+        self._is_own = session_copy is None
         self._mirror: Mirror = (
-            reserve(self._rule.path, store.kernel) if shares is None else shares._mirror
+            reserve(self._rule.path, store.kernel) if session_copy is None else session_copy._mirror
         )
         try:
-            _report_skipped(update_mirror(self._mirror, ask, fresh=spec.attempt > 0), note)
+            _report_skipped(update_mirror(self._mirror, send_request, fresh=spec.attempt > 0), note)
         except BaseException:
             self.close()
             raise
 
-    def start(self, spec: ShareSpec, ledger: Ledger | None) -> None:
+    def start(self, spec: ShareSpec, receipt_builder: ReceiptBuilder | None) -> None:
         """Start to copy this host's changes to the store, and changes of other hosts to the mirror.
 
         Not called for a session, because each cell of the session transfers its own changes.
 
         Args:
             spec: The share.
-            ledger: Record of the files that this host sends; None if this host sends no files.
+            receipt_builder: Record of the files that this host sends; None if this host sends no
+                files.
         """
-        self._ledger = ledger
-        self._follow(_sends(spec))
+        self._receipt_builder = receipt_builder
+        self._start_transfer(_folders_to_send(spec))
 
     def rule(self) -> StoreRule:
         """Return the settings of the project store, with paths in the mirror."""
@@ -257,7 +258,7 @@ class StoreCopy:
         below = os.path.relpath(path, self._rule.path)
         return os.path.normpath(os.path.join(self._mirror.path, below))
 
-    def again(self, spec: ShareSpec) -> None:
+    def prepare_next_attempt(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
         Updates the mirror from the store, so that every rank finds the same last checkpoint. There
@@ -268,12 +269,12 @@ class StoreCopy:
         Raises:
             StoreError: The store cannot be copied to this host any more.
         """
-        sends = _sends(spec)
-        is_newest = self._sends is None and sends is None
+        folders = _folders_to_send(spec)
+        is_newest = self._sent_folders is None and folders is None
         self.finish()
         if not is_newest:
-            update_mirror(self._mirror, self._ask, fresh=True)
-        self._follow(sends)
+            update_mirror(self._mirror, self._send_request, fresh=True)
+        self._start_transfer(folders)
 
     def finish(self) -> None:
         """Send the remaining files to the store, and stop the transfer in both directions.
@@ -292,19 +293,21 @@ class StoreCopy:
         if self._is_own:
             self._mirror.close()
 
-    def _follow(self, sends: Sequence[str] | None) -> None:
-        """Start the transfer of changes in the folders `sends`, and of other hosts' changes.
+    def _start_transfer(self, folders: Sequence[str] | None) -> None:
+        """Start the transfer of changes in the folders `folders`, and of other hosts' changes.
 
         Args:
-            sends: Result of `_sends`.
+            folders: Result of `_folders_to_send`.
         """
-        self._sends = sends
-        if sends is None or sends:
-            assert self._ledger is not None
-            self._outbound = Outbound(self._mirror, self._ask, self._note, self._ledger, sends)
+        self._sent_folders = folders
+        if folders is None or folders:
+            assert self._receipt_builder is not None
+            self._outbound = MirrorSender(
+                self._mirror, self._send_request, self._note, self._receipt_builder, folders
+            )
             self._outbound.start()
         if self._has_others:
-            self._updater = StoreUpdater(self._mirror, self._ask, self._note)
+            self._updater = StoreUpdater(self._mirror, self._send_request, self._note)
             self._updater.start()
 
 
@@ -317,7 +320,7 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
         note(f"not copied from the project store: {', '.join(named)}{more_text}")
 
 
-def _sends(spec: ShareSpec) -> Sequence[str] | None:
+def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:
     """Return the folders of the project store whose changed files this host sends to the store.
 
     Returns:
@@ -339,12 +342,15 @@ class HostFiles:
     the host and back. A share of fetchers writes no files to the project store.
     """
 
-    def __init__(self, spec: ShareSpec, place: HostAddress, ask: Ask, emit: EventSink) -> None:
-        self._spec, self._place, self._ask, self._emit = spec, place, ask, emit
+    def __init__(
+        self, spec: ShareSpec, host_address: HostAddress, send_request: SendRequest, emit: EventSink
+    ) -> None:
+        self._spec, self._host_address = spec, host_address
+        self._send_request, self._emit = send_request, emit
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None
         self._store_copy: StoreCopy | None = None
-        self._ledger: Ledger | None = None
+        self._receipt_builder: ReceiptBuilder | None = None
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
@@ -374,22 +380,22 @@ class HostFiles:
         # Ranks and fetchers of one run may be on the same host, so their folders must differ.
         cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
         if not _is_same(spec.run):
-            self._folder = RunFolderCopy(spec, self._ask, cache)
+            self._folder = RunFolderCopy(spec, self._send_request, cache)
             if not self._folder.copy_in(is_wanted):
                 return None
         store = spec.run.origin.store if spec.plan.store is not None else None
-        if store is not None and not store.is_here(lambda: self._ask(MakeToken())):
-            shares = self._session._store_copy if self._session is not None else None
-            self._store_copy = StoreCopy(spec, self._ask, self._note, shares)
+        if store is not None and not store.is_here(lambda: self._send_request(MakeToken())):
+            session_copy = self._session._store_copy if self._session is not None else None
+            self._store_copy = StoreCopy(spec, self._send_request, self._note, session_copy)
         here = self._local(spec)
-        keeps_ledger = not (spec.run.reads_only or spec.fetches or spec.run.is_session)
-        if (rule := here.store) and keeps_ledger:
-            self._ledger = Ledger(rule.path, rule.shared)
+        builds_receipt = not (spec.run.reads_only or spec.fetches or spec.run.is_session)
+        if (rule := here.store) and builds_receipt:
+            self._receipt_builder = ReceiptBuilder(rule.path, rule.shared)
         if self._store_copy is not None and not spec.run.is_session:
-            self._store_copy.start(spec, self._ledger)
+            self._store_copy.start(spec, self._receipt_builder)
         return here
 
-    def again(self, spec: ShareSpec) -> LocalShare:
+    def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
         """Prepare the files for the next attempt.
 
         Called when the ranks of the last attempt have ended.
@@ -405,15 +411,15 @@ class HostFiles:
         """
         self._has_rank_0 = self._has_rank_0 or spec.has_rank_0
         if self._store_copy is not None:
-            self._store_copy.again(spec)
+            self._store_copy.prepare_next_attempt(spec)
         if self._folder is not None:
             self._folder.begin_attempt(spec.attempt)
         return self._local(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a file of the project store, for the receipt."""
-        if self._ledger is not None:
-            self._ledger.record(rank, message)
+        if self._receipt_builder is not None:
+            self._receipt_builder.record(rank, message)
 
     def send_back(self) -> None:
         """Send the files that the share wrote on this host to the notebook, and send the receipt.
@@ -436,7 +442,7 @@ class HostFiles:
         """Return the share `spec` with the folders, environment and import path of this host."""
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
-        if self._place.is_foreign:
+        if self._host_address.is_foreign:
             environ, sys_path = origin.environ_on(os.environ), origin.sys_path_on(sys.path)
         if (mirror := self._store_copy) is not None:
             store, cwd = mirror.rule(), mirror.locate(cwd)
@@ -451,16 +457,16 @@ class HostFiles:
         try:
             if mirror is not None:
                 mirror.finish()
-            if self._ledger is not None:
-                receipt = self._ledger.close(searches=self._has_rank_0 and mirror is None)
-                if mirror is None and not self._place.is_foreign:
-                    self._record(receipt)
+            if self._receipt_builder is not None:
+                receipt = self._receipt_builder.build(searches=self._has_rank_0 and mirror is None)
+                if mirror is None and not self._host_address.is_foreign:
+                    self._record_receipt(receipt)
                 self._emit(receipt)
         finally:
             if mirror is not None:  # last, because the ledger reads files of the mirror
                 mirror.close()
 
-    def _record(self, receipt: StoreReceipt) -> None:
+    def _record_receipt(self, receipt: StoreReceipt) -> None:
         """Record in the store's state folder that a run wrote the files that the receipt lists.
 
         Called only on the notebook's machine.

@@ -256,9 +256,9 @@ class _StandIn:
             listener.listen()
             # The stand-in's server ends when all write ends of this pipe are closed. Each child of
             # the stand-in holds a write end.
-            held, self._held = multiprocessing.Pipe(duplex=False)
-            with held:
-                started = start(f"{__name__}.stand_in", listener, held)
+            read_end, self._write_end = multiprocessing.Pipe(duplex=False)
+            with read_end:
+                started = start(f"{__name__}.stand_in", listener, read_end)
         self.process = psutil.Process(started.pid)
         self._started = started
 
@@ -290,7 +290,7 @@ class _StandIn:
             child_reads, to_child = os.pipe()
             tracker = resource_tracker.getfd()
             assert tracker is not None
-            theirs = child_reads, child_writes, self._held.fileno(), tracker
+            theirs = child_reads, child_writes, self._write_end.fileno(), tracker
             try:
                 reduction.sendfds(client, [*theirs, *fds])
             except BaseException:
@@ -308,25 +308,25 @@ class _StandIn:
         A child counts as ended only after the stand-in has reported the child's exit code.
         Otherwise the stand-in could end before it has reported the last exit code.
         """
-        if self is _stand_in or self._held.closed:
+        if self is _stand_in or self._write_end.closed:
             return
         self.children = [child for child in self.children if _runs(child)]
         if not self.children:
-            self._held.close()
+            self._write_end.close()
 
 
-def stand_in(listener: socket.socket, held: Connection) -> None:
-    """Run the server of a stand-in until all write ends of `held` are closed.
+def stand_in(listener: socket.socket, read_end: Connection) -> None:
+    """Run the server of a stand-in until all write ends of `read_end` are closed.
 
     The forkserver's fork that becomes the stand-in calls this function.
 
     Args:
         listener: Socket on which requests for new processes arrive.
-        held: Read end of a pipe. The agent and the stand-in's children hold the write end.
+        read_end: Read end of a pipe. The agent and the stand-in's children hold the write end.
     """
     global _own_pid
     _own_pid = os.getpid()
-    forkserver.main(listener.detach(), held.fileno(), [])
+    forkserver.main(listener.detach(), read_end.fileno(), [])
 
 
 def start_importing_rest() -> None:

@@ -57,7 +57,15 @@ from taas_magic.host.system import (
     leftovers,
     named,
 )
-from taas_magic.host.watch import Deadline, Ranks, Verdict, decide, failure_of, guilty, host_failure
+from taas_magic.host.watch import (
+    Deadline,
+    Ranks,
+    Verdict,
+    decide,
+    describe_failure,
+    failed_ranks,
+    host_failure,
+)
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     AnswerInput,
@@ -71,7 +79,6 @@ from taas_magic.messages import (
     HostEnded,
     Note,
     PauseClocks,
-    PlaceFetcher,
     RankBeat,
     RankEvent,
     RankFailure,
@@ -80,11 +87,12 @@ from taas_magic.messages import (
     RanksStarted,
     RankStackSample,
     RunStacks,
+    SetFetcherAddress,
     StoreMessage,
 )
 from taas_magic.plan import Prefill
 from taas_magic.store import guard
-from taas_magic.store.manifest import Ask
+from taas_magic.store.manifest import SendRequest
 
 POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
@@ -100,12 +108,12 @@ FAILED_GRACE_S = 1.0
 
 RANK = "taas_magic.host.rank.rank_main"
 
-PoolCommand = Halt | EndRun | PlaceFetcher | AnswerInput | PauseClocks
+PoolCommand = Halt | EndRun | SetFetcherAddress | AnswerInput | PauseClocks
 """A command of the pool to a share.
 
 - `Halt`: end early, because the run was stopped.
 - `EndRun`: end, because the run is over on all hosts.
-- `PlaceFetcher`: write the address of a fetcher to the run folder, where ranks read it.
+- `SetFetcherAddress`: write the address of a fetcher to the run folder, where ranks read it.
 - `AnswerInput`: pass the line that the user typed to the rank that asked for input.
 - `PauseClocks`: pause or resume the clocks of `--timeout` and `--hang`.
 """
@@ -116,10 +124,10 @@ class HostShare(ABC):
 
     Args:
         spec: The share, as the pool describes it.
-        place: Name and address of the host.
+        host_address: Name and address of the host.
         emit: Function that sends an event to the pool.
         alone: Function that returns whether this is the only share on this host.
-        ask: Function that sends a request for files to the pool and returns the response.
+        send_request: Function that sends a request for files to the pool and returns the response.
 
     Raises:
         PoolError: TMPDIR is not writable.
@@ -134,15 +142,15 @@ class HostShare(ABC):
     def __init__(
         self,
         spec: ShareSpec,
-        place: HostAddress,
+        host_address: HostAddress,
         emit: EventSink,
         alone: Callable[[], bool],
-        ask: Ask,
+        send_request: SendRequest,
     ) -> None:
-        self.spec, self.place, self.host = spec, place, place.host
+        self.spec, self.host_address, self.host = spec, host_address, host_address.host
         self.emit, self._alone = emit, alone
         self.folder = run_folder()
-        self._files = HostFiles(spec, place, ask, emit)
+        self._files = HostFiles(spec, host_address, send_request, emit)
         self._local: LocalShare | None = None
         self.wakeup = Wakeup()
         self.stopped_at: float | None = None
@@ -158,7 +166,7 @@ class HostShare(ABC):
         try:
             self._run()
         finally:
-            state, failures = self._how_it_ended()
+            state, failures = self._outcome()
             self.emit(HostEnded(state=state, failures=failures))
             self.wakeup.close()
 
@@ -174,7 +182,7 @@ class HostShare(ABC):
         except Exception as error:
             self._fail(error)
         remove_folder: Callable[[], None] = partial(shutil.rmtree, self.folder, ignore_errors=True)
-        for step in (*self._ending(), self._sweep, remove_folder):
+        for step in (*self._end_steps(), self._sweep, remove_folder):
             try:
                 step()
             except Exception as error:
@@ -213,7 +221,7 @@ class HostShare(ABC):
         """Record the error that stopped the share."""
 
     @abstractmethod
-    def _ending(self) -> tuple[Callable[[], None], ...]:
+    def _end_steps(self) -> tuple[Callable[[], None], ...]:
         """Return the steps that end all processes of the share, as functions without arguments.
 
         The caller must call every function, even if an earlier function raises an exception.
@@ -226,10 +234,10 @@ class HostShare(ABC):
     def _is_wanted(self) -> bool:
         return self.stopped_at is None
 
-    def _how_it_ended(self) -> tuple[str, list[Failure]]:
+    def _outcome(self) -> tuple[str, list[Failure]]:
         return "SUCCEEDED", []
 
-    def _held(self) -> Path:
+    def _path_prefix(self) -> Path:
         """Return the path prefix by which `leftovers` recognizes processes of this share.
 
         A process belongs to the share if it has a file or pipe open whose path has this prefix.
@@ -238,7 +246,7 @@ class HostShare(ABC):
 
     def _sweep(self) -> None:
         """End the processes that the share has left. Send a note about processes that remain."""
-        found = leftovers(self.spec.share_id, self._held(), self._alone())
+        found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
         if left := end_at_once(found):
             self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
 
@@ -265,14 +273,15 @@ class Attempt:
     def __init__(
         self,
         share: LocalShare,
-        place: HostAddress,
+        host_address: HostAddress,
         emit: EventSink,
         *,
         folder: Path,
         reader: PipeReader,
         processes: dict[int, Any],
     ) -> None:
-        self._share, self._spec, self._place, self._emit = share, share.spec, place, emit
+        self._share, self._spec = share, share.spec
+        self._host_address, self._emit = host_address, emit
         self.folder, self.reader, self.processes = folder, reader, processes
         self.ranks = Ranks(self._spec.ranks)
         self.monitor = StackMonitor(share, self.ranks, reader, folder, emit)
@@ -283,7 +292,7 @@ class Attempt:
     def begin(
         cls: type[_A],
         share: LocalShare,
-        place: HostAddress,
+        host_address: HostAddress,
         folder: Path,
         emit: EventSink,
         on_message: OnMessage,
@@ -292,7 +301,7 @@ class Attempt:
 
         Args:
             share: This host's share of the attempt.
-            place: Name and address of the host.
+            host_address: Name and address of the host.
             folder: The share's folder. The attempt's private folder is created in this folder.
             emit: Function that sends an event to the pool.
             on_message: Function that receives the ranks' messages, in the reader's thread.
@@ -300,7 +309,7 @@ class Attempt:
         own = folder / str(share.spec.attempt)
         own.mkdir(mode=0o700)
         reader = PipeReader(own, share.folder, share.spec.ranks, emit, on_message)
-        return cls(share, place, emit, folder=own, reader=reader, processes={})
+        return cls(share, host_address, emit, folder=own, reader=reader, processes={})
 
     def start(self, port: int) -> None:
         """Start the ranks, and report their process ids to the pool.
@@ -308,8 +317,8 @@ class Attempt:
         Args:
             port: Port of torch's key-value store for the ranks.
         """
-        spec, environ = self._spec, self._share.rank_environ(self._place)
-        about = ProcessSpec(self._share, self.folder, environ, guard.strongest())
+        spec, environ = self._spec, self._share.rank_environ(self._host_address)
+        about = ProcessSpec(self._share, self.folder, environ, guard.strongest_protection())
         for local_rank, rank in enumerate(spec.ranks):
             error_file = link.rank_file(self.folder, rank, "error.json")
             variables = torchrun_variables(spec, local_rank, port, error_file)
@@ -319,7 +328,7 @@ class Attempt:
     def _report_started(self) -> None:
         """Record the process ids of the ranks, and send them to the pool."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
-        self.ranks.started(pids)
+        self.ranks.record_start(pids)
         gpus = min(len(pids), probe.count_gpus())
         self._emit(RanksStarted(attempt=self._spec.attempt, pids=pids, gpus=gpus))
 
@@ -357,7 +366,7 @@ class Attempt:
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.reader.drain(rank)  # record all the rank's messages before its end
-                self.ranks.ended(rank, code, link.rank_file(self.folder, rank, "stack"))
+                self.ranks.record_end(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
         """End the remaining ranks, and release all processes."""
@@ -416,17 +425,17 @@ class Attempt:
         this host.
         """
         if verdict.cause == "host":
-            return [host_failure(self._place.host, PoolError(forkserver.why_ended()))]
+            return [host_failure(self._host_address.host, PoolError(forkserver.why_ended()))]
         return [
-            failure_of(
+            describe_failure(
                 state,
                 verdict,
-                host=self._place.host,
+                host=self._host_address.host,
                 log_path=self._spec.notebook_log_path(state.rank),
                 tail=self.reader.tail(state.rank),
                 timeout_s=self._spec.plan.timeout_s,
             )
-            for state in guilty(self.ranks.states(), verdict.cause)
+            for state in failed_ranks(self.ranks.states(), verdict.cause)
         ]
 
     def _running(self) -> dict[int, Any]:
@@ -469,7 +478,7 @@ class HostRun(HostShare):
         """State and failures of the share if an error in the agent ended the share; else None."""
         self._entries = dict(spec.fetchers)
         self._addresses: Path | None = None
-        self._placing = threading.Lock()
+        self._addresses_lock = threading.Lock()
 
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Request the next attempt, and wait until the current attempt is cleaned up on this host.
@@ -497,12 +506,12 @@ class HostRun(HostShare):
         monitor = self._attempt.monitor if self._attempt is not None else None
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
-    def _place_fetchers(self) -> None:
+    def _write_fetcher_addresses(self) -> None:
         """Write the fetchers' addresses to the folder from which ranks read them.
 
         Does nothing before `use_addresses` has set the folder. Any thread may call this.
         """
-        with self._placing:
+        with self._addresses_lock:
             if self._addresses is not None:
                 for number, entry in list(self._entries.items()):
                     service.write_entry(self._addresses, number, entry)
@@ -521,9 +530,9 @@ class HostRun(HostShare):
             case EndRun():  # all hosts have reported how the attempt ended
                 self._is_over = True
                 self.wakeup.set()
-            case PlaceFetcher():
+            case SetFetcherAddress():
                 self._entries[told.number] = told.entry
-                self._place_fetchers()
+                self._write_fetcher_addresses()
             case AnswerInput() if self._attempt is not None and told.rank in self.spec.ranks:
                 link.answer_input(self._attempt.folder, told)
             case PauseClocks():
@@ -554,10 +563,12 @@ class HostRun(HostShare):
             base: Folder that contains the folder of addresses (`service.addresses_folder`).
         """
         self._addresses = service.addresses_folder(base)
-        self._place_fetchers()
+        self._write_fetcher_addresses()
 
     def _new_attempt(self) -> Attempt:
-        return Attempt.begin(self.local, self.place, self.folder, self.emit, self._on_message)
+        return Attempt.begin(
+            self.local, self.host_address, self.folder, self.emit, self._on_message
+        )
 
     def _start_ranks(self) -> Attempt:
         """Start the ranks of an attempt, and the rendezvous if it is on this host."""
@@ -608,7 +619,7 @@ class HostRun(HostShare):
         self._rendezvous = next_attempt.rendezvous
         self._pause(False)  # the rank that asked the user is gone
         try:
-            self._local = self._files.again(next_attempt.spec)
+            self._local = self._files.prepare_next_attempt(next_attempt.spec)
             self.spec = next_attempt.spec
         finally:
             next_attempt.is_clean.set()
@@ -638,11 +649,11 @@ class HostRun(HostShare):
         self.emit(RankFailure(failure=failure))
         self._error_end = "LOST", [failure]
 
-    def _how_it_ended(self) -> tuple[str, list[Failure]]:
+    def _outcome(self) -> tuple[str, list[Failure]]:
         ended = self._attempt.ended if self._attempt is not None else None
         return self._error_end or ended or ("INTERRUPTED", [])
 
-    def _ending(self) -> tuple[Callable[[], None], ...]:
+    def _end_steps(self) -> tuple[Callable[[], None], ...]:
         if self._next is not None:  # release `start_next_attempt`, which waits
             self._next.is_clean.set()
         parts = self._attempt, self._rendezvous, *self._readers
@@ -768,10 +779,10 @@ class HostFetchers(HostShare):
                 data.cores,
                 host=self.host,
                 # open no unneeded port: ranks on the same host connect by Unix sockets
-                listen=self.place.address if data.crosses else "",
+                listen=self.host_address.address if data.crosses else "",
                 fill_batches=fill_batches,
                 fill_bytes=fill_bytes,
-                setting=ProcessSpec(share, folder, environ, guard.strongest()),
+                setting=ProcessSpec(share, folder, environ, guard.strongest_protection()),
                 stacks=folder / f"{plan.number}.stacks",
             )
 
@@ -788,10 +799,12 @@ class HostFetchers(HostShare):
     def _record_files_error(self, error: Exception) -> None:
         self.note(f"the fetchers' logs stay on host {self.host}: {error}")
 
-    def _held(self) -> Path:
-        return self.local.folder.path / "logs" / "fetcher-" if self._local else super()._held()
+    def _path_prefix(self) -> Path:
+        return (
+            self.local.folder.path / "logs" / "fetcher-" if self._local else super()._path_prefix()
+        )
 
-    def _ending(self) -> tuple[Callable[[], None], ...]:
+    def _end_steps(self) -> tuple[Callable[[], None], ...]:
         return tuple(partial(self._end, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:

@@ -184,7 +184,7 @@ class CellAttempt(Attempt):
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
         text = (
-            f"rank {ranks} on host {self._place.host} did not end its cell within "
+            f"rank {ranks} on host {self._host_address.host} did not end its cell within "
             f"{RETURN_S:.0f} s of the interrupt and was killed: the session ends"
         )
         self._emit(Note(text=text))
@@ -251,7 +251,7 @@ class HostSession(HostRun):
         ours.reader.follow(cell.local.folder, cell.emit, cell.handle_message)
         return CellAttempt(
             cell.local,
-            self.place,
+            self.host_address,
             cell.emit,
             folder=ours.folder,
             reader=ours.reader,
@@ -260,7 +260,7 @@ class HostSession(HostRun):
 
     def _new_attempt(self) -> Attempt:
         return SessionAttempt.begin(
-            self.local, self.place, self.folder, self.emit, self._on_message
+            self.local, self.host_address, self.folder, self.emit, self._on_message
         )
 
     def _start_ranks(self) -> Attempt:
@@ -288,9 +288,9 @@ class HostSession(HostRun):
             raise PoolError(f"{why}, so the ranks cannot form another process group")
         super()._check(attempt)
 
-    def _ending(self) -> tuple[Callable[[], None], ...]:
+    def _end_steps(self) -> tuple[Callable[[], None], ...]:
         self._started.set()
-        first, *others = super()._ending() or (lambda: None,)
+        first, *others = super()._end_steps() or (lambda: None,)
         return (first, self._await_cell, *others)
 
     def _await_cell(self) -> None:
@@ -341,10 +341,10 @@ class HostCell(HostRun):
     def _sweep(self) -> None:
         """Do nothing. Processes that the cell has started belong to the session and end with it."""
 
-    def _ending(self) -> tuple[Callable[[], None], ...]:
-        return (*self._ends_of_ranks(), self._session.end_cell)
+    def _end_steps(self) -> tuple[Callable[[], None], ...]:
+        return (*self._rank_end_steps(), self._session.end_cell)
 
-    def _ends_of_ranks(self) -> Iterator[Callable[[], None]]:
+    def _rank_end_steps(self) -> Iterator[Callable[[], None]]:
         if isinstance(self._attempt, CellAttempt):
             yield self._attempt.close
             yield self._attempt.note_if_cut

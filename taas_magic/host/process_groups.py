@@ -39,14 +39,14 @@ class ProcessGroupPrefixes:
             given = signature.bind_partial(*args, **kwargs).arguments
             is_default = given.get("init_method") in (None, "env://")
             if is_default and given.get("store") is None and "MASTER_PORT" in os.environ:
-                kwargs |= self._place(given)
+                kwargs |= self._store_arguments(given)
                 args, kwargs = (), {**given, **kwargs, "init_method": None}
             original(*args, **kwargs)
 
         dist.init_process_group = init_process_group
         dist.distributed_c10d.init_process_group = init_process_group
 
-    def _place(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments `store`, `rank` and `world_size` for torch's `init_process_group`.
 
         `store` has a new prefix.

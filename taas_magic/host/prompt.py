@@ -3,7 +3,7 @@
 The rank's main thread reads one `CellOrder` after the other from a pipe, to which the agent writes.
 Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
 the rank waits in C++ for other ranks. In this case, the agent sends a request, and the rank's
-heartbeat thread cuts the rank's connections to the other ranks (`Prompt.cut`).
+heartbeat thread cuts the rank's connections to the other ranks (`Prompt.cut_connections`).
 """
 
 import gc
@@ -79,7 +79,7 @@ class Prompt:
             self._link.send(RankReturned(was_cut=self._was_cut))
         self._link.send(RankFinished())
 
-    def cut(self, cell: int) -> None:
+    def cut_connections(self, cell: int) -> None:
         """Cut this rank's connections to other ranks if the rank waits for other ranks in `cell`.
 
         A collective of gloo then raises an exception, and Python handles the pending interrupt. Any
@@ -109,7 +109,7 @@ class Prompt:
             has_succeeded = self._run(order)
         except KeyboardInterrupt as error:  # raised outside of the user's code
             has_succeeded = False
-            tracebacks.send(self._link, tracebacks.failure_of(error))
+            tracebacks.send_failure(self._link, tracebacks.describe_exception(error))
         finally:
             self._return()
         return has_succeeded

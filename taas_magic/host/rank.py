@@ -75,20 +75,20 @@ from taas_magic.messages import (
     RankBeat,
     RankErrorSent,
     RankFinished,
-    RankHeld,
     RankLeft,
     RankRaised,
     RankReport,
     RankShowed,
     RankStackSample,
     RankTakesInterrupts,
-    RankTouched,
     Rehearsed,
+    StoreProtectionReported,
+    StoreWriteReported,
     WrittenFile,
 )
 from taas_magic.plan import name_of
 from taas_magic.store import redirect
-from taas_magic.store.guard import HELD_BY_PYTHON, StoreProtection, apply_rule
+from taas_magic.store.guard import PROTECTED_BY_PYTHON, StoreProtection, apply_rule
 
 IMAGE_LIMIT_BYTES = 20_000_000
 MARKUP_LIMIT_BYTES = 5_000_000
@@ -187,7 +187,7 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     try:
         _apply_store_rule(spec, link, rank)
     except Exception as error:  # without the store rule, no code of the user may run
-        tracebacks.send(link, tracebacks.failure_of(error, traceback.format_exc()))
+        tracebacks.send_failure(link, tracebacks.describe_exception(error, traceback.format_exc()))
         os._exit(1)
     return link
 
@@ -210,7 +210,7 @@ def _work_and_wait(
     prompt = None
     if isinstance(fed, SessionFeeds):
         prompt = _prompt(spec, link, rank, environ, fed)
-    with _heartbeat(link, fed, prompt.cut if prompt is not None else None) as report:
+    with _heartbeat(link, fed, prompt.cut_connections if prompt is not None else None) as report:
         if prompt is None:
             with _profiled(spec.share, link, rank, fed):
                 succeeded = _run(RankShell.instance(), spec, link, rank)
@@ -263,21 +263,21 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
     rehearses = share.plan.rehearse > 0
     if rule is None or (share.run.reads_only and not rehearses):
         return
-    means = apply_rule(
+    protection = apply_rule(
         rule,
         f"rank {rank}",
         writes=rank == 0,
-        means=spec.means,
+        protection=spec.protection,
         scratch=spec.folder / f"scratch-{rank}",
         # the folders of a session's cells are next to the session's own folder
         run_folder=str(share.folder.path.parent) if share.run.is_session else share.run_dir,
-        note=lambda path: link.send(RankTouched(path)),
+        on_write=lambda path: link.send(StoreWriteReported(path)),
         rehearsal=spec.folder / "rehearsal" if rehearses else None,
     )
     if rank != 0:
-        link.send(RankHeld(means.value))
-        if means is StoreProtection.PYTHON:
-            link.send(Note(text=HELD_BY_PYTHON))
+        link.send(StoreProtectionReported(protection.value))
+        if protection is StoreProtection.PYTHON:
+            link.send(Note(text=PROTECTED_BY_PYTHON))
 
 
 @contextmanager
@@ -329,7 +329,7 @@ def _use_gloo_without_cuda(link: Link) -> None:
 def _heartbeat(
     link: Link,
     fed: RankFeed | SessionFeeds | None,
-    cut: Callable[[int], None] | None = None,
+    cut_connections: Callable[[int], None] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.
 
@@ -344,9 +344,9 @@ def _heartbeat(
     Args:
         link: The rank's connection to its agent.
         fed: Access to the run's data service; None if the cell uses no registered loader.
-        cut: Function that cuts this rank's connections to other ranks if the rank runs the cell
-            with the given number. The thread calls this function when the agent requests it. None
-            outside a session.
+        cut_connections: Function that cuts this rank's connections to other ranks if the rank runs
+            the cell with the given number. The thread calls this function when the agent requests
+            it. None outside a session.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -368,12 +368,12 @@ def _heartbeat(
     def beat() -> None:
         while not ended.is_set():
             asked = link.wait_for_request(RANK_BEAT_S)
-            if CUT_CONNECTIONS in asked and cut is not None:
-                cut(int(asked.rpartition(CUT_CONNECTIONS)[2].split()[0]))
+            if CUT_CONNECTIONS in asked and cut_connections is not None:
+                cut_connections(int(asked.rpartition(CUT_CONNECTIONS)[2].split()[0]))
                 continue
             if asked:
                 link.send(RankStackSample(tracebacks.threads(main), _pending()))
-                if why := _why_nobody_comes(run_address):
+                if why := _why_ranks_wait(run_address):
                     link.send(Note(text=why))
             else:
                 begun, spins = _progress()
@@ -393,7 +393,7 @@ def _heartbeat(
         use_buffer(None)
 
 
-def _why_nobody_comes(run_address: Mapping[str, str]) -> str:
+def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
     """Return a message if all ranks wait forever because the cell changed the rendezvous address.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
@@ -475,23 +475,23 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
         install(loaded.modules)
         work = loaded.load_into(namespace)
     except Exception as error:
-        tracebacks.send(link, tracebacks.failure_of(error))
+        tracebacks.send_failure(link, tracebacks.describe_exception(error))
         return False
     out = {name_of(text) for text in spec.share.plan.out}
     changes = loaded.change_detector(namespace, out) if rank == 0 else None
     # created before the cell runs, because the cell may change the environment
     scope = RankNamespace(namespace, loaded.kept)
-    sender = _sender(folder, os.environ, link, spec, scope)
+    writer = _result_writer(folder, os.environ, link, spec, scope)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(work, loaded.sources)
     if spec.share.plan.rehearse and link.is_own:
         link.send(_rehearsed())
-    return _report(shell, result, link, sender, spec.share.plan.out, changes)
+    return _report(shell, result, link, writer, spec.share.plan.out, changes)
 
 
 def _rehearsed() -> Rehearsed:
     """Return this rank's peak memory, and the files that it has written, in a rehearsal."""
-    view = redirect.rehearsed()
+    view = redirect.rehearsal_view()
     written, outside = (view.written(), view.outside()) if view is not None else ({}, {})
     return Rehearsed(
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -500,14 +500,14 @@ def _rehearsed() -> Rehearsed:
     )
 
 
-def _sender(
+def _result_writer(
     folder: RunFolder,
     environ: Mapping[str, str],
     link: Link,
     spec: ProcessSpec,
     scope: RankNamespace,
-) -> results.ResultSender:
-    return results.ResultSender(
+) -> results.ResultWriter:
+    return results.ResultWriter(
         folder.results,
         environ,
         lambda text: link.send(Note(text=text)),
@@ -520,7 +520,7 @@ def _report(
     shell: "RankShell",
     result: ExecutionResult,
     link: Link,
-    sender: results.ResultSender,
+    writer: results.ResultWriter,
     out: Sequence[str],
     changes: ChangeDetector | None = None,
     *,
@@ -532,7 +532,7 @@ def _report(
         shell: Shell that ran the cell.
         result: IPython's result of the cell.
         link: The rank's connection to its agent.
-        sender: Writer of results.
+        writer: Writer of results.
         out: Values of `--out`, such as "loss@all".
         changes: Detector of notebook values that the cell changed. For each change, the user gets a
             note. None to send no such notes.
@@ -541,7 +541,7 @@ def _report(
     """
     failure = _failure(shell, result)
     if failure is not None:
-        tracebacks.send(link, failure)
+        tracebacks.send_failure(link, failure)
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
         link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
@@ -550,7 +550,7 @@ def _report(
     if link.is_own and result.error_before_exec is None:
         failed = failure is not None
         try:
-            sender.send(shell.users_names(), out, value=shell.last_value, failed=failed)
+            writer.write(shell.users_names(), out, value=shell.last_value, failed=failed)
         except KeyboardInterrupt:  # the values written before the interrupt are kept
             return False
     if link.is_own and failure is not None:
@@ -574,7 +574,7 @@ def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
         is_refused = shell.keyboard is not None and shell.keyboard.was_refused
         raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.USER_QUIT,)
     # IPython has not shown this exception: it is BdbQuit, or a handler of the user has hidden it.
-    return tracebacks.failure_of(raised)
+    return tracebacks.describe_exception(raised)
 
 
 class _SessionCells:
@@ -610,19 +610,19 @@ class _SessionCells:
             self._feeds.begin_cell(order.number, folder.path, settings)
             work = loaded.load_into(self._namespace)
         except Exception as error:
-            tracebacks.send(link, tracebacks.failure_of(error))
+            tracebacks.send_failure(link, tracebacks.describe_exception(error))
             link.send(RankErrorSent())
             return False
         sets = self._assigned_by(work) if order.takes_part else set()
         self._kept = (self._kept | loaded.kept) - sets
         scope = RankNamespace(self._namespace, self._kept)
-        sender = _sender(folder, self._environ, link, self._spec, scope)
+        writer = _result_writer(folder, self._environ, link, self._spec, scope)
         before = {name: id(value) for name, value in self._names().items()}
         if order.takes_part:
             result = shell.run(work, loaded.sources)
-            succeeded = _report(shell, result, link, sender, order.out, is_session=True)
+            succeeded = _report(shell, result, link, writer, order.out, is_session=True)
         else:
-            sender.send(shell.users_names(), order.out, value=None, failed=False)
+            writer.write(shell.users_names(), order.out, value=None, failed=False)
             succeeded = True
         if link.is_own:
             changes = self._changes(before, sets)
@@ -766,7 +766,7 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
                 f"[{form} of {size / 1e6:,.0f} MB is not shown: the limit is "
                 f"{limit / 1e6:.0f} MB; save it to a file]"
             )
-    plain = tracebacks.cut(str(kept.get("text/plain", "")), PLAIN_LIMIT_CHARS)
+    plain = tracebacks.shorten(str(kept.get("text/plain", "")), PLAIN_LIMIT_CHARS)
     if plain or notes:
         kept["text/plain"] = "\n".join([*notes, *filter(None, [plain])])
     return kept
@@ -1036,7 +1036,7 @@ class RankShell(InteractiveShell):
             return
         ends_cell = not self.depth or (self.depth == 1 and kwargs.get("running_compiled_code"))
         tracebacks.remove_own_frames(value)
-        shown = tracebacks.failure_of(value)
+        shown = tracebacks.describe_exception(value)
         if ends_cell and self.link.is_own:
             self.link.send(self.failure or shown)
         elif self.link.is_own:
@@ -1047,7 +1047,7 @@ class RankShell(InteractiveShell):
         if not is_plain and not is_exit and self.link.is_own:
             self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
-            shown = tracebacks.failure_of(value, self._drawn) if self._drawn else shown
+            shown = tracebacks.describe_exception(value, self._drawn) if self._drawn else shown
         # Here, `sys.exit(3)` in the cell looks the same as `sys.exit(3)` in a `%run` of the cell.
         if self.failure is not None or not (ends_cell or is_exit):
             shown.is_logged = True

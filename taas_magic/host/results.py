@@ -219,7 +219,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-class ResultSender:
+class ResultWriter:
     """Writer of one rank's results. Values that share objects are written to the same archive.
 
     Args:
@@ -248,7 +248,7 @@ class ResultSender:
         self._written = 0
         self._missing: dict[str, str] = {}
 
-    def send(
+    def write(
         self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
     ) -> None:
         """Write this rank's results after the work.
@@ -279,18 +279,18 @@ class ResultSender:
             plain[VALUE] = value
         for name in mine:
             if name not in there:
-                self._miss(name, self._why_not_there(namespace))
-        self._put(plain)
+                self._record_missing(name, self._why_missing(namespace))
+        self._write_values(plain)
         for name, held in sharded.items():
             keeps = self._rank == 0 if _has_model(held) else name in mine
-            self._put_gathered(name, held, keeps)
+            self._gather_and_write(name, held, keeps)
         if self._missing:
             try:
-                self._write(Pickled(b"", ()), ResultsHeader(missing=self._missing))
+                self._write_archive(Pickled(b"", ()), ResultsHeader(missing=self._missing))
             except OSError as error:
                 self._note(f"writing into the run's folder raised {_error_text(error)}")
 
-    def _why_not_there(self, namespace: Mapping[str, Any]) -> str:
+    def _why_missing(self, namespace: Mapping[str, Any]) -> str:
         """Return a message for the user: why this rank has no variable of a requested name."""
         if self._failed:
             return f"rank {self._rank} had not set it when it failed"
@@ -299,7 +299,7 @@ class ResultSender:
         listed = ", ".join(have[-_LISTED:]) or "none"
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
-    def _miss(self, name: str, why: str) -> None:
+    def _record_missing(self, name: str, why: str) -> None:
         """Record why a value cannot be sent, and send a note unless the work has failed."""
         if name == VALUE and not self._needs_value:
             return
@@ -307,7 +307,7 @@ class ResultSender:
         if not self._failed:
             self._note(f"{_shown([name])} could not be returned: {why}")
 
-    def _put(self, values: Mapping[str, Any]) -> None:
+    def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
         Record each value that cannot be written in `_missing`.
@@ -318,18 +318,18 @@ class ResultSender:
             try:
                 plain = _as_plain({name: value})
                 if plain is None and self._untrusted_pool:
-                    self._miss(name, _refusal(f"host {self._host}", self._untrusted_pool))
+                    self._record_missing(name, _refusal(f"host {self._host}", self._untrusted_pool))
                     continue
                 if plain is None:
                     pickler.add_results({name: value})
             except Exception as error:  # pickling runs the user's code: anything may be raised
-                self._miss(name, _unpicklable(name, value, pickler, error))
+                self._record_missing(name, _unpicklable(name, value, pickler, error))
             else:
                 shared_ids[name] = (plain or pickler).shared_ids()
         for names in _groups(shared_ids):
-            self._put_group({name: values[name] for name in names})
+            self._write_group({name: values[name] for name in names})
 
-    def _put_group(self, values: Mapping[str, Any]) -> None:
+    def _write_group(self, values: Mapping[str, Any]) -> None:
         """Write values that share objects to one archive. Send the notes about these values."""
         pickler = _TorchResultPickler(self._scope)
         try:
@@ -339,10 +339,12 @@ class ResultSender:
             else:
                 pickler.add_results(values)
                 written = pickler.pickled()
-            self._write(written, ResultsHeader(names=list(values), is_plain=plain is not None))
+            self._write_archive(
+                written, ResultsHeader(names=list(values), is_plain=plain is not None)
+            )
         except Exception as error:  # the disk is full, or the second pickling raised
             for name in values:
-                self._miss(name, f"writing it raised {_error_text(error)}")
+                self._record_missing(name, f"writing it raised {_error_text(error)}")
             return
         is_required = self._needs_value or values.keys() != {VALUE}
         for problem in pickler.problems.values() if is_required else ():
@@ -350,7 +352,7 @@ class ResultSender:
         if pickler.unwrapped:
             self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
-    def _put_gathered(self, name: str, value: Any, keeps: bool) -> None:
+    def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value by a collective of all ranks, and write it if `keeps` is True.
 
         If this rank's work has failed, do not gather the value.
@@ -363,15 +365,15 @@ class ResultSender:
                 raised = _error_text(error)
                 why = f"it is sharded, and gathering it raised {raised}; gather it {GATHER}"
         if keeps and why:
-            self._miss(name, why)
+            self._record_missing(name, why)
         elif keeps:
             if _has_model(value):
                 self._note(
                     f"{_shown([name])}: a sharded model is returned as its full state_dict()"
                 )
-            self._put({name: whole})
+            self._write_values({name: whole})
 
-    def _write(self, pickled: Pickled, about: ResultsHeader) -> None:
+    def _write_archive(self, pickled: Pickled, about: ResultsHeader) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{self._attempt}-{self._rank}-{self._written}"
         pickling.write_archive(path, pickled, about)

@@ -361,7 +361,7 @@ class LocalShare(Struct, frozen=True):
         """The run's folder on this host."""
         return RunFolder(Path(self.run_dir))
 
-    def rank_environ(self, place: HostAddress) -> dict[str, str]:
+    def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, still without torchrun's variables."""
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
@@ -370,13 +370,13 @@ class LocalShare(Struct, frozen=True):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        interface = name_of(place.address if spec.n_hosts > 1 else LOOPBACK)
+        interface = name_of(host_address.address if spec.n_hosts > 1 else LOOPBACK)
         # By default, gloo listens at the address of the host's name. That address may belong to the
         # wrong network interface, or to none.
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
         if spec.n_hosts > 1:
             environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
-        environ |= {**self.environ, RUN_TOKEN: self.plan.run_id, HOST: place.host}
+        environ |= {**self.environ, RUN_TOKEN: self.plan.run_id, HOST: host_address.host}
         return environ | ({REACH: spec.reach} if spec.reach else {})
 
 
@@ -418,12 +418,12 @@ class StartShare(Request[int]):
 
     Attributes:
         spec: The host's share.
-        again: Whether the host runs an earlier attempt of this run. The host then ends the ranks of
-            the earlier attempt before it starts the new ranks.
+        is_next_attempt: Whether the host runs an earlier attempt of this run. The host then ends
+            the ranks of the earlier attempt before it starts the new ranks.
     """
 
     spec: ShareSpec
-    again: bool = False
+    is_next_attempt: bool = False
 
 
 @dataclass(frozen=True)
@@ -437,14 +437,14 @@ class ProcessSpec:
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and
             `--env` overrides both.
-        means: Mechanism by which this host prevents processes other than rank 0 from writing to the
-            project store.
+        protection: Mechanism by which this host prevents processes other than rank 0 from writing
+            to the project store.
     """
 
     share: LocalShare
     folder: Path
     environ: Mapping[str, str]
-    means: "StoreProtection"
+    protection: "StoreProtection"
 
 
 @dataclass(frozen=True)
@@ -492,8 +492,8 @@ def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
     The event has an entry for the folder in which ranks read the fetchers' addresses. By this
     entry, the ranks know that they must not wait for this fetcher.
     """
-    place = LoaderAddresses(fetchers=run.cpus, failed=why)
-    return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, place))
+    addresses = LoaderAddresses(fetchers=run.cpus, failed=why)
+    return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, addresses))
 
 
 TORCHRUN_NAMES = (

@@ -111,8 +111,8 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
                 (agent.pid, folder, start_timeout_s, told),
             ),
         )
-        for watch, words in watches:
-            threading.Thread(target=watch, args=words, daemon=True).start()
+        for watch, arguments_of_watch in watches:
+            threading.Thread(target=watch, args=arguments_of_watch, daemon=True).start()
         while (child := os.wait())[0] != agent.pid:
             pass  # an orphan has ended
         agent.returncode = os.waitstatus_to_exitcode(child[1])

@@ -187,15 +187,15 @@ def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Proc
     """
     if grace_s > 0:
         for process in processes:
-            _send(process, signal.SIGTERM)
-            _send(process, signal.SIGCONT)
+            _send_signal(process, signal.SIGTERM)
+            _send_signal(process, signal.SIGCONT)
         _, processes = psutil.wait_procs(processes, timeout=grace_s)
-    killed = [process for process in processes if _send(process, signal.SIGKILL)]
+    killed = [process for process in processes if _send_signal(process, signal.SIGKILL)]
     psutil.wait_procs(killed, timeout=5)
     return [it for it in processes if status_of(it)]
 
 
-def _send(process: psutil.Process, number: int) -> bool:
+def _send_signal(process: psutil.Process, number: int) -> bool:
     """Send a signal to a process. Return False only if this user may not signal the process."""
     try:
         process.send_signal(number)

@@ -61,7 +61,7 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
     return _labels
 
 
-def send(link: Link, failure: RankRaised) -> None:
+def send_failure(link: Link, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
     In a child that the cell forked, write the failure to standard error instead.
@@ -72,7 +72,7 @@ def send(link: Link, failure: RankRaised) -> None:
         sys.stderr.write("\n".join([*failure.traceback, ""]))
 
 
-def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
+def describe_exception(error: BaseException, text: str | None = None) -> RankRaised:
     """Return the message by which a rank reports an exception to the agent.
 
     Args:
@@ -83,7 +83,7 @@ def failure_of(error: BaseException, text: str | None = None) -> RankRaised:
         text = plain(error) if text is None else text
     except Exception as broken:  # the exception's __str__ or __repr__ raised, or recursed too deep
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
-    lines = cut(text, TRACEBACK_LIMIT_CHARS).splitlines()
+    lines = shorten(text, TRACEBACK_LIMIT_CHARS).splitlines()
     kind = type(error)
     return RankRaised(kind.__name__, message_of(error), lines, etype_module=str(kind.__module__))
 
@@ -258,7 +258,7 @@ def message_of(error: BaseException) -> str:
     """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
-        return cut(str(error), MESSAGE_LIMIT_CHARS) + hint
+        return shorten(str(error), MESSAGE_LIMIT_CHARS) + hint
     except Exception as broken:
         return f"<the exception's __str__ raised {type(broken).__name__}>"
 
@@ -281,7 +281,7 @@ def _not_in_the_copy(error: BaseException) -> str:
     )
 
 
-def cut(text: str, limit_chars: int) -> str:
+def shorten(text: str, limit_chars: int) -> str:
     """Return a text, cut to about `limit_chars` characters if it is longer.
 
     In a cut text, a mark with the number of missing characters replaces the middle.

@@ -267,7 +267,7 @@ def is_consequence(etype: str, message: str) -> bool:
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
 
-def guilty(ranks: Collection[RankState], cause: str) -> list[RankState]:
+def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     """Return the failed ranks. The rank that most probably caused the failure comes first.
 
     - Ranks whose error only says that a peer is gone come after all other failed ranks.
@@ -375,7 +375,7 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
         return None
     found = ""
     with open(descriptor, "rb", buffering=0) as file:
-        while record := _record(file):
+        while record := _read_record(file):
             match = _OOM_RECORD.match(record)
             since = (started_at - _LOG_SLACK_S) * 1e6
             if match is not None and int(match["pid"]) == pid and int(match["us"]) >= since:
@@ -383,7 +383,7 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
     return found
 
 
-def _record(file: IO[bytes]) -> bytes:
+def _read_record(file: IO[bytes]) -> bytes:
     """Return the next record of the Linux kernel's log; b"" after the last record."""
     while True:
         try:
@@ -431,7 +431,7 @@ _ADVICE = {
 }
 
 
-def failure_of(
+def describe_failure(
     state: RankState,
     verdict: Verdict,
     host: str,
@@ -522,14 +522,14 @@ class Ranks:
 
     Args:
         ranks: The global rank numbers. The states exist before the processes are known, because a
-            fast rank may send its first message before `started` is called.
+            fast rank may send its first message before `record_start` is called.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
-    def started(self, pids: dict[int, int]) -> None:
+    def record_start(self, pids: dict[int, int]) -> None:
         """Record the process of each rank. A process may have ended already.
 
         Args:
@@ -591,7 +591,7 @@ class Ranks:
             if not isinstance(message, RankBeat | RankStackSample | Note):
                 state.progress_at = now
 
-    def ended(self, rank: int, exitcode: int, stack: Path) -> None:
+    def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record that a rank's process has ended.
 
         Unless the rank has succeeded, also record the time, the Python stack at a signal, and

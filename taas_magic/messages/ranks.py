@@ -111,14 +111,14 @@ class RankReturned(RankMessage, tag="returned", kw_only=True):
 
 
 # A rank tells its agent about its writes to the project store. The agent uses these messages for
-# the receipt of the run (`store.receipt.Ledger`).
+# the receipt of the run (`store.receipt.ReceiptBuilder`).
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
     """Base class of messages about the project store that a rank sends to its agent."""
 
 
-class RankTouched(StoreMessage, tag="touched"):
+class StoreWriteReported(StoreMessage, tag="store_write"):
     """The rank reports that it writes a path of the project store.
 
     A write of a rank other than 0 is kept out of the store. If the host of rank 0 shares the store,
@@ -129,14 +129,14 @@ class RankTouched(StoreMessage, tag="touched"):
     path: str
 
 
-class RankHeld(StoreMessage, tag="held"):
+class StoreProtectionReported(StoreMessage, tag="store_protection"):
     """The rank reports the mechanism that keeps its writes out of the project store.
 
     Attributes:
-        means: The mechanism (value of `store.guard.StoreProtection`, such as "Landlock").
+        protection: The mechanism (value of `store.guard.StoreProtection`, such as "Landlock").
     """
 
-    means: str
+    protection: str
 
 
 # A fetcher tells its agent that it cannot continue.

@@ -169,18 +169,18 @@ class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 
     Attributes:
-        means: Mechanism that keeps ranks other than 0 on the host from writing to the project store
-            (value of `store.guard.StoreProtection`, such as "Landlock").
+        protection: Mechanism that keeps ranks other than 0 on the host from writing to the project
+            store (value of `store.guard.StoreProtection`, such as "Landlock").
         runs: Ids of the runs on the host.
-        had_s: Seconds since the host was allocated.
+        allocated_s: Seconds since the host was allocated.
         idle_s: Seconds for which the host has had no run; None if a run is on the host now.
         gpu_hours: GPU hours since the host was allocated.
     """
 
     host: str
-    means: str
+    protection: str
     runs: list[str]
-    had_s: float
+    allocated_s: float
     idle_s: float | None
     gpu_hours: float
 
@@ -374,14 +374,14 @@ class HostHello(Struct, kw_only=True):
     Attributes:
         host: Name of the host for the user.
         address: Address at which other hosts reach the ranks and fetchers of this host.
-        means: Mechanism that keeps ranks other than 0 on the host from writing to the project store
-            (value of `store.guard.StoreProtection`, such as "Landlock").
+        protection: Mechanism that keeps ranks other than 0 on the host from writing to the project
+            store (value of `store.guard.StoreProtection`, such as "Landlock").
         gpus: Number of GPUs of this host.
     """
 
     host: str
     address: str
-    means: str
+    protection: str
     gpus: int
 
 
@@ -412,7 +412,7 @@ class EndRun(Request[None]):
     run_id: str
 
 
-class PlaceFetcher(Request[None]):
+class SetFetcherAddress(Request[None]):
     """The pool's process sends an agent the addresses of a fetcher.
 
     The agent writes them to a folder, where the ranks on the agent's host read them.

@@ -37,7 +37,7 @@ def forget(run: Run) -> None:
     _left.pop(run.run_id, None)
 
 
-def correct() -> None:
+def update_ended_headers() -> None:
     """Update the status headers of runs that have ended since their views were closed.
 
     Called before each cell.
@@ -48,4 +48,4 @@ def correct() -> None:
         publish_display_data(head.both(run.head, time.time()), transient=name, update=True)
 
 
-between_cells.before_cell.append(correct)
+between_cells.before_cell.append(update_ended_headers)

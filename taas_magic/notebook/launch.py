@@ -105,7 +105,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = plan_of_cell(flags, session, pool, config)
     assert plan.store is not None
     rule = plan.store
-    checking = Background(lambda tell: store.prepare(rule))  # may wait for the disk
+    checking = Background(lambda show_lines: store.prepare(rule))  # may wait for the disk
     names = session.names if session is not None else None
     captured = capture_work(work, shell, config, known=names, send=flags.send)
     checking.outcome.result()
@@ -210,7 +210,7 @@ def _run_in_session(
         session.end_cell(captured)
         if (failed := driver.run.failed_rank) is not None:
             session.failed_rank = failed
-        if line := session.death(may_have_died=driver.has_lost_rank):
+        if line := session.end_message(may_have_died=driver.has_lost_rank):
             pools.print_line(line)
 
 
@@ -306,7 +306,7 @@ def carry_out(
             if session is not None and session.is_started:
                 connection = session.connection
             elif not plan.prefill:
-                connection = pools.wait_for(pool, interrupts, len(plan.hosts))
+                connection = pools.wait_for_pool(pool, interrupts, len(plan.hosts))
             if fetchers:
                 fetchers.wait(interrupts, pools.print_line)
         except (PoolError, KeyboardInterrupt):
@@ -319,7 +319,7 @@ def carry_out(
             if fetchers and plan.prefill:
                 driver.wait_for_prefill(fetchers, view, interrupts)
             if plan.prefill:
-                connection = pools.wait_for(pool, interrupts, len(plan.hosts))
+                connection = pools.wait_for_pool(pool, interrupts, len(plan.hosts))
             if session is not None:
                 start_session(
                     session, connection, spec.origin, driver.cell_text(), config, interrupts
@@ -489,7 +489,7 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
         pool = pools.named(new.flags.pool, config)
         plan_of_cell(new.flags, new, pool, config)
         assert new.plan is not None and new.plan.store is not None
-        connection = pools.wait_for(pool, interrupts, len(new.plan.hosts))
+        connection = pools.wait_for_pool(pool, interrupts, len(new.plan.hosts))
         started = origin(shell, new.plan.store.path)
         start_session(new, connection, started, f"%taas restart {name}", config, interrupts)
     return new

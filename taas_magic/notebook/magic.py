@@ -119,7 +119,7 @@ class TaasMagics(Magics):
         """Return the names of detached sessions outside this kernel, for Tab completion."""
         from taas_magic.notebook import sessions
 
-        return [flags.session for _, flags in sessions.left_sessions()]
+        return [flags.session for _, flags in sessions.detached_sessions()]
 
     def runs(self) -> list[str]:
         """Return the ids of the newest runs, for Tab completion."""
@@ -424,7 +424,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
             raise UsageError(f"session {name} is in this kernel. Use it: %%taas --session {name}")
     run = sessions.running(name) if name is not None else None
     try:
-        run = run or runs.to_attach(name, Path.cwd(), sessions.is_kept)
+        run = run or runs.to_attach(name, Path.cwd(), sessions.is_hidden_from_attach)
     except UsageError:
         if name is not None and (ended := sessions.ended_text(name)):
             raise UsageError(ended) from None
@@ -536,7 +536,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
                 or f"idle {duration(host.idle_s or 0)}"
             )
             gpu_hours = f"{host.gpu_hours:.2f}"
-            rows.append((*names, host.host, does, duration(host.had_s), gpu_hours))
+            rows.append((*names, host.host, does, duration(host.allocated_s), gpu_hours))
             names = ("", "", "")  # only the pool's first row shows them
         for coming in pool.status.starting:
             does = f"imports {coming.imports}, {coming.for_s:.0f} s" if coming.imports else "starts"
@@ -593,7 +593,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
             gpu = size_text(sum(of_gpus)) if of_gpus else "none"
         about = (session.plan.pool, str(session.plan.world_size), hosts, rss, gpu)
         rows.append((session.name, *about, duration(session.idle_s)))
-    for run, first in sessions.left_sessions():
+    for run, first in sessions.detached_sessions():
         about = (run.pool, str(run.world_size), "?", "?", "?")
         rows.append((first.session, *about, f"%taas attach {first.session} takes it over"))
     return "\n".join(columns(rows)) if rows[1:] else "no sessions"
@@ -619,7 +619,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
 
     name = _optional_word("end", words)
     own = [session.name for session in sessions.live()]
-    left = sessions.left_session(name) if name is not None and name not in own else None
+    left = sessions.detached_session(name) if name is not None and name not in own else None
     if left is not None:
         session, _ = sessions.take_over(left, pools.of_session(left, settings))
     else:

@@ -61,12 +61,12 @@ def named(name: str, config: Config) -> Pool:
         if known is None or known.config != settings:
             if known is not None:  # the old pool ends when no kernel uses it
                 known.retire()
-                _retired[:] = [one for one in (*_retired, known) if not one.is_over()]
+                _retired[:] = [one for one in (*_retired, known) if not one.is_unused()]
             known = _pools[settings.name] = Pool(settings, Path.cwd())
         return known
 
 
-def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
+def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
     """Wait until a pool has enough hosts, and print the progress of the wait.
 
     Args:
@@ -81,7 +81,7 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
         KeyboardInterrupt: The user interrupted the wait. The pool later releases its unused hosts.
     """
     wait = Wait(pool)
-    if ready := interrupts.attend(lambda: pool.connection_with(hosts)):
+    if ready := interrupts.wait_for(lambda: pool.connection_with(hosts)):
         return ready
     for versions in pool.folder.of_other_versions():
         print_line(
@@ -89,9 +89,11 @@ def wait_for(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnecti
         )
     print_line(f'waiting for pool "{pool.name}" to warm up …')
     try:
-        return Background(lambda tell: pool.open(hosts, tell, wait)).wait(interrupts, print_line)
+        return Background(lambda show_lines: pool.open(hosts, show_lines, wait)).wait(
+            interrupts, print_line
+        )
     except KeyboardInterrupt:
-        wait.give_up()
+        wait.cancel()
         raise
 
 
@@ -109,7 +111,7 @@ def warm(config: Config, name: str = "local") -> threading.Thread:
     """
     pool = named(name, config)
     wait = Wait(pool)  # created before the thread starts, so that `down` can cancel it
-    return Background(lambda tell: pool.open(1, wait=wait, has_run=False)).thread
+    return Background(lambda show_lines: pool.open(1, wait=wait, has_run=False)).thread
 
 
 def stop(run: Run, config: Config) -> None:
@@ -255,8 +257,10 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     with mark:
         up = {row.name: row.status.hosts for row in rows(config)}
         found = ask_hosts(asked, up, config, packages, mark=mark.name)
-    means = {(name, host.host): host.means for name, hosts in up.items() for host in hosts}
-    return report(found, facts.this_kernel(), means)
+    protection = {
+        (name, host.host): host.protection for name, hosts in up.items() for host in hosts
+    }
+    return report(found, facts.this_kernel(), protection)
 
 
 def ask_hosts(
@@ -320,17 +324,17 @@ class CheckReport(str):
 
 
 def report(
-    rows: Sequence[HostCheck], here: KernelVersions, means: Mapping[tuple[str, str], str]
+    rows: Sequence[HostCheck], here: KernelVersions, protection: Mapping[tuple[str, str], str]
 ) -> CheckReport:
     """Return the report of `%taas pools --check`. A host's findings are below its table row.
 
     Args:
         rows: The checked hosts.
         here: The kernel that checked the hosts.
-        means: The mechanism that protects the project store from a host's ranks, by (pool, host).
-            Only allocated hosts have an entry.
+        protection: The mechanism that protects the project store from a host's ranks, by (pool,
+            host). Only allocated hosts have an entry.
     """
-    cells = (_cells(row, here, means.get((row.pool, row.host), "")) for row in rows)
+    cells = (_cells(row, here, protection.get((row.pool, row.host), "")) for row in rows)
     head, *lines = columns([_HEAD, *cells])
     shown = [head]
     for row, line in zip(rows, lines, strict=True):
@@ -346,14 +350,14 @@ def report(
     return CheckReport("\n".join([*shown, fit]))
 
 
-def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
+def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, ...]:
     """Return the cells of a host's row in the table, in the order of `_HEAD`.
 
     Args:
         row: The checked host.
         here: The kernel that checked the host.
-        means: Mechanism that protects the project store from the host's ranks; "" if the host is
-            not allocated.
+        protection: Mechanism that protects the project store from the host's ranks; "" if the host
+            is not allocated.
     """
     seen = row.facts
     if seen is None or not seen.system:
@@ -372,7 +376,7 @@ def _cells(row: HostCheck, here: KernelVersions, means: str) -> tuple[str, ...]:
         f"{seen.ahead_s:+.1f} s",
         # Ranks will use the network interface at which the host was reached.
         f"{reached} {seen.reached_at}" if reached else ", ".join(seen.interfaces),
-        f"{store}, protected by {means}" if means else store,
+        f"{store}, protected by {protection}" if protection else store,
     )
 
 

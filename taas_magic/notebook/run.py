@@ -113,10 +113,10 @@ class Interrupts:
         self.count += 1
         self.wake()
 
-    def attend(
+    def wait_for(
         self,
         work: Callable[[], T],
-        patience: int = 1,
+        max_interrupts: int = 1,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> T:
         """Run `work` in a thread, wait for it, and return its result.
@@ -124,20 +124,22 @@ class Interrupts:
         Args:
             work: Function that may wait for another process. If the user interrupts the wait, the
                 function continues in its thread.
-            patience: Number of interrupts that end the wait. After the last of them, the method
-                waits up to LEAVE_S for the work to finish.
+            max_interrupts: Number of interrupts that end the wait. After the last of them, the
+                method waits up to LEAVE_S for the work to finish.
             meanwhile: Function called in this thread every MEANWHILE_S during the wait.
 
         Raises:
             Exception: The exception that the work raised.
             KeyboardInterrupt: The user ended the wait.
         """
-        background = Background(lambda tell: work())
-        return background.wait(self, patience=patience, meanwhile=meanwhile, leave_s=LEAVE_S)
+        background = Background(lambda show_lines: work())
+        return background.wait(
+            self, max_interrupts=max_interrupts, meanwhile=meanwhile, leave_s=LEAVE_S
+        )
 
-    def check(self, patience: int = 1) -> None:
-        """Raise KeyboardInterrupt if there were `patience` or more interrupts."""
-        if self.count >= patience:
+    def check(self, max_interrupts: int = 1) -> None:
+        """Raise KeyboardInterrupt if there were `max_interrupts` or more interrupts."""
+        if self.count >= max_interrupts:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
@@ -166,18 +168,18 @@ class Background(Generic[T]):
     def wait(
         self,
         interrupts: Interrupts,
-        say: Callable[[str], None] = lambda line: None,
+        show_line: Callable[[str], None] = lambda line: None,
         meanwhile: Callable[[], None] = lambda: None,
-        patience: int = 1,
+        max_interrupts: int = 1,
         leave_s: float = 0.0,
     ) -> T:
         """Wait for the work and return its result.
 
         Args:
             interrupts: The user's interrupts.
-            say: Function called with each line of progress. Repeated lines are skipped.
+            show_line: Function called with each line of progress. Repeated lines are skipped.
             meanwhile: Function called every MEANWHILE_S during the wait.
-            patience: Number of interrupts that end the wait.
+            max_interrupts: Number of interrupts that end the wait.
             leave_s: Seconds to wait for the work after the last of these interrupts.
 
         Raises:
@@ -186,7 +188,7 @@ class Background(Generic[T]):
         """
         interrupts.wake = lambda: self._news.put([])
         said: set[str] = set()
-        while interrupts.count < patience:
+        while interrupts.count < max_interrupts:
             # Read `is_done` before the queue: if it is True, the queue has all lines of progress.
             is_done = self.outcome.done()
             try:
@@ -199,9 +201,9 @@ class Background(Generic[T]):
             for line in lines:
                 if line not in said:
                     said.add(line)
-                    say(line)
+                    show_line(line)
         if not (leave_s and futures.wait([self.outcome], leave_s).done):
-            interrupts.check(patience)
+            interrupts.check(max_interrupts)
         return self.outcome.result()
 
     def _run(self) -> None:
@@ -247,19 +249,19 @@ class RunFetchers:
         self._connection: PoolConnection | None = None
         self._beginning = Background(self._begin)
 
-    def wait(self, interrupts: Interrupts, say: Callable[[str], None]) -> None:
-        """Wait until the fetchers were started, and pass lines of progress to `say`.
+    def wait(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
+        """Wait until the fetchers were started, and pass lines of progress to `show_line`.
 
         Raises:
             PoolError: The pool could not get the hosts.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        self._beginning.wait(interrupts, say)
+        self._beginning.wait(interrupts, show_line)
 
     def check(self) -> None:
         """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
         if self._connection is not None:
-            self._connection.check()
+            self._connection.raise_if_over()
 
     def record_event(self, event: Event) -> None:
         """Pass an event about a fetcher to `listen`, and queue it for the pool of the ranks."""
@@ -324,7 +326,7 @@ class RunFetchers:
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
-            interrupts.attend(lambda: self._close(is_detached), patience=2)
+            interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
     def _close(self, is_detached: bool) -> None:
         """End the fetchers, or only stop listening to them if `is_detached`.
@@ -339,18 +341,18 @@ class RunFetchers:
         if self._relay is not None:
             self._relay.join()
 
-    def _begin(self, tell: ShowLines) -> None:
+    def _begin(self, show_lines: ShowLines) -> None:
         """Get hosts for the fetchers and start them (runs in a thread)."""
 
         def listen(event: Event) -> None:
             # The run has no view before it starts, so show notes to the waiting user here.
             if isinstance(event, Note):
-                tell([event.text])
+                show_lines([event.text])
             self.record_event(event)
 
         data = self._spec.plan.data
         if self._waits and data is not None:
-            self._connection = self._pool.open(data.pool_hosts, tell, self._wait)
+            self._connection = self._pool.open(data.pool_hosts, show_lines, self._wait)
         else:
             self._connection = self._pool.connect(wait=self._wait)
         if not self._closing:
@@ -360,7 +362,7 @@ class RunFetchers:
 
     def _end(self) -> None:
         """Stop waiting for hosts, and kill the fetchers."""
-        self._wait.give_up()
+        self._wait.cancel()
         if self._connection is not None:
             with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
                 self._connection.forget(self._share_id)
@@ -543,8 +545,8 @@ class RunDriver:
             return hosts
 
         try:
-            self.hosts = interrupts.attend(
-                launch, patience=2, meanwhile=lambda: self._show(view, drain(self._events))
+            self.hosts = interrupts.wait_for(
+                launch, max_interrupts=2, meanwhile=lambda: self._show(view, drain(self._events))
             )
         except KeyboardInterrupt:
             self._is_left = True
@@ -732,10 +734,12 @@ class RunDriver:
             in_journal = not connection.process.is_alive()
             self._ended = self._finish("LOST", connection.why, in_journal)
         elif connection.silent_s > SILENT_LOST_S:
-            self._ended = self._finish("LOST", connection.silence())
+            self._ended = self._finish("LOST", connection.silence_message())
         elif connection.silent_s > SILENT_NOTE_S and not self._is_silent:
             self._is_silent = True
-            view.feed(Note(text=f"{connection.silence()}; interrupt twice to leave the run"))
+            view.feed(
+                Note(text=f"{connection.silence_message()}; interrupt twice to leave the run")
+            )
 
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """Stop following an interrupted run that has not ended in time.
@@ -748,7 +752,7 @@ class RunDriver:
         why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
             lease = f"{connection.config.lease_s:g} s after the pool's last message"
-            why += f"they are killed at the latest {lease}: {connection.silence()}"
+            why += f"they are killed at the latest {lease}: {connection.silence_message()}"
         else:
             why += f"they are killed within {HALT_S:.0f} s"
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)

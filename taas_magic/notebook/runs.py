@@ -496,7 +496,7 @@ def active(asked: str | None) -> Run:
 
 
 def to_attach(
-    asked: str | None, project: Path, is_kept: Callable[[Run], bool] = lambda run: False
+    asked: str | None, project: Path, is_hidden: Callable[[Run], bool] = lambda run: False
 ) -> Run:
     """Find the run that `%taas attach` shows.
 
@@ -505,7 +505,7 @@ def to_attach(
             its newest run if none is active. If the project has no runs, None selects among the
             runs of all projects.
         project: Folder of the project.
-        is_kept: Function that returns whether a run is a session that no other kernel can take
+        is_hidden: Function that returns whether a run is a session that no other kernel can take
             over. If `asked` is None, such runs are not selected.
 
     Raises:
@@ -513,7 +513,7 @@ def to_attach(
     """
     if asked is not None:
         return find(asked)
-    found = [run for run in newest() if not is_kept(run)]
+    found = [run for run in newest() if not is_hidden(run)]
     among = [run for run in found if run.context.project == str(project)] or found
     are_active = [run for run in among if run.is_active]
     return next(iter([*are_active, *among]), None) or find(None)

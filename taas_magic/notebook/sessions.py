@@ -251,7 +251,7 @@ class Session:
 
         try:
             with folder.held():
-                interrupts.attend(launch, patience=2)
+                interrupts.wait_for(launch, max_interrupts=2)
         except BaseException:
             self._is_wanted = False
             raise
@@ -388,7 +388,7 @@ class Session:
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
 
-    def death(self, may_have_died: bool) -> str:
+    def end_message(self, may_have_died: bool) -> str:
         """Return a message that the session has ended, with the reason; "" if it has not ended.
 
         Args:
@@ -422,10 +422,10 @@ class Session:
         if connection is None or self.has_ended:
             return
         self._notes.append("you ended it")
-        interrupts.attend(lambda: connection.halt(self.run_id, "interrupt"))
-        interrupts.attend(lambda: self._over.wait(END_S))
+        interrupts.wait_for(lambda: connection.halt(self.run_id, "interrupt"))
+        interrupts.wait_for(lambda: self._over.wait(END_S))
         for thread in self._closing:
-            interrupts.attend(partial(thread.join, END_S))
+            interrupts.wait_for(partial(thread.join, END_S))
         if not self._over.is_set():
             raise PoolError(
                 f'session "{self.name}" did not end within {END_S:.0f} s; the pool ends its hosts'
@@ -485,8 +485,8 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     if known is not None and known.is_started and not known.has_ended:
         return known
     if not flags.gpus:
-        raise UsageError(_why_none(flags.session, known))
-    if left_session(flags.session, Path.cwd()) is not None:
+        raise UsageError(_no_session_message(flags.session, known))
+    if detached_session(flags.session, Path.cwd()) is not None:
         raise UsageError(
             f'a detached session "{flags.session}" of this notebook\'s folder is running: `%taas '
             f"attach {flags.session}` takes it over, `%taas end {flags.session}` ends it"
@@ -497,10 +497,10 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     return new
 
 
-def _why_none(name: str, known: Session | None) -> str:
+def _no_session_message(name: str, known: Session | None) -> str:
     if known is not None and known.is_started:
-        return known.death(may_have_died=False)
-    if left_session(name) is not None:
+        return known.end_message(may_have_died=False)
+    if detached_session(name) is not None:
         return f'A detached session "{name}" is running: `%taas attach {name}` takes it over'
     if said := ended_text(name):
         return said
@@ -518,7 +518,7 @@ def restarted(name: str, interrupts: Interrupts) -> Session:
     """
     known = _sessions.get(name)
     if known is None or not known.is_started:
-        raise UsageError(_why_none(name, known))
+        raise UsageError(_no_session_message(name, known))
     known.end(interrupts)
     _sessions[name] = new = Session(known.flags)
     return new
@@ -541,7 +541,7 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
         file.write(pack(flags))
 
 
-def left_sessions() -> Iterator[tuple[Run, Flags]]:
+def detached_sessions() -> Iterator[tuple[Run, Flags]]:
     """Yield other kernels' running detached sessions: own run, and flags of the first cell."""
     own = {session.run_id for session in live()}
     for run in runs.newest():
@@ -550,14 +550,14 @@ def left_sessions() -> Iterator[tuple[Run, Flags]]:
             yield run, flags
 
 
-def left_session(name: str, project: Path | None = None) -> Run | None:
+def detached_session(name: str, project: Path | None = None) -> Run | None:
     """Return the own run of another kernel's newest detached session with the name `name`.
 
     Args:
         name: Name of the session.
         project: Search only sessions of notebooks in this folder. None to search all folders.
     """
-    for run, flags in left_sessions():
+    for run, flags in detached_sessions():
         if flags.session == name and project in (None, Path(run.context.project)):
             return run
     return None
@@ -568,7 +568,7 @@ def running(name: str) -> Run | None:
 
     If there are several, prefer a detached session, because this kernel can take it over.
     """
-    if (left := left_session(name)) is not None:
+    if (left := detached_session(name)) is not None:
         return left
     own = {session.run_id for session in live()}
     for run in runs.newest():
@@ -610,7 +610,7 @@ def running_cell(session: Run) -> Run | None:
     return None
 
 
-def is_kept(run: Run) -> bool:
+def is_hidden_from_attach(run: Run) -> bool:
     """Return whether a run is a session that `%taas attach` without an argument must not select.
 
     The result is True for sessions that are not detached, and for sessions of this kernel.
@@ -661,7 +661,7 @@ def named(name: str | None) -> Session:
     for one in found:
         if one.name == name:
             return one
-    raise UsageError(_why_none(name, _sessions.get(name)))
+    raise UsageError(_no_session_message(name, _sessions.get(name)))
 
 
 def check_names(flags: Flags, namespace: Collection[str]) -> None:

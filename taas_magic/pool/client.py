@@ -86,31 +86,31 @@ class ConnectionEnded(RunLost):
 class Wait:
     """One wait of this kernel for a pool's process and its hosts.
 
-    A wait is over when it is cancelled (`give_up`) or when this kernel ends the pool
+    A wait is over when it is cancelled (`cancel`) or when this kernel ends the pool
     (`Pool.down`). A wait that is over starts no process of the pool.
 
     Attributes:
         id: Id by which the pool's process identifies the wait.
-        is_given_up: Whether the wait was cancelled.
+        is_cancelled: Whether the wait was cancelled.
     """
 
     def __init__(self, pool: "Pool") -> None:
         self.id = secrets.token_hex(8)
-        self.is_given_up = False
-        self._pool, self._downs = pool, pool.downs
+        self.is_cancelled = False
+        self._pool, self._end_count = pool, pool.end_count
 
     @property
     def is_over(self) -> bool:
         """Whether the wait was cancelled, or this kernel ended the pool during the wait."""
-        return self.is_given_up or self._pool.downs != self._downs
+        return self.is_cancelled or self._pool.end_count != self._end_count
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the wait. `Pool.open`, which waits in another thread, soon raises PoolError."""
-        self.is_given_up = True
+        self.is_cancelled = True
 
-    def check(self) -> None:
+    def raise_if_over(self) -> None:
         """Raise PoolError if the wait is over."""
-        if self.is_given_up:
+        if self.is_cancelled:
             raise PoolError(f'pool "{self._pool.name}": the wait for its hosts was cancelled')
         if self.is_over:
             raise PoolError(f'pool "{self._pool.name}": this kernel ended it during the wait')
@@ -131,7 +131,7 @@ def disconnect(client: "Client") -> None:
         logger.disabled = before
 
 
-def _connect(place: PoolAddress, check: Callable[[], None]) -> "Client":
+def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
     """Return a Dask client that is connected to a pool's process.
 
     Args:
@@ -147,10 +147,10 @@ def _connect(place: PoolAddress, check: Callable[[], None]) -> "Client":
     made: futures.Future[Client] = futures.Future()
 
     def make() -> None:
-        security = Security(**place.security)
+        security = Security(**pool_address.security)
         try:
             client = Client(
-                place.address, security=security, set_as_default=False, timeout=ANSWER_S
+                pool_address.address, security=security, set_as_default=False, timeout=ANSWER_S
             )
         except BaseException as error:
             made.set_exception(error)
@@ -177,11 +177,11 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
     Raises:
         PoolError: The folder's pool has no running process, or the process does not respond.
     """
-    place = read_address(folder)
-    if place is None or is_free(folder / "lock"):
+    pool_address = read_address(folder)
+    if pool_address is None or is_free(folder / "lock"):
         raise PoolError(f"the pool's process has ended ({folder})")
     try:
-        client = _connect(place, lambda: None)
+        client = _connect(pool_address, lambda: None)
     except OSError as error:
         raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
     try:
@@ -257,7 +257,7 @@ class PoolConnection:
         """Whether the connection is open and the process has sent a beat within `SILENT_S`."""
         return not self.is_over and self.silent_s < SILENT_S
 
-    def check(self) -> None:
+    def raise_if_over(self) -> None:
         """Raise ConnectionEnded if the connection has ended."""
         if self.is_over:
             raise ConnectionEnded(self.why)
@@ -425,13 +425,13 @@ class PoolConnection:
         self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
 
-    def call(self, request: Request[_T], on_look: Callable[[], None] = lambda: None) -> _T:
+    def call(self, request: Request[_T], on_poll: Callable[[], None] = lambda: None) -> _T:
         """Send a request to the process and return the response.
 
         While the process sends beats, this method waits for the response without a time limit.
 
         Args:
-            on_look: Function called every 0.25 s until the response arrives.
+            on_poll: Function called every 0.25 s until the response arrives.
 
         Raises:
             ConnectionEnded: The process has ended, or this kernel has closed the connection.
@@ -442,11 +442,13 @@ class PoolConnection:
         while not futures.wait([answer], _LOOK_S).done:
             if self.is_over:
                 answer.cancel()
-            self.check()
+            self.raise_if_over()
             if self.silent_s > SILENT_S and time.monotonic() > until:
                 answer.cancel()
-                raise PoolError(f'pool "{self.config.name}" does not answer: {self.silence()}')
-            on_look()
+                raise PoolError(
+                    f'pool "{self.config.name}" does not answer: {self.silence_message()}'
+                )
+            on_poll()
         try:
             return answer.result()
         except (OSError, futures.CancelledError) as error:
@@ -455,7 +457,7 @@ class PoolConnection:
             self._end(self._broken())
             raise ConnectionEnded(self.why) from error
 
-    def silence(self) -> str:
+    def silence_message(self) -> str:
         """Return a message for the user about a process that runs but sends no beats."""
         return (
             f"its process {self.process.pid} has been silent for {self.silent_s:.0f} s; it is "
@@ -468,7 +470,7 @@ class PoolConnection:
 
         Any thread may call this. The request runs in the event loop of the Dask client.
         """
-        self.check()
+        self.raise_if_over()
         client = self._client
 
         async def answered() -> _T:
@@ -513,7 +515,8 @@ class PoolConnection:
 
     def _how_process_ended(self) -> str:
         text = (
-            f'pool "{self.config.name}": its process {self.process.pid} {self.process.state()}. '
+            f'pool "{self.config.name}": its process {self.process.pid} '
+            f"{self.process.state_text()}. "
             f"Its runs have ended; run the cell again to start another process."
         )
         # If the process was killed, its log ends with its hosts' later messages, not with a cause.
@@ -532,11 +535,11 @@ class Pool:
     """One pool, as used by one kernel: its settings and the connection to its process.
 
     Attributes:
-        downs: Number of times that this kernel has ended the pool.
+        end_count: Number of times that this kernel has ended the pool.
     """
 
     def __init__(self, config: PoolConfig, project: Path) -> None:
-        self.config, self.downs = config, 0
+        self.config, self.end_count = config, 0
         self.folder = PoolFolder(config, project)
         self._joining = threading.Lock()
         self._connection: PoolConnection | None = None
@@ -591,7 +594,7 @@ class Pool:
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
                 client. Its argument is a list with one line for each host that is not ready.
-            wait: Cancels this call (`Wait.give_up`).
+            wait: Cancels this call (`Wait.cancel`).
             has_run: Whether a run is to start on the hosts. False if the user only starts the
                 pool in advance (`%taas warm`).
 
@@ -606,7 +609,7 @@ class Pool:
         connection = self.connect(on_wait, wait)
         answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
         if answer.is_ending:  # another kernel ended the process before this request
-            on_wait([self._waits_for(connection.process, "to end")])
+            on_wait([self._wait_message(connection.process, "to end")])
             connection.process.wait_for_end(END_S)
             connection = self.connect(on_wait, wait)
             answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
@@ -624,7 +627,7 @@ class Pool:
 
         Args:
             on_wait: Called with lines for the user who waits.
-            wait: Cancels this call (`Wait.give_up`).
+            wait: Cancels this call (`Wait.cancel`).
 
         Raises:
             PoolError: The process could not be started. The message ends with the last lines of
@@ -634,7 +637,7 @@ class Pool:
         with self._joining:
             found = self._ready_connection() or self._join(wait, on_wait, starts=True)
             assert found is not None
-            wait.check()
+            wait.raise_if_over()
             return found
 
     def join(self) -> PoolConnection | None:
@@ -658,7 +661,7 @@ class Pool:
             time.sleep(_LOOK_S)  # this kernel may have been too busy to read beats
         if found.is_ready:
             return found
-        found.close(f'pool "{self.name}" did not answer: {found.silence()}')
+        found.close(f'pool "{self.name}" did not answer: {found.silence_message()}')
         return None
 
     def _join(
@@ -683,7 +686,7 @@ class Pool:
             if process is None:
                 return None
             try:
-                found = self._enter(process, wait, on_wait)
+                found = self._connect_to(process, wait, on_wait)
             except OSError:  # the process is stopped or hangs
                 on_wait([f'pool "{self.name}" did not answer: its process is replaced'])
                 process.kill()
@@ -693,7 +696,7 @@ class Pool:
                 return found
         raise self._error("did not start: each of its processes ended or did not answer")
 
-    def _enter(
+    def _connect_to(
         self, process: PoolProcess, wait: Wait, on_wait: Callable[[list[str]], None]
     ) -> PoolConnection | None:
         """Connect to a process and ask it to accept this kernel.
@@ -710,15 +713,15 @@ class Pool:
 
         def check() -> None:
             nonlocal is_told
-            wait.check()
+            wait.raise_if_over()
             if not process.is_alive():
-                raise ConnectionEnded(f"process {process.pid} {process.state()}")
+                raise ConnectionEnded(f"process {process.pid} {process.state_text()}")
             if not is_told and time.monotonic() - began > NAMED_S:
                 is_told = True
-                on_wait([self._waits_for(process, "to answer")])
+                on_wait([self._wait_message(process, "to answer")])
 
         try:
-            client = _connect(self._place_of(process, check), check)
+            client = _connect(self._wait_for_address(process, check), check)
             with ExitStack() as stack:
                 found = PoolConnection(self.config, process, client, self.folder.log)
                 stack.callback(found.close)
@@ -728,13 +731,13 @@ class Pool:
         except ConnectionEnded:
             pass
         except OSError:
-            if self.folder.place(process) is not None and process.is_alive():
+            if self.folder.address_of(process) is not None and process.is_alive():
                 raise
         if process.is_alive():  # the process has begun to end
-            on_wait([self._waits_for(process, "to end")])
+            on_wait([self._wait_message(process, "to end")])
         process.wait_for_end(END_S)
         if process.exit_code:
-            raise self._error(f"did not start: its process {process.pid} {process.state()}")
+            raise self._error(f"did not start: its process {process.pid} {process.state_text()}")
         return None
 
     def _find(self, wait: Wait, starts: bool) -> PoolProcess | None:
@@ -749,7 +752,7 @@ class Pool:
         """
         deadline = time.monotonic() + END_S
         while True:
-            wait.check()
+            wait.raise_if_over()
             process = self.folder.find() or (self.folder.start() if starts else None)
             if process is not None or not (starts or self.folder.is_locked):
                 return process
@@ -761,7 +764,7 @@ class Pool:
                 )
             time.sleep(_POLL_S)
 
-    def _place_of(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
+    def _wait_for_address(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
         """Wait until a process accepts connections. Return the address and keys of the process.
 
         Args:
@@ -775,11 +778,11 @@ class Pool:
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
         timer, limit_s = IdleTimer(process.pid, with_children=False), self.config.start_timeout_s
-        look_at = time.monotonic()
-        while (place := self.folder.place(process)) is None:
+        next_check_at = time.monotonic()
+        while (pool_address := self.folder.address_of(process)) is None:
             check()
-            if time.monotonic() >= look_at:
-                look_at += _LOOK_S
+            if time.monotonic() >= next_check_at:
+                next_check_at += _LOOK_S
                 if timer.idle_s() >= limit_s:
                     error = self._error(
                         f"did not start: its process {process.pid} used no processor time and read "
@@ -788,9 +791,9 @@ class Pool:
                     process.kill()
                     raise error
             time.sleep(_POLL_S)
-        return place
+        return pool_address
 
-    def _waits_for(self, process: PoolProcess, what: str) -> str:
+    def _wait_message(self, process: PoolProcess, what: str) -> str:
         return (
             f'pool "{self.name}": waiting for its process {process.pid} {what} ({self.folder.log})'
         )
@@ -804,7 +807,7 @@ class Pool:
         A process that is just starting is ended, too. All waits of this kernel for the pool end. A
         process that does not respond is killed, and its hosts end with it.
         """
-        self.downs += 1
+        self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
             try:
                 found = self._ready_connection() or self._join(Wait(self), lambda lines: None)
@@ -824,7 +827,7 @@ class Pool:
         if (found := self.connection) is not None:
             found.close_when_unused()
 
-    def is_over(self) -> bool:
+    def is_unused(self) -> bool:
         """Return whether this kernel has no connection to the pool and no child process for it."""
         return self.connection is None and not self.folder.has_children()
 

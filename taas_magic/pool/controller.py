@@ -111,9 +111,9 @@ class Kernels:
         self.connected.discard(client)
         for wait, (owner, _) in list(self._waiting.items()):
             if owner == client:
-                self.give_up(wait)
+                self.cancel_wait(wait)
 
-    async def enter(self, request: RegisterKernel) -> bool:
+    async def register(self, request: RegisterKernel) -> bool:
         """Return whether the pool accepts a kernel.
 
         The pool accepts each kernel whose Dask client is connected, until the pool begins to end.
@@ -121,7 +121,7 @@ class Kernels:
         """
         return not self.is_ending and request.owner in self.connected
 
-    async def ready(self, request: WaitForHosts) -> StartResponse:
+    async def wait_for_hosts(self, request: WaitForHosts) -> StartResponse:
         """Wait until the requested number of hosts can start ranks.
 
         A kernel may have several waits at the same time. For example, a cell may wait while
@@ -157,14 +157,14 @@ class Kernels:
         """
         return "a kernel ended the pool (`%taas down`)" if self.is_ending else str(error)
 
-    async def give_up_all(self) -> None:
+    async def cancel_all_waits(self) -> None:
         """Cancel all waits for hosts, and wait up to `_ANSWERED_S` until the waits have ended."""
-        if given_up := [waiting for _, waiting in self._waiting.values()]:
-            for waiting in given_up:
+        if pending_waits := [waiting for _, waiting in self._waiting.values()]:
+            for waiting in pending_waits:
                 waiting.cancel()
-            await asyncio.wait(given_up, timeout=_ANSWERED_S)
+            await asyncio.wait(pending_waits, timeout=_ANSWERED_S)
 
-    def give_up(self, wait: str) -> None:
+    def cancel_wait(self, wait: str) -> None:
         """Cancel the kernel's wait with the id `wait`. Do nothing if this wait is over.
 
         After the cancellation, `PoolHosts` returns unused hosts to the engine.
@@ -190,7 +190,7 @@ class PoolMeter:
     ) -> None:
         self._pool_hosts, self._idle_timeout_s = pool_hosts, idle_timeout_s
         self._clock = clock
-        self._looked = clock()
+        self._updated_at = clock()
         self._gpu_s = self._used_gpu_s = 0.0
 
     def update(self) -> bool:
@@ -200,9 +200,9 @@ class PoolMeter:
             Whether any host has been idle for `idle_timeout_s`. The pool must return such a host.
         """
         now = self._clock()
-        passed_s, self._looked = now - self._looked, now
+        passed_s, self._updated_at = now - self._updated_at, now
         for host in self._pool_hosts.all():
-            host.had_s += passed_s
+            host.allocated_s += passed_s
             self._gpu_s += host.gpus * passed_s
             if host.runs:
                 self._used_gpu_s += host.gpus * passed_s
@@ -211,21 +211,21 @@ class PoolMeter:
                 host.idle_since = now
         return not all(map(self.is_in_use, self._pool_hosts.all()))
 
-    def host(self, host: PoolHost) -> HostStatus:
+    def host_status(self, host: PoolHost) -> HostStatus:
         """Return a host's status for `%taas pools`."""
         return HostStatus(
             host=host.name,
-            means=host.means,
+            protection=host.protection,
             runs=sorted(host.runs),
-            had_s=host.had_s,
+            allocated_s=host.allocated_s,
             idle_s=None if host.idle_since is None else self._clock() - host.idle_since,
-            gpu_hours=host.gpus * host.had_s / 3600,
+            gpu_hours=host.gpus * host.allocated_s / 3600,
         )
 
-    def pool(self) -> PoolStatus:
+    def pool_status(self) -> PoolStatus:
         """Return the pool's status for `%taas pools`."""
         return PoolStatus(
-            hosts=[self.host(host) for host in self._pool_hosts.all()],
+            hosts=[self.host_status(host) for host in self._pool_hosts.all()],
             gpu_hours=self._gpu_s / 3600,
             used_gpu_hours=self._used_gpu_s / 3600,
         )
@@ -284,8 +284,8 @@ class Controller(SchedulerPlugin):
         scheduler.stream_handlers[EVENT] = self._on_event
         scheduler.handlers |= handlers(
             {
-                RegisterKernel: self._kernels.enter,
-                WaitForHosts: self._kernels.ready,
+                RegisterKernel: self._kernels.register,
+                WaitForHosts: self._kernels.wait_for_hosts,
                 Launch: self.launch,
                 LaunchFetchers: self.launch_fetchers,
                 Relay: self.relay,
@@ -298,11 +298,11 @@ class Controller(SchedulerPlugin):
                 GetStatus: self.status,
                 GetStacks: self.stacks,
                 GetFacts: self.facts,
-                EndPool: self.down,
+                EndPool: self.end_pool,
             }
         )
         for kind in leaf_subclasses(FileRequest):
-            scheduler.handlers[kind.op()] = self._of_hosts(kind)
+            scheduler.handlers[kind.op()] = self._file_request_handler(kind)
         for work in (self._beat(), self.pool_hosts.watch()):
             self._tasks.start(work)
 
@@ -327,7 +327,7 @@ class Controller(SchedulerPlugin):
             try:
                 session = self._session_of(spec)
                 if not (spec.reads_only or spec.is_session):
-                    await _own_store(until_end, spec.plan)
+                    await _lock_store(until_end, spec.plan)
                 journal = _journal(spec.folder, send_event)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
 
@@ -415,10 +415,10 @@ class Controller(SchedulerPlugin):
             return SessionState(error="the notebook's kernel is gone")
         if run.owner and run.owner != request.owner:
             for fetchers in self._fetchers_of_session(run.run_id):
-                self._leave(fetchers, run)
+                self._disown(fetchers, run)
             run.send_event(encode(Detached()))
         run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
-        state, run.left_cell = run.state(), ""
+        state, run.left_cell = run.session_state(), ""
         return state
 
     def _session_that_stays(self, share: Share) -> PoolRun | None:
@@ -426,7 +426,7 @@ class Controller(SchedulerPlugin):
         session = self._runs.get(share.session_id)
         return session if isinstance(session, PoolRun) and session.stays else None
 
-    def _leave(self, share: Share, session: PoolRun) -> None:
+    def _disown(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
 
         Call if the kernel is gone, or if another kernel takes the session over.
@@ -606,7 +606,7 @@ class Controller(SchedulerPlugin):
 
     async def halt(self, request: Halt) -> None:
         """Interrupt or kill a run or its fetchers on all hosts, or cancel a wait for hosts."""
-        self._kernels.give_up(request.run_id)
+        self._kernels.cancel_wait(request.run_id)
         if run := self._runs.get(request.run_id):
             await run.halt(request.how)
 
@@ -622,12 +622,14 @@ class Controller(SchedulerPlugin):
 
     async def status(self, request: GetStatus) -> PoolStatus:
         """Return the pool's hosts and their runs."""
-        status = self._meter.pool()
+        status = self._meter.pool_status()
         status.starting = self.pool_hosts.starting()
         status.refused = self.pool_hosts.refused + self._scheduler.refused
         return status
 
-    def _of_hosts(self, kind: type[FileRequest[Any]]) -> Callable[..., Awaitable[bytes]]:
+    def _file_request_handler(
+        self, kind: type[FileRequest[Any]]
+    ) -> Callable[..., Awaitable[bytes]]:
         """Return a handler for file requests of one class from hosts.
 
         Hosts that do not share the notebook's run folder or project store send such requests. The
@@ -656,10 +658,10 @@ class Controller(SchedulerPlugin):
         """Ask all hosts for facts such as versions and installed modules; return the facts."""
         return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
 
-    async def down(self, request: EndPool) -> None:
+    async def end_pool(self, request: EndPool) -> None:
         """End all waits and runs, then the pool's process."""
         self._kernels.is_ending = True
-        await self._kernels.give_up_all()
+        await self._kernels.cancel_all_waits()
         await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 
@@ -671,7 +673,7 @@ class Controller(SchedulerPlugin):
         """End the runs of a kernel that has left or died, except detached runs. Called by Dask."""
         for run in self._runs.values():
             if run.owner == client and (session := self._session_that_stays(run)) is not None:
-                self._leave(run, session)
+                self._disown(run, session)
             elif run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone, so the run ends"))
                 self._tasks.start(run.halt("interrupt"))
@@ -752,7 +754,7 @@ async def _end_of(run: PoolRun) -> RunEnded:
         return RunEnded(state="LOST", why=why, attempt=run.attempt)
 
 
-async def _own_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
+async def _lock_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
     """Make the run the owner of the project store until `until_end` is closed."""
     if plan.store is not None:
         owning = owned(plan.store.path, plan.run_id, plan.name)

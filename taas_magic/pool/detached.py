@@ -53,15 +53,19 @@ async def take_fetchers(
         PoolError: The other pool's process does not respond, or the fetchers have ended.
         OSError: The other pool's process cannot be reached.
     """
-    place = read_address(folder)
-    if place is None:
+    pool_address = read_address(folder)
+    if pool_address is None:
         raise PoolError(f"the process of their pool has ended ({folder})")
-    security = Security(**place.security)
+    security = Security(**pool_address.security)
     client = await Client(
-        place.address, security=security, asynchronous=True, set_as_default=False, timeout=ANSWER_S
+        pool_address.address,
+        security=security,
+        asynchronous=True,
+        set_as_default=False,
+        timeout=ANSWER_S,
     )
 
-    def hear(pair: tuple[float, tuple[str, bytes]]) -> None:
+    def on_message(pair: tuple[float, tuple[str, bytes]]) -> None:
         tasks.start(relay([event_of(pair[1][1])]))
 
     async def end() -> None:
@@ -73,7 +77,7 @@ async def take_fetchers(
             await client.close(timeout=2)
 
     try:
-        client.subscribe_topic(topic(client.id), hear)
+        client.subscribe_topic(topic(client.id), on_message)
         taking = send_request(client.scheduler, TakeFetchers(client.id, share_id))
         events = await asyncio.wait_for(taking, ANSWER_S)
         if events is None:

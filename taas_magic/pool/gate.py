@@ -86,8 +86,8 @@ class GateComm(TLS):
             CommClosedError: The connection has ended, or the message broke a rule.
         """
         try:
-            message = plain(await self._frame())
-            check(self.peer, message)
+            message = decode_plain(await self._frame())
+            check_message(self.peer, message)
         except ProtocolError as error:
             self.abort()
             self.gate.refused += 1
@@ -129,7 +129,7 @@ def size_of(begin: bytes) -> int:
     return int(size)
 
 
-def plain(frame: Any) -> Any:
+def decode_plain(frame: Any) -> Any:
     """Decode a message of plain data.
 
     Raises:
@@ -149,7 +149,7 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
     return values
 
 
-def check(peer: Peer, message: Any) -> None:
+def check_message(peer: Peer, message: Any) -> None:
     """Check that `peer` may send `message`.
 
     A host or vehicle may send only the operations of its role, and only in its own name. A kernel
@@ -257,11 +257,13 @@ class Gate(Listener):
 
 
 class _Server(TCPServer):
-    """TCP server that passes each new connection to the coroutine function `come`."""
+    """TCP server that passes each new connection to the coroutine function `serve_connection`."""
 
-    def __init__(self, come: Callable[[IOStream, Any], Awaitable[None]], **options: Any) -> None:
+    def __init__(
+        self, serve_connection: Callable[[IOStream, Any], Awaitable[None]], **options: Any
+    ) -> None:
         super().__init__(**options)
-        self._serve_connection = come
+        self._serve_connection = serve_connection
 
     async def handle_stream(self, stream: IOStream, address: Any) -> None:
         await self._serve_connection(stream, address)
@@ -357,7 +359,7 @@ class PoolScheduler(Scheduler):
         extra: Mapping[str, Any],
         **fields: Any,
     ) -> None:
-        """Register an agent or a vehicle. `check` has already verified the agent's name.
+        """Register an agent or a vehicle. `check_message` has already verified the agent's name.
 
         Constants replace all fields outside `JOINS_WITH`, because Dask would use a worker's values
         of these fields when other workers join.

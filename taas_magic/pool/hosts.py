@@ -49,12 +49,12 @@ class PoolHost:
         name: The host's name in the notebook; "" until the host can start ranks.
         starting: The host's last progress report about its start. None before the first report,
             and when the host can start ranks.
-        means: The mechanism that keeps ranks other than 0 on the host from writing to the project
-            store (value of `store.guard.StoreProtection`).
-        place: The address at which other hosts reach this host's ranks and fetchers.
+        protection: The mechanism that keeps ranks other than 0 on the host from writing to the
+            project store (value of `store.guard.StoreProtection`).
+        peer_address: The address at which other hosts reach this host's ranks and fetchers.
         runs: Ids of the runs that use the host.
         is_returned: Whether the host is being returned to the engine.
-        had_s: Seconds for which the pool has held the host.
+        allocated_s: Seconds for which the pool has held the host.
         idle_since: Time on this process's monotonic clock at which `PoolMeter` first found the host
             without a run. None while the host has a run or has just been chosen for a run.
         known_modules: Modules that an earlier check has found on the host; None before the first
@@ -69,12 +69,12 @@ class PoolHost:
     excused_s: float = 0.0
     name: str = ""
     starting: StartingHost | None = None
-    means: str = ""
-    place: str = ""
+    protection: str = ""
+    peer_address: str = ""
     runs: set[str] = field(default_factory=set)
     gpus: int = 0
     is_returned: bool = False
-    had_s: float = 0.0
+    allocated_s: float = 0.0
     idle_since: float | None = None
     known_modules: set[str] | None = None
     pending: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class PoolHosts(SchedulerPlugin):
         """
         self._acquiring += 1
         try:
-            await self._have_joined(count)
+            await self._wait_until_joined(count)
         except asyncio.TimeoutError:
             about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
@@ -337,14 +337,14 @@ class PoolHosts(SchedulerPlugin):
         count.
         """
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while True:
             await asyncio.sleep(pause_s)
-            before, looked = looked, time.monotonic()
-            stalled_s = max(0.0, looked - before - 2 * pause_s)
+            before, checked_at = checked_at, time.monotonic()
+            stalled_s = max(0.0, checked_at - before - 2 * pause_s)
             for host in list(self._hosts.values()):
                 host.excused_s += stalled_s
-                if looked - host.last_message_at - host.excused_s > limit_s:
+                if checked_at - host.last_message_at - host.excused_s > limit_s:
                     why = f"it was silent for {limit_s:g} s: the host or its network failed"
                     await self.drop(host.address, why)
 
@@ -403,13 +403,13 @@ class PoolHosts(SchedulerPlugin):
             logger.warning("a new host did not answer: %s", error)
             await self.drop(host.address, str(error))
             return
-        host.name, host.means, host.place = hello.host, hello.means, hello.address
+        host.name, host.protection, host.peer_address = hello.host, hello.protection, hello.address
         host.gpus, host.starting = hello.gpus, None
         self._source.ready.add(host.agent)
         async with self._changed:
             self._changed.notify_all()
 
-    async def _have_joined(self, count: int) -> None:
+    async def _wait_until_joined(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
         The engine is asked every `ASK_AGAIN_S`, so that it replaces requested hosts that died.

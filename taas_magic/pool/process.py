@@ -98,7 +98,7 @@ class PoolProcess:
         """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 
-    def state(self) -> str:
+    def state_text(self) -> str:
         """Return the state in words, such as "is alive" or "was killed by SIGTERM"."""
         if self.is_alive():
             return "is alive"
@@ -206,16 +206,16 @@ class PoolFolder:
             with self._lock:
                 self._children.append(child)
             project = str(self._project)
-            words = PoolSettings(str(path.parent), self._config, project, LINGER_S, lock)
+            settings = PoolSettings(str(path.parent), self._config, project, LINGER_S, lock)
         finally:
             os.close(lock)
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # already ended; the caller notices this later
-            child.stdin.write(pack(words) + b"\n")
+            child.stdin.write(pack(settings) + b"\n")
             child.stdin.close()
         return PoolProcess(child)
 
-    def place(self, process: PoolProcess) -> PoolAddress | None:
+    def address_of(self, process: PoolProcess) -> PoolAddress | None:
         """Return the address and keys of a process, from `pool.json`.
 
         Returns:
@@ -226,15 +226,15 @@ class PoolFolder:
             PoolError: The process has other versions of Python, torch or taas-magic than this
                 kernel.
         """
-        place = read_address(self.path)
-        if place is None or place.pid != process.pid:
+        pool_address = read_address(self.path)
+        if pool_address is None or pool_address.pid != process.pid:
             return None
-        if place.made_of != this_kernel():
+        if pool_address.made_of != this_kernel():
             raise PoolError(
                 f'pool "{self._config.name}": Python, torch or taas-magic was changed since this '
                 f"kernel started: restart the kernel"
             )
-        return place
+        return pool_address
 
     def of_other_versions(self) -> list[str]:
         """Find running processes of this pool that use other versions than this kernel.
@@ -246,9 +246,9 @@ class PoolFolder:
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
         for path in self.path.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # the process is just ending
-                place = unpack(path.read_bytes(), PoolAddress)
-                made_of = place.made_of
-                is_other = made_of != this_kernel() and place.project == str(self._project)
+                pool_address = unpack(path.read_bytes(), PoolAddress)
+                made_of = pool_address.made_of
+                is_other = made_of != this_kernel() and pool_address.project == str(self._project)
                 if is_other and not is_free(path.with_name("lock")):
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
@@ -263,19 +263,19 @@ class PoolFolder:
 def main() -> int:
     """Run the pool's process until a kernel ends the pool, or no kernel and no run is left."""
     gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
-    words = unpack(sys.stdin.buffer.readline(), PoolSettings)
-    folder = Path(words.folder)
-    os.set_inheritable(words.lock, False)
-    os.write(words.lock, str(os.getpid()).encode())
+    settings = unpack(sys.stdin.buffer.readline(), PoolSettings)
+    folder = Path(settings.folder)
+    os.set_inheritable(settings.lock, False)
+    os.write(settings.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     os.truncate(folder / LOG, 0)  # each process appends, so remove an earlier log
-    engine = find_engine(words.pool)
+    engine = find_engine(settings.pool)
     engine.prepare()
-    asyncio.run(_run_pool(engine, folder, words))
+    asyncio.run(_run_pool(engine, folder, settings))
     return 0
 
 
-async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
+async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
     """Run the pool's scheduler and controller until the pool ends.
 
     While the pool runs, `pool.json` in `folder` has the address and keys for kernels.
@@ -294,13 +294,13 @@ async def _run_pool(engine: Engine, folder: Path, words: PoolSettings) -> None:
     use_steady_clock()
     keys = Keys()
     async with engine.open(PoolScheduler, keys, str(folder)) as scheduler:
-        controller = Controller(scheduler, engine, engine.pool, words.linger_s)
+        controller = Controller(scheduler, engine, engine.pool, settings.linger_s)
         made_of, pid = this_kernel(), os.getpid()
-        place = PoolAddress(scheduler.address, keys.kernel(), words.project, made_of, pid)
+        pool_address = PoolAddress(scheduler.address, keys.kernel(), settings.project, made_of, pid)
         path = folder / "pool.json"
         try:
             with replacing(path) as file:
-                file.write(pack(place))
+                file.write(pack(pool_address))
             await controller.over.wait()
         finally:
             path.unlink(missing_ok=True)

@@ -50,7 +50,6 @@ from taas_magic.messages import (
     InputRequested,
     Note,
     PauseClocks,
-    PlaceFetcher,
     RankEvent,
     RankFailure,
     RanksEnded,
@@ -60,6 +59,7 @@ from taas_magic.messages import (
     RunEnded,
     RunStacks,
     SessionState,
+    SetFetcherAddress,
     StateChanged,
 )
 from taas_magic.plan import DataPlan, Plan, senders
@@ -152,12 +152,12 @@ class AttemptOutcome:
         state: The worst state of the attempt's hosts.
         failures: Failures in the order in which they were reported. Failures that other failures
             caused come last.
-        curable: Whether another attempt may succeed.
+        may_retry: Whether another attempt may succeed.
     """
 
     state: str
     failures: tuple[Failure, ...] = ()
-    curable: bool = False
+    may_retry: bool = False
 
 
 def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
@@ -179,9 +179,9 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     reports = [part.report for part in hosts if part.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
     if not bad:
-        return _of_good(hosts, reports, now)
+        return _outcome_so_far(hosts, reports, now)
     since = min(report.at for report in bad)
-    own = [report.at for report in bad if _is_own(report)]
+    own = [report.at for report in bad if _has_own_failure(report)]
     if len(reports) < len(hosts):
         if all(report.state == "INTERRUPTED" for report in bad):
             return None  # the other hosts were interrupted too and will report it
@@ -191,21 +191,21 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
             part.host.last_message_at < since + LATE_S for part in hosts if not part.report
         ):
             return None
-    state = worst(report.state for report in bad)
+    state = worst_state(report.state for report in bad)
     if state == "INTERRUPTED":
         return AttemptOutcome(state)
-    curable = not any(report.cause in FINAL_CAUSES for report in bad)
-    return AttemptOutcome(state, _failures(bad if own else reports), curable)
+    may_retry = not any(report.cause in FINAL_CAUSES for report in bad)
+    return AttemptOutcome(state, _failures(bad if own else reports), may_retry)
 
 
-def _of_good(
+def _outcome_so_far(
     hosts: Collection[HostPart], reports: list[HostReport], now: float
 ) -> AttemptOutcome | None:
     if len(reports) == len(hosts):
         return AttemptOutcome("SUCCEEDED")
     left = [report for report in reports if report.failures]
     if left and now >= min(report.at for report in left) + LEFT_GRACE_S:
-        return AttemptOutcome("FAILED", _failures(left), curable=True)
+        return AttemptOutcome("FAILED", _failures(left), may_retry=True)
     return None
 
 
@@ -215,11 +215,11 @@ def _failures(reports: Collection[HostReport]) -> tuple[Failure, ...]:
     return tuple(sorted(found, key=lambda failure: failure.consequence))
 
 
-def _is_own(report: HostReport) -> bool:
+def _has_own_failure(report: HostReport) -> bool:
     return any(not failure.consequence for failure in report.failures)
 
 
-def worst(states: Iterable[str]) -> str:
+def worst_state(states: Iterable[str]) -> str:
     """Return the worst of the hosts' states, which becomes the state of the whole run.
 
     From best to worst, the states are SUCCEEDED, INTERRUPTED, FAILED and LOST.
@@ -278,7 +278,7 @@ class Share(ABC):
         return OwnedFiles(self._numbers(part), self.attempt, frozenset())
 
     @abstractmethod
-    def _may_say(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, part: HostPart, event: Event) -> bool:
         """Return whether a host may send `event`.
 
         A host may not send events about processes of other hosts.
@@ -289,7 +289,7 @@ class Share(ABC):
         """Handle an event that a host has sent."""
 
     @abstractmethod
-    def _lost(self, part: HostPart, why: str) -> None:
+    def _publish_loss(self, part: HostPart, why: str) -> None:
         """Publish the loss of a host and of its ranks or fetchers, with the reason `why`."""
 
     @property
@@ -324,8 +324,8 @@ class Share(ABC):
             Whether the event was accepted. An event is ignored if the host has none of the run's
             ranks or fetchers, or if hosts are not allowed to send events of this kind.
         """
-        part = self._part(address)
-        if part is None or not self._may_say(part, event):
+        part = self._active_part(address)
+        if part is None or not self._may_send(part, event):
             return False
         part.last_message_at = time.monotonic()
         event.time = time.time()  # not the host's clock, which may differ by days
@@ -340,7 +340,7 @@ class Share(ABC):
             ProtocolError: None of these ranks or fetchers is on the host (any more), or the host
                 may not send the request.
         """
-        part = self._part(address)
+        part = self._active_part(address)
         if part is None:
             raise ProtocolError(f"run {self.run_id} has ended on the host at {address}")
         part.last_message_at = time.monotonic()
@@ -348,9 +348,9 @@ class Share(ABC):
 
     def lose(self, host: PoolHost, why: str) -> None:
         """Record that a host is gone. Ignore a host that had none of these ranks or fetchers."""
-        part = self._part(host.address)
+        part = self._active_part(host.address)
         if part is not None:
-            self._lost(part, why)
+            self._publish_loss(part, why)
             self._record_part_ended(part)
 
     async def halt(self, how: str) -> None:
@@ -364,11 +364,11 @@ class Share(ABC):
         """
         self._how_halted = how
         self._halted.set()
-        await self._order_end(how)
+        await self._send_halt(how)
 
-    async def _order_end(self, how: str) -> None:
+    async def _send_halt(self, how: str) -> None:
         """Tell all hosts to end the ranks or fetchers. Drop hosts that need over `HALT_S`."""
-        self._tasks.start(self._end_late(HALT_S))
+        self._tasks.start(self._drop_late_hosts(HALT_S))
         await self._send_to_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
@@ -394,17 +394,17 @@ class Share(ABC):
             row.host = host.name
         return stacks
 
-    def _part(self, address: str) -> HostPart | None:
+    def _active_part(self, address: str) -> HostPart | None:
         """Return the `HostPart` of a host; None if no rank or fetcher is there (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
-    def _running(self) -> list[str]:
+    def _running_addresses(self) -> list[str]:
         """Return the addresses of the hosts that have not ended their ranks or fetchers."""
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _acquire_hosts(
-        self, count: int, preferred: Collection[str] = (), patience_s: float = 0.0
+        self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
     ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
 
@@ -412,13 +412,13 @@ class Share(ABC):
 
         Args:
             preferred: Addresses of hosts that are chosen first.
-            patience_s: Seconds for which this call tries again if hosts are not available.
+            retry_s: Seconds for which this call tries again if hosts are not available.
 
         Raises:
             PoolError: Too few hosts are available, a host lacks a module or version, or the run was
                 halted meanwhile.
         """
-        until, noted = time.monotonic() + patience_s, ""
+        until, noted = time.monotonic() + retry_s, ""
         while True:
             try:
                 hosts = await self._acquire_hosts_once(count, preferred)
@@ -428,7 +428,7 @@ class Share(ABC):
                     raise
                 if str(error) != noted:
                     noted = str(error)
-                    line = f"waiting up to {patience_s:g} s for another host: {noted}"
+                    line = f"waiting up to {retry_s:g} s for another host: {noted}"
                     self.publish(Note(text=line))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._halted.wait(), AGAIN_S)
@@ -462,12 +462,14 @@ class Share(ABC):
         if self._run.requires is not None:
             await require_fit(self._pool_hosts, hosts, self._run.requires)
 
-    async def _start_one(self, part: HostPart, spec: ShareSpec, again: bool = False) -> int:
+    async def _start_one(
+        self, part: HostPart, spec: ShareSpec, is_next_attempt: bool = False
+    ) -> int:
         """Start the ranks or fetchers of one host.
 
         Args:
             spec: The host's share.
-            again: Whether the host ran the last attempt and is to start the next one.
+            is_next_attempt: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
@@ -478,7 +480,7 @@ class Share(ABC):
         part.host.runs.add(self.run_id)
         address = part.host.address
         try:
-            port = await self._pool_hosts.call(address, StartShare(spec, again))
+            port = await self._pool_hosts.call(address, StartShare(spec, is_next_attempt))
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._pool_hosts.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
@@ -491,7 +493,7 @@ class Share(ABC):
 
         Errors are ignored, because `PoolHosts` notices lost hosts, and `lose` is then called.
         """
-        calls = (self._pool_hosts.call(address, request) for address in self._running())
+        calls = (self._pool_hosts.call(address, request) for address in self._running_addresses())
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _record_part_ended(self, part: HostPart) -> None:
@@ -502,11 +504,11 @@ class Share(ABC):
 
     async def wait_until_ended(self) -> None:
         """Wait until all hosts have ended their ranks or fetchers, or are gone."""
-        while self._running():
+        while self._running_addresses():
             self._changed.clear()
             await self._changed.wait()
 
-    async def _end_late(self, limit_s: float) -> None:
+    async def _drop_late_hosts(self, limit_s: float) -> None:
         """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
@@ -573,7 +575,7 @@ class PoolFetchers(Share):
 
     async def carry_out(self) -> None:
         """Wait until the fetchers have ended for good; then refuse requests about the store."""
-        while self._running() or self._may_start_again():
+        while self._running_addresses() or self._may_start_again():
             self._changed.clear()
             await self._changed.wait()
         self._keeping.close()
@@ -596,7 +598,7 @@ class PoolFetchers(Share):
             await self.wait_until_ended()
             await self._start_all()
         except PoolError as error:
-            await self._order_end("kill")
+            await self._send_halt("kill")
             self._restarts.refuse()
             for fetcher in self._data.fetchers:
                 self._publish_event(
@@ -628,7 +630,7 @@ class PoolFetchers(Share):
     def _numbers(self, part: HostPart) -> list[int]:
         return [fetcher.number for fetcher in self._data.on(part.host_rank)]
 
-    def _may_say(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, part: HostPart, event: Event) -> bool:
         if isinstance(event, FetcherStarted | FetcherReport | FetcherEnded):
             return event.number in self._numbers(part)
         return isinstance(event, Note | HostEnded)
@@ -660,10 +662,10 @@ class PoolFetchers(Share):
             self._starts += 1
             self._tasks.start(self._start_again())
 
-    def _lost(self, part: HostPart, why: str) -> None:
+    def _publish_loss(self, part: HostPart, why: str) -> None:
         numbers, host = self._numbers(part), part.host.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        are_others = len(self._running()) > 1
+        are_others = len(self._running_addresses()) > 1
         others = "other fetchers provide their batches" if are_others else "no fetcher is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
         for fetcher in self._data.on(part.host_rank):
@@ -779,7 +781,7 @@ class PoolRun(Share):
             self._cells.remove(cell)
             self._used_at = time.monotonic()
 
-    def state(self) -> SessionState:
+    def session_state(self) -> SessionState:
         """Return a session's state for a kernel that takes the session over."""
         cell = self._cells[-1].run_id if self._cells else self.left_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
@@ -802,11 +804,11 @@ class PoolRun(Share):
         return [part.host for part in parts]
 
     async def _acquire_hosts(
-        self, count: int, preferred: Collection[str] = (), patience_s: float = 0.0
+        self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
     ) -> list[PoolHost]:
         """See `Share._acquire_hosts`. A cell in a session gets the session's hosts."""
         if self._session is None:
-            return await super()._acquire_hosts(count, preferred, patience_s)
+            return await super()._acquire_hosts(count, preferred, retry_s)
         hosts = self._session.session_hosts()
         await self._require_fit(hosts)
         return hosts
@@ -819,7 +821,7 @@ class PoolRun(Share):
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
-        while outcome.curable and self.attempt < most and not self.is_halted:
+        while outcome.may_retry and self.attempt < most and not self.is_halted:
             if await self._start_again(outcome):
                 outcome = await self._outcome()
             elif self.is_halted:  # halted during the restart: the earlier failure does not count
@@ -830,7 +832,7 @@ class PoolRun(Share):
         await self._files.close()
         failures = [*outcome.failures, *lost]
         return RunEnded(
-            state=worst([outcome.state, "LOST"] if lost else [outcome.state]),
+            state=worst_state([outcome.state, "LOST"] if lost else [outcome.state]),
             failures=failures,
             first=first_failure(failures),
             elapsed_s=time.monotonic() - self._started,
@@ -860,7 +862,9 @@ class PoolRun(Share):
                 publish(shown)
                 if event.entry:
                     self._fetchers[event.number] = event.entry
-                    await self._send_to_all(PlaceFetcher(self.run_id, event.number, event.entry))
+                    await self._send_to_all(
+                        SetFetcherAddress(self.run_id, event.number, event.entry)
+                    )
             else:
                 publish(event)
 
@@ -909,7 +913,7 @@ class PoolRun(Share):
         may_send = senders(self.plan.out, self.plan.world_size)
         return OwnedFiles(self._numbers(part), self.attempt, may_send)
 
-    def _may_say(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, part: HostPart, event: Event) -> bool:
         is_of_pool = isinstance(event, POOL_ONLY_EVENTS)
         return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
 
@@ -932,7 +936,7 @@ class PoolRun(Share):
         elif isinstance(event, RankFailure) and event.failure.rank is not None:
             self._tasks.start(self._close_requests([event.failure.rank]))
 
-    def _lost(self, part: HostPart, why: str) -> None:
+    def _publish_loss(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.host.name, PoolError(why))
         self.publish(RankFailure(host=part.host.name, failure=failure))
         part.report = None
@@ -974,17 +978,19 @@ class PoolRun(Share):
         first = first_failure(outcome.failures)
         self.publish(Restart(attempt=self.attempt + 1, failure=first))
         try:
-            patience_s = self._pool_hosts.start_timeout_s
-            hosts = await self._acquire_hosts(len(self.plan.hosts), self._running(), patience_s)
+            retry_s = self._pool_hosts.start_timeout_s
+            hosts = await self._acquire_hosts(
+                len(self.plan.hosts), self._running_addresses(), retry_s
+            )
         except PoolError as error:
             if not self.is_halted:
                 self.publish(Note(text=f"not started again: {error}"))
             return False
         self.attempt += 1
-        await self._start_attempt(self._seated(hosts))
+        await self._start_attempt(self._in_host_order(hosts))
         return True
 
-    def _seated(self, hosts: list[PoolHost]) -> list[PoolHost]:
+    def _in_host_order(self, hosts: list[PoolHost]) -> list[PoolHost]:
         """Return `hosts` in the order of their host numbers in the next attempt.
 
         Each host of the last attempt keeps its number. New hosts get the free numbers.
@@ -1001,11 +1007,11 @@ class PoolRun(Share):
         fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
-        running = set(self._running())
+        running = set(self._running_addresses())
         first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]
         self._parts = {part.host.address: part for part in parts}
         self._clock.set_paused(False, time.monotonic())
-        address = hosts[0].place if others else LOOPBACK
+        address = hosts[0].peer_address if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
         if port:
             await asyncio.gather(
@@ -1064,7 +1070,7 @@ class PoolRun(Share):
         there = [part for part in self._parts.values() if not part.ended]
         for part in there:
             part.report = None
-        self._tasks.start(self._end_late(END_S))
+        self._tasks.start(self._drop_late_hosts(END_S))
         await self._send_to_all(EndRun(self.run_id))
         await self.wait_until_ended()
         await self._tunnels.aclose()

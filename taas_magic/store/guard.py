@@ -2,9 +2,9 @@
 
 `apply_rule` is called in a freshly forked rank before any of the user's code. Processes that the
 rank starts inherit the protection. The strongest mechanism of the host is used: a read-only mount,
-else Landlock, else Python alone. `strongest` finds this mechanism: it tries each mechanism in a
-separate process. A trial in the rank itself could fail halfway: a process that has entered a user
-namespace cannot leave it.
+else Landlock, else Python alone. `strongest_protection` finds this mechanism: it tries each
+mechanism in a separate process. A trial in the rank itself could fail halfway: a process that has
+entered a user namespace cannot leave it.
 
     mechanism              user        a refused change gives   not protected against
     read-only mount        root, user  EROFS                    nothing
@@ -43,7 +43,7 @@ from taas_magic.store.rule import StoreRule, is_below
 
 _PROBE_TIMEOUT_S = 20
 
-HELD_BY_PYTHON = (
+PROTECTED_BY_PYTHON = (
     "this host has neither mount namespaces nor Landlock: only Python prevents ranks other than 0 "
     "from writing to the project store (docs/store.md)"
 )
@@ -59,47 +59,47 @@ class StoreProtection(str, Enum):
 
 
 @functools.cache
-def strongest() -> StoreProtection:
+def strongest_protection() -> StoreProtection:
     """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
 
     Each trial takes about 0.1 s. The result is cached in this process.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for means in candidates(os.geteuid())[:-1]:
-            trial = f"from taas_magic.store import guard; guard.trial({means.name!r}, {folder!r})"
+        for protection in possible_protections(os.geteuid())[:-1]:
+            call = f"guard.try_protection({protection.name!r}, {folder!r})"
             with suppress(subprocess.SubprocessError):
                 subprocess.run(
-                    [sys.executable, "-c", trial],
+                    [sys.executable, "-c", f"from taas_magic.store import guard; {call}"],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=_PROBE_TIMEOUT_S,
                     check=True,
                 )
-                return means
+                return protection
     return StoreProtection.PYTHON
 
 
-def trial(means: str, folder: str) -> None:
+def try_protection(protection: str, folder: str) -> None:
     """Test a mechanism: make a folder read-only for this process, and try to write to it.
 
     The process exits with an error if the write succeeds.
 
     Args:
-        means: Name of the `StoreProtection` member to try.
+        protection: Name of the `StoreProtection` member to try.
         folder: Folder to protect.
 
     Raises:
         OSError: The mechanism is not available.
     """
-    _apply(StoreProtection[means], folder, [])
+    _apply(StoreProtection[protection], folder, [])
     with suppress(OSError):
         os.mkdir(os.path.join(folder, "trial"))
         sys.exit("the folder can be changed")
 
 
-def candidates(user: int) -> tuple[StoreProtection, ...]:
+def possible_protections(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
     For root, the mount is made without a user namespace. Inside a user namespace, root would lose
@@ -113,10 +113,10 @@ def apply_rule(
     rule: StoreRule,
     who: str,
     *,
-    means: StoreProtection,
+    protection: StoreProtection,
     scratch: Path,
     run_folder: str,
-    note: Callable[[str], None],
+    on_write: Callable[[str], None],
     writes: bool = False,
     rehearsal: Path | None = None,
 ) -> StoreProtection:
@@ -125,13 +125,14 @@ def apply_rule(
     Args:
         rule: Settings of the store.
         who: Name of the process in messages.
-        means: Strongest mechanism by which this host can protect the store, from `strongest`.
+        protection: Strongest mechanism by which this host can protect the store, from
+            `strongest_protection`.
         scratch: Path at which to make the scratch folder of this process, on this host and
             outside the store. After this process has ended, the agent or supervisor removes it.
         run_folder: Run folder, which stays writable.
-        note: Called once with each path in the store that this process wrote or tried to write.
+        on_write: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this process is rank 0. Rank 0 may write to the store: its writes are only
-            reported by `note`. In a rehearsal, rank 0 may not write either.
+            reported by `on_write`. In a rehearsal, rank 0 may not write either.
         rehearsal: In a rehearsal, the folder that receives all writes to the store; made if it is
             missing. None if the run is not a rehearsal.
 
@@ -146,18 +147,18 @@ def apply_rule(
     else:
         rehearsal.mkdir(mode=0o700, exist_ok=True)
         open_to_all.append(str(rehearsal))
-    writable = holes(rule.path, open_to_all, means)
-    view = who, rule.path, writable, note
+    writable = writable_folders(rule.path, open_to_all, protection)
+    view = who, rule.path, writable, on_write
     if writes and rehearsal is None:
-        _redirect_calls(redirect.Watched(*view))
-        return means
-    used = protect(rule.path, writable, means)
+        _redirect_calls(redirect.StoreView(*view))
+        return protection
+    used = protect(rule.path, writable, protection)
     _move_temporary_folder(rule.path, used, scratch)
-    _held.append(rule.path)
+    _protected_store.append(rule.path)
     if rehearsal is not None:
-        _why_held.append(_REHEARSES)
+        _refusal_reasons.append(_REHEARSES)
         _redirect_calls(
-            redirect.Rehearsed(
+            redirect.RehearsalView(
                 *view,
                 scratch=str(scratch),
                 folder=str(rehearsal),
@@ -168,19 +169,19 @@ def apply_rule(
             )
         )
     elif rule.writes == "refuse":
-        _redirect_calls(redirect.Refused(*view))
+        _redirect_calls(redirect.RefusingView(*view))
     else:
-        _redirect_calls(redirect.Discarded(*view, scratch=str(scratch)))
+        _redirect_calls(redirect.DiscardingView(*view, scratch=str(scratch)))
     return used
 
 
-def _redirect_calls(view: redirect.Watched) -> None:
+def _redirect_calls(view: redirect.StoreView) -> None:
     """Redirect this process's file calls, in Python and in libraries, as `view` decides."""
     redirect.install(view)
     libraries.install(view)
 
 
-_held: list[str] = []
+_protected_store: list[str] = []
 """List with the path of the store if this process may not write to the store; else empty."""
 
 _ONLY_RANK_0 = (
@@ -191,7 +192,7 @@ _REHEARSES = (
     "a rehearsal writes nothing to the project store {}, and this library's write could not be "
     "redirected; docs/rehearse.md"
 )
-_why_held: list[str] = [_ONLY_RANK_0]
+_refusal_reasons: list[str] = [_ONLY_RANK_0]
 """Templates of the user's explanation for a refused write. The last template is in use."""
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
@@ -211,17 +212,17 @@ def why_refused(error: BaseException) -> str:
     Returns:
         The explanation; "" for any other error.
     """
-    if not _held:
+    if not _protected_store:
         return ""
-    [store], errors = _held, (errno.EROFS, errno.EACCES)
+    [store], errors = _protected_store, (errno.EROFS, errno.EACCES)
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        place = os.path.realpath(os.fsdecode(error.filename)) if error.filename else ""
-        is_refused = error.errno in errors and is_below(place, store)
+        path = os.path.realpath(os.fsdecode(error.filename)) if error.filename else ""
+        is_refused = error.errno in errors and is_below(path, store)
     else:
         is_refused = _REFUSED.search(str(error)) is not None
     if not is_refused or "project store" in str(error):
         return ""
-    return f" ({_why_held[-1].format(store)})"
+    return f" ({_refusal_reasons[-1].format(store)})"
 
 
 _CACHE_VARIABLES = (
@@ -247,7 +248,7 @@ def _caches() -> list[str]:
     return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
-def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[str]:
+def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store, which need exceptions from the protection.
 
     Missing folders are created first. A process under Landlock cannot create entries directly in a
@@ -257,7 +258,7 @@ def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[s
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
     for path in resolved:
-        beside = means is StoreProtection.LANDLOCK and is_below(store, os.path.dirname(path))
+        beside = protection is StoreProtection.LANDLOCK and is_below(store, os.path.dirname(path))
         if beside or is_below(path, store):
             try:
                 os.makedirs(path, mode=0o700, exist_ok=True)
@@ -266,62 +267,62 @@ def holes(store: str, writable: Iterable[str], means: StoreProtection) -> list[s
     return [path for path in resolved if path != store and is_below(path, store)]
 
 
-def _move_temporary_folder(store: str, means: StoreProtection, scratch: Path) -> None:
+def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:
     """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder.
 
     The usual folder is unusable if it is the store. Under Landlock, a folder that contains the
     store is unusable, too, because this process cannot make entries directly in that folder.
     """
     usual = os.path.realpath(tempfile.gettempdir())
-    if usual == store or (means is StoreProtection.LANDLOCK and is_below(store, usual)):
+    if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
         folder = scratch / "tmp"
         folder.mkdir()
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
-def protect(store: str, holes: Sequence[str], means: StoreProtection) -> StoreProtection:
+def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
     Open descriptors that would bypass the protection are opened again.
 
     Args:
         store: Path of the store.
-        holes: Folders inside the store that stay writable, from `holes`.
-        means: Mechanism to try first, from `strongest`.
+        writable: Folders inside the store that stay writable, from `writable_folders`.
+        protection: Mechanism to try first, from `strongest_protection`.
 
     Returns:
-        The mechanism in effect: `means`, or a weaker one if `means` fails for this store.
+        The mechanism in effect: `protection`, or a weaker one if `protection` fails for this store.
 
     Raises:
         RuntimeError: The process has more than one thread; the others would stay unprotected.
     """
-    if means is StoreProtection.PYTHON:
-        return means
+    if protection is StoreProtection.PYTHON:
+        return protection
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("protect() must be called before a rank has a second thread")
     store = os.path.realpath(store)
-    possible = candidates(os.geteuid())
-    for chosen in possible[possible.index(means) :]:
+    possible = possible_protections(os.geteuid())
+    for chosen in possible[possible.index(protection) :]:
         try:
-            _apply(chosen, store, holes)
+            _apply(chosen, store, writable)
         except OSError:
             continue  # try the next weaker mechanism; the receipt names the one in effect
-        _renew_descriptors(store, holes)
+        _renew_descriptors(store, writable)
         break
     return chosen
 
 
-def _apply(means: StoreProtection, store: str, holes: Sequence[str]) -> None:
-    if means is StoreProtection.LANDLOCK:
-        _restrict_by_landlock(store, holes)
-    elif means is not StoreProtection.PYTHON:
-        _enter_namespace(as_user=means is StoreProtection.USER_MOUNT)
-        _mount_read_only(store, holes)
-        if means is StoreProtection.USER_MOUNT:
+def _apply(protection: StoreProtection, store: str, writable: Sequence[str]) -> None:
+    if protection is StoreProtection.LANDLOCK:
+        _restrict_by_landlock(store, writable)
+    elif protection is not StoreProtection.PYTHON:
+        _enter_namespace(as_user=protection is StoreProtection.USER_MOUNT)
+        _mount_read_only(store, writable)
+        if protection is StoreProtection.USER_MOUNT:
             _drop_capabilities()
 
 
-def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
+def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
     """Reopen inherited descriptors, so that the protection applies to them.
 
     A descriptor keeps the rights and the mount with which it was opened. Through an old descriptor
@@ -334,8 +335,9 @@ def _renew_descriptors(store: str, holes: Sequence[str]) -> None:
             path, mode = os.readlink(f"/proc/self/fd/{name}"), os.fstat(descriptor).st_mode
         except OSError:
             continue  # `listdir` opened this descriptor, and has closed it
-        held = is_below(path, store) and not any(is_below(path, hole) for hole in holes)
-        if stat.S_ISDIR(mode) or (held and stat.S_ISREG(mode)):
+        is_open_to_all = any(is_below(path, folder) for folder in writable)
+        is_protected = is_below(path, store) and not is_open_to_all
+        if stat.S_ISDIR(mode) or (is_protected and stat.S_ISREG(mode)):
             _renew(descriptor, path)
     os.chdir(os.getcwd())
 
@@ -402,19 +404,19 @@ def _enter_namespace(*, as_user: bool) -> None:
     _mount(None, "/", _MS_REC | _MS_SLAVE)
 
 
-def _mount_read_only(folder: str, holes: Sequence[str]) -> None:
+def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
     """Make `folder` and all mounts below it read-only in this mount namespace.
 
     Args:
         folder: Absolute path without symbolic links.
-        holes: Folders inside `folder` that stay writable.
+        writable: Folders inside `folder` that stay writable.
     """
-    for path in (folder, *holes):
+    for path in (folder, *writable):
         _mount(path, path, _MS_BIND | _MS_REC)
     with open("/proc/self/mountinfo", "rb") as table:
         points = {_unescape(line.split()[4]) for line in table}
     for point in sorted(points):
-        if is_below(point, folder) and not any(is_below(point, hole) for hole in holes):
+        if is_below(point, folder) and not any(is_below(point, inner) for inner in writable):
             present = os.statvfs(point).f_flag
             kept = sum(mount for seen, mount in _KEPT_FLAGS.items() if present & seen)
             _mount(None, point, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | kept)
@@ -450,7 +452,7 @@ _REFER = 1 << 13
 _TRUNCATE = 1 << 14
 
 
-def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
+def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     """Permanently refuse every change below `folder` to this process and its children."""
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
     rights = _WRITE_FILE | _REMOVE_AND_MAKE  # every ABI handles these
@@ -460,7 +462,7 @@ def _restrict_by_landlock(folder: str, holes: Sequence[str]) -> None:
     size = ctypes.c_size_t(len(handled))
     rules = _landlock(_CREATE_RULESET, handled, size, ctypes.c_uint32(0))
     try:
-        for path in (*_neighbours(folder), *holes):
+        for path in (*_neighbours(folder), *writable):
             _allow(rules, path, rights)
         _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         _landlock(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint32(0))

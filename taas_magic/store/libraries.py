@@ -3,7 +3,7 @@
 `CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
 of these functions is replaced when its module is imported. The replacement changes the path as
 `redirect.py` does for `open`, and calls the original function. Functions that only read are
-replaced only in ranks that can have their own versions of files (`redirect.Discarded`).
+replaced only in ranks that can have their own versions of files (`redirect.DiscardingView`).
 """
 
 import functools
@@ -15,7 +15,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from taas_magic.late_imports import when_imported
-from taas_magic.store.redirect import Discarded, Watched, led_path, shown_path, writable
+from taas_magic.store.redirect import (
+    DiscardingView,
+    StoreView,
+    library_read_path,
+    library_write_path,
+    path_to_open,
+)
 
 
 class _Call(NamedTuple):
@@ -59,17 +65,17 @@ CALLS = (
 )
 
 
-def install(view: Watched) -> None:
+def install(view: StoreView) -> None:
     """Permanently replace the functions in `CALLS`, now or when their modules are imported."""
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
-        if call.writes is not False or isinstance(view, Discarded):
+        if call.writes is not False or isinstance(view, DiscardingView):
             modules.setdefault(call.module, []).append(call)
     for module, calls in modules.items():
         when_imported(module, partial(_replace_all, view, calls))
 
 
-def _replace_all(view: Watched, calls: list[_Call]) -> None:
+def _replace_all(view: StoreView, calls: list[_Call]) -> None:
     """Replace functions of an imported module, and all references to them in other modules."""
     for call in calls:
         holder: Any = sys.modules[call.module]
@@ -79,21 +85,26 @@ def _replace_all(view: Watched, calls: list[_Call]) -> None:
         real = getattr(holder, name, None)
         if real is None:  # this version of the library lacks the function
             continue
-        led: Any = _led_class(view, call, real) if inspect.isclass(real) else None
-        led, is_of_class = led or _redirected(view, call, real), inspect.isclass(holder)
-        setattr(holder, name, staticmethod(led) if is_of_class and call.position == 0 else led)
+        replacement: Any = _redirected_class(view, call, real) if inspect.isclass(real) else None
+        replacement = replacement or _redirected(view, call, real)
+        is_of_class = inspect.isclass(holder)
+        setattr(
+            holder,
+            name,
+            staticmethod(replacement) if is_of_class and call.position == 0 else replacement,
+        )
         if not is_of_class:
-            _replace_where_imported(name, real, led)
+            _replace_where_imported(name, real, replacement)
 
 
-def _replace_where_imported(name: str, real: object, led: object) -> None:
+def _replace_where_imported(name: str, real: object, replacement: object) -> None:
     """Replace a function in all modules that imported it by `from … import`."""
     for module in list(sys.modules.values()):
         if vars(module).get(name) is real:
-            setattr(module, name, led)
+            setattr(module, name, replacement)
 
 
-def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
+def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
     """Return a subclass with a redirected constructor; None if the class allows no subclass."""
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
@@ -105,27 +116,29 @@ def _led_class(view: Watched, call: _Call, real: Any) -> type | None:
         return None
 
 
-def _redirected(view: Watched, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `real` with the redirected path."""
 
     @functools.wraps(real, updated=())
-    def lead(*args: Any, **kw: Any) -> Any:
+    def call_redirected(*args: Any, **kw: Any) -> Any:
         path = args[call.position] if len(args) > call.position else kw.get(call.parameter)
         is_path = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
         if not is_path or kw.get("filesystem") is not None:
             return real(*args, **kw)
         others = args[call.position + 1 :]
-        to = _place(view, call, path, kw.get("mode", others[0] if others else "r"))
+        redirected = _redirect_argument(
+            view, call, path, kw.get("mode", others[0] if others else "r")
+        )
         if len(args) > call.position:
-            args = (*args[: call.position], to, *args[call.position + 1 :])
+            args = (*args[: call.position], redirected, *args[call.position + 1 :])
         else:
-            kw[call.parameter] = to
+            kw[call.parameter] = redirected
         return real(*args, **kw)
 
-    return lead
+    return call_redirected
 
 
-def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
+def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> Any:
     """Return the path with which to call a library's function.
 
     Args:
@@ -136,8 +149,10 @@ def _place(view: Watched, call: _Call, path: Any, mode: Any) -> Any:
             None.
     """
     if call.makes_folder:
-        return led_path(view, view.target, path)
+        return library_write_path(view, view.path_to_write, path)
     if call.writes or (call.writes is None and mode not in ("r", "rb")):
         needs_content = call.writes is None and not str(mode).startswith(("w", "x"))
-        return led_path(view, partial(writable, view, needs_content=needs_content), path)
-    return shown_path(view, path)
+        return library_write_path(
+            view, partial(path_to_open, view, needs_content=needs_content), path
+        )
+    return library_read_path(view, path)

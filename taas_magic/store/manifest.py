@@ -36,7 +36,7 @@ from taas_magic.config import size_text
 from taas_magic.errors import ProtocolError, StoreError
 from taas_magic.messages import Request, pack, unpack
 from taas_magic.shared_files import replacing
-from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, shown, why_unsafe
+from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, printable, why_unsafe
 
 FILE_NAME = ".taasignore"
 """Name of the file in which the user lists files that are not copied to or from hosts."""
@@ -128,16 +128,16 @@ def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 
 
-_SECRET, _BELIEVED = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
+_SECRET, _RUN_BY_TOOLS = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
 
 
-def is_believed(path: str) -> bool:
+def is_run_by_tools(path: str) -> bool:
     """Return whether a tool would, without being asked, run this file or read it as settings.
 
     The result depends only on the path. The tools are shells, ssh, git, Python and this package.
     Files for which the result is True are not accepted from hosts.
     """
-    return _BELIEVED.fullmatch(normal_form(path)) is not None
+    return _RUN_BY_TOOLS.fullmatch(normal_form(path)) is not None
 
 
 class PathFileCheck:
@@ -198,11 +198,11 @@ class Ignore:
         """Return whether `path` may hold keys, and no `!` line of `.taasignore` names the path."""
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
-    def why_not_back(self, path: str) -> str:
+    def why_not_accepted(self, path: str) -> str:
         """Return why the store does not accept a file from a host; "" if it accepts the file."""
         if self.is_secret(path):
             return "it may hold a secret"
-        if is_believed(path):
+        if is_run_by_tools(path):
             return "shells, ssh, git, Python or taas-magic would trust it"
         if _ALWAYS.leaves_out_within(path):
             return "caches and version control are not copied"
@@ -283,7 +283,7 @@ class Hashes:
         """Return the paths of all known files and folders."""
         return list(self._known)
 
-    def of(self, tree: Tree, tree_entry: TreeEntry) -> str:
+    def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
         """Return the hash of a regular file; read the file only if it is new or has changed.
 
         Returns:
@@ -318,7 +318,7 @@ class Hashes:
         self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 
     def forget(self, path: str) -> None:
-        """Remove a path from the cache. The next call of `of` hashes its file again."""
+        """Remove a path from the cache. The next call of `hash_of` hashes its file again."""
         self._known.pop(path, None)
 
     def keep_only(self, paths: set[str]) -> None:
@@ -398,7 +398,7 @@ class Manifest(Struct):
     Attributes:
         entries: Files and folders to copy; a folder comes before its contents.
         skipped: For each path that cannot be copied, the reason. Paths that an ignore rule names
-            are not listed. The paths are printable (`shown`).
+            are not listed. The paths are printable (`printable`).
     """
 
     entries: list[Entry]
@@ -409,7 +409,7 @@ class Manifest(Struct):
         unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
             [entry for entry in self.entries if entry.path not in unsafe],
-            {**self.skipped, **{shown(path): why for path, why in unsafe.items()}},
+            {**self.skipped, **{printable(path): why for path, why in unsafe.items()}},
         )
 
 
@@ -470,13 +470,13 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         if ignore.leaves_out(tree_entry.path, tree_entry.is_folder):
             return False
         if ignore.is_secret(tree_entry.path):
-            secrets.append(shown(tree_entry.path))
+            secrets.append(printable(tree_entry.path))
             return False
         why = why_unsafe(tree_entry.path) or tree_entry.oddity
         if not why and (other := cases.clash(tree_entry.path)):
             why = f"its name differs from {other} only by case"
         if why:
-            skipped[shown(tree_entry.path)] = why
+            skipped[printable(tree_entry.path)] = why
         return not why
 
     found = list(tree.walk(includes))
@@ -498,7 +498,7 @@ def _hashed(
 ) -> Iterator[Entry]:
     for tree_entry in found:
         try:
-            yield Entry.of(tree_entry, hashes.of(tree, tree_entry))
+            yield Entry.of(tree_entry, hashes.hash_of(tree, tree_entry))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -663,7 +663,7 @@ class WriteFiles(FileRequest[dict[str, str]]):
             raise ProtocolError(f"{self.op()}: too much at once")
 
 
-class Ask(Protocol):
+class SendRequest(Protocol):
     """Function that sends a request to the notebook's side, and returns the response."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
@@ -682,14 +682,14 @@ class MessageSizer:
     def __init__(self) -> None:
         self.size = _FIRST_BYTES
 
-    def send(self, ask: Ask, request: FileRequest[_T]) -> _T:
+    def send(self, send_request: SendRequest, request: FileRequest[_T]) -> _T:
         """Send a request, and adapt `size` to the time until the response arrived."""
         began = time.monotonic()
-        answer = ask(request)
-        self.took(time.monotonic() - began)
+        answer = send_request(request)
+        self.record_duration(time.monotonic() - began)
         return answer
 
-    def took(self, seconds: float) -> None:
+    def record_duration(self, seconds: float) -> None:
         """Double `size` if the request took less than 0.25 s; halve `size` if it took over 1 s.
 
         Args:

@@ -3,7 +3,7 @@
 Before the ranks start, `update_mirror` fetches files that changed in the store. While the ranks
 run, `StoreUpdater` fetches changes that other hosts made, and `outbound.py` sends files written in
 the mirror back to the store. These modules depend on no transport: a host sends its requests to the
-notebook's side, `server.py`, through a function of type `Ask`.
+notebook's side, `server.py`, through a function of type `SendRequest`.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from taas_magic.errors import StoreError, TaasError
 from taas_magic.shared_files import locked
 from taas_magic.store.manifest import (
     FOLDER,
-    Ask,
     Entry,
     Hashes,
     ListChanges,
@@ -31,16 +30,17 @@ from taas_magic.store.manifest import (
     Manifest,
     MessageSizer,
     ReadFiles,
+    SendRequest,
     batches,
     blocks,
 )
 from taas_magic.store.tree import (
-    Arrival,
     DamagedError,
+    IncomingFile,
     Tree,
     UnsafeError,
     folders_of,
-    shown,
+    printable,
     why_unsafe,
 )
 
@@ -139,12 +139,12 @@ ATTEMPTS = 3
 _ASK_AGAIN_S = 0.05
 
 
-def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
+def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
     """Update the mirror to the content of the store; fetch only content that the mirror lacks.
 
     Args:
         mirror: Mirror to update.
-        ask: Sends requests to the notebook's side.
+        send_request: Sends requests to the notebook's side.
         fresh: Whether to search the store again. If False, the mirror gets the content that the
             last search for this run has found.
 
@@ -157,13 +157,13 @@ def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
-        listed = ask(ListFiles(fresh or attempt > 0))
+        listed = send_request(ListFiles(fresh or attempt > 0))
         while listed is None:  # the store is being searched
             time.sleep(_ASK_AGAIN_S)
-            listed = ask(ListFiles())
+            listed = send_request(ListFiles())
         want = listed.safe()
         try:
-            damaged = _become(mirror, want, ask)
+            damaged = _apply_manifest(mirror, want, send_request)
         except OSError as error:
             where = f"{mirror.path}: {error.strerror} ({error.filename or 'its disk'})"
             raise StoreError(f"the project store cannot be copied to {where}") from error
@@ -177,7 +177,7 @@ def update_mirror(mirror: Mirror, ask: Ask, fresh: bool = False) -> Manifest:
     )
 
 
-def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
+def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
     """Make the mirror's content equal to the manifest `want`.
 
     Returns:
@@ -190,7 +190,7 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
     for path in missing:
         with suppress(OSError):  # if a file is in the way, the folder is made below
             tree.make_folder(path)
-    to_fetch = _copy_what_is_here(mirror, want, there)
+    to_fetch = _copy_known_content(mirror, want, there)
     for path, entry in reversed(there.items()):
         if kinds.get(path) is not entry.is_folder:
             tree.remove(path)
@@ -198,23 +198,23 @@ def _become(mirror: Mirror, want: Manifest, ask: Ask) -> list[str]:
         tree.make_folder(path)
     for path in folders:
         mirror.hashes.remember(path, FOLDER)
-    return list(_fetch(mirror, to_fetch, ask))
+    return list(_fetch(mirror, to_fetch, send_request))
 
 
-def _copy_what_is_here(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
+def _copy_known_content(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
     """Copy files whose content is already elsewhere in the mirror, for example after a rename.
 
     Returns:
         Entries of the files that must be fetched.
     """
-    lies_at = {entry.sha256: path for path, entry in there.items()}
+    path_by_hash = {entry.sha256: path for path, entry in there.items()}
     rest = []
     for entry in want.entries:
         mine = there.get(entry.path)
         is_same = mine and (mine.sha256, mine.executable) == (entry.sha256, entry.executable)
         if is_same or entry.is_folder:
             continue
-        source = lies_at.get(entry.sha256)
+        source = path_by_hash.get(entry.sha256)
         if source is None or not _copy(mirror, entry, source):
             rest.append(entry)
     return rest
@@ -242,7 +242,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
                 or tree_entry.path in mirror.hashes
             ):
                 found[tree_entry.path] = Entry.of(
-                    tree_entry, mirror.hashes.of(mirror.tree, tree_entry)
+                    tree_entry, mirror.hashes.hash_of(mirror.tree, tree_entry)
                 )
         if tree_entry.path not in found:
             mirror.tree.remove(tree_entry.path)
@@ -261,55 +261,59 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
         Whether the file was made.
     """
     with suppress(OSError), mirror.tree.open_file(source) as file:
-        arrival = Arrival(mirror.staging)
+        incoming = IncomingFile(mirror.staging)
         try:
             for block in blocks(file):
-                arrival.write(block)
-            _install_file(mirror, arrival, entry)
+                incoming.write(block)
+            _install_file(mirror, incoming, entry)
             return True
         finally:
-            arrival.discard()
+            incoming.discard()
     return False
 
 
-def _fetch(mirror: Mirror, entries: Sequence[Entry], ask: Ask) -> dict[str, OSError]:
+def _fetch(
+    mirror: Mirror, entries: Sequence[Entry], send_request: SendRequest
+) -> dict[str, OSError]:
     """Fetch files from the notebook's side; return an error for each file that failed, by path."""
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
-    arrivals: dict[str, Arrival] = {}
+    arrivals: dict[str, IncomingFile] = {}
     sizer = MessageSizer()
     try:
         for batch in batches(entries, sizer):
-            parts = sizer.send(ask, ReadFiles(batch))
+            parts = sizer.send(send_request, ReadFiles(batch))
             for (path, offset, size), part in zip(batch, parts, strict=True):
-                arrival = arrivals.get(path) or arrivals.setdefault(path, Arrival(mirror.staging))
-                arrival.write(part or b"")
+                incoming = arrivals.get(path) or arrivals.setdefault(
+                    path, IncomingFile(mirror.staging)
+                )
+                incoming.write(part or b"")
                 if offset + size == sought[path].size:
                     try:
                         _install_file(mirror, arrivals.pop(path), sought[path])
                     except (UnsafeError, FileNotFoundError, NotADirectoryError) as error:
                         missed[path] = error
     finally:
-        for arrival in arrivals.values():
-            arrival.discard()
+        for incoming in arrivals.values():
+            incoming.discard()
     return missed
 
 
-def _install_file(mirror: Mirror, arrival: Arrival, entry: Entry) -> None:
+def _install_file(mirror: Mirror, incoming: IncomingFile, entry: Entry) -> None:
     """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
     Raises:
         DamagedError: The file differs from the file that was sent. The arrived file is discarded.
     """
     try:
-        arrival.verify(entry.path, entry.size, entry.sha256)
-        os.utime(arrival.file, ns=(entry.mtime_ns, entry.mtime_ns))
-        # Record the hash before the file appears. Otherwise, `Outbound` would treat the file as
+        incoming.verify(entry.path, entry.size, entry.sha256)
+        os.utime(incoming.file, ns=(entry.mtime_ns, entry.mtime_ns))
+        # Record the hash before the file appears. Otherwise, `MirrorSender` would treat the file as
         # written by a rank, and send it back.
-        mirror.hashes.remember(entry.path, entry.sha256, os.fstat(arrival.file))
-        arrival.place(mirror.tree, entry.path, executable=entry.executable)
+        mirror.hashes.remember(entry.path, entry.sha256, os.fstat(incoming.file))
+        incoming.move_to(mirror.tree, entry.path, executable=entry.executable)
     finally:
-        arrival.discard()
+        incoming.discard()
     status = mirror.tree.status(entry.path)
     if status is not None:
         mirror.hashes.remember(entry.path, entry.sha256, status)
@@ -324,16 +328,18 @@ class StoreUpdater:
 
     Args:
         mirror: Mirror to update.
-        ask: Sends requests to the notebook's side.
+        send_request: Sends requests to the notebook's side.
         note: Function that shows the user a message: why a file was not copied to the mirror, or
             why the mirror gets no further changes.
     """
 
-    def __init__(self, mirror: Mirror, ask: Ask, note: Callable[[str], None]) -> None:
-        self._mirror, self._ask, self._note = mirror, ask, note
+    def __init__(
+        self, mirror: Mirror, send_request: SendRequest, note: Callable[[str], None]
+    ) -> None:
+        self._mirror, self._send_request, self._note = mirror, send_request, note
         self._number = 0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="taas-store-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -349,19 +355,21 @@ class StoreUpdater:
 
         If a file changes while it is fetched, the next call fetches it again.
         """
-        changes = self._ask(ListChanges(self._number))
+        changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:
             if not why_unsafe(path):
                 self._remove(path)
-        entries = [it for it in changes.entries if not why_unsafe(it.path) and self._makes_way(it)]
+        entries = [it for it in changes.entries if not why_unsafe(it.path) and self._clear_path(it)]
         for folder in (entry.path for entry in entries if entry.is_folder):
             self._mirror.hashes.remember(folder, FOLDER)
             self._mirror.tree.make_folder(folder)
         known = self._mirror.hashes.is_content  # also includes the folders made above
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
-        for path, error in _fetch(self._mirror, new, self._ask).items():
+        for path, error in _fetch(self._mirror, new, self._send_request).items():
             if not isinstance(error, DamagedError):  # a changed file will be listed again
-                self._note(f"{shown(path)} of another host is not copied here: {error.strerror}")
+                self._note(
+                    f"{printable(path)} of another host is not copied here: {error.strerror}"
+                )
         self._number = changes.number
 
     def _remove(self, path: str) -> bool:
@@ -369,7 +377,7 @@ class StoreUpdater:
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 
-    def _makes_way(self, entry: Entry) -> bool:
+    def _clear_path(self, entry: Entry) -> bool:
         """Remove what is in the way of a new file or folder.
 
         A file is in the way if a folder must be at its path. An empty folder is in the way if a
@@ -387,13 +395,13 @@ class StoreUpdater:
             if status is None:
                 return True
             if stat.S_ISDIR(status.st_mode) is not is_folder and not self._remove(path):
-                name = shown(path)
+                name = printable(path)
                 what = "is a file in the project store, but a folder with files here"
                 self._note(f"{name} {what}")
                 return False
         return True
 
-    def _follow(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._over.wait(ASK_S):
                 self.catch_up()

@@ -1,9 +1,10 @@
 """Send files that are written in a mirror back to the project store, as soon as they are closed.
 
-An event of inotify(7) only marks a path to be checked. Later, `_Sender` checks the path, and sends
-the file that is then at the path. This has four consequences:
+An event of inotify(7) only marks a path to be checked. Later, `_ChangeSender` checks the path, and
+sends the file that is then at the path. This has four consequences:
 
-- A file that is rewritten a thousand times is not sent a thousand times, because `_Sender` sends
+- A file that is rewritten a thousand times is not sent a thousand times, because `_ChangeSender`
+  sends
   only the version that it finds.
 - A temporary file that was renamed before the check is not sent under its temporary name.
 - A file that is still being written is sent after it is closed.
@@ -30,19 +31,19 @@ from taas_magic.store.manifest import (
     CHUNK_BYTES,
     FOLDER,
     MAX_PARTS,
-    Ask,
     Entry,
     Ignore,
     MessageSizer,
     Piece,
+    SendRequest,
     WriteFiles,
     ignore_of,
 )
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
-from taas_magic.store.receipt import Ledger
+from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, shown, why_unsafe
+from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, printable, why_unsafe
 
 BLIND_S = 0.5
 """Seconds between two checks of all paths if there are no inotify events."""
@@ -74,7 +75,7 @@ class _Watch:
         self._poll = select.poll()
         self._poll.register(self._over, select.POLLIN)
         self._inotify = _LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._is_blind = self._inotify < 0
+        self._misses_events = self._inotify < 0
         if self._inotify >= 0:
             self._poll.register(self._inotify, select.POLLIN)
             self._add("")
@@ -98,7 +99,7 @@ class _Watch:
             Paths to check, and whether to check all other paths, too. The second value is True if
             events may have been lost.
         """
-        if self._is_blind:
+        if self._misses_events:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
         self._poll.poll(None if timeout_s is None else timeout_s * 1000)
         paths, overflowed = set[str](), False
@@ -113,7 +114,7 @@ class _Watch:
                 paths.add(path)
                 if mask & _ISDIR and mask & (_CREATE | _MOVED_TO):
                     paths.update(self._add(path))
-        return paths, overflowed or self._is_blind
+        return paths, overflowed or self._misses_events
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
         """Yield watch descriptor, mask and file name of each pending event of inotify."""
@@ -139,15 +140,15 @@ class _Watch:
         """
         if path and self._skips(path):
             return []
-        place = os.path.join(self._root, path)
-        watch = _LIBC.inotify_add_watch(self._inotify, os.fsencode(place), _FLAGS)
+        folder = os.path.join(self._root, path)
+        watch = _LIBC.inotify_add_watch(self._inotify, os.fsencode(folder), _FLAGS)
         if watch < 0:
-            gone = not os.path.isdir(place) or os.path.islink(place)
-            self._is_blind = self._is_blind or not gone
+            gone = not os.path.isdir(folder) or os.path.islink(folder)
+            self._misses_events = self._misses_events or not gone
             return []
         self._folders[watch] = path
         found = []
-        with suppress(OSError), os.scandir(place) as entries:
+        with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 found.append(_below(path, entry.name))
                 if entry.is_dir(follow_symlinks=False):
@@ -191,31 +192,36 @@ SMALL_BYTES = 1 << 18
 _FRESH_NS = 100_000_000
 
 
-class _Sender:
+class _ChangeSender:
     """Sender of the changes in one host's mirror to the notebook's side.
 
     Args:
         mirror: Mirror to send from.
-        ask: Sends requests to the notebook's side.
+        send_request: Sends requests to the notebook's side.
         note: Function that shows the user immediately which file could not be sent, and why.
-        ledger: Record of files that were sent or refused. This class updates the record.
+        receipt_builder: Record of files that were sent or refused. This class updates the record.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
     """
 
     def __init__(
-        self, mirror: Mirror, ask: Ask, note: Callable[[str], None], ledger: Ledger
+        self,
+        mirror: Mirror,
+        send_request: SendRequest,
+        note: Callable[[str], None],
+        receipt_builder: ReceiptBuilder,
     ) -> None:
-        self._mirror, self._ask, self._note, self._ledger = mirror, ask, note, ledger
+        self._mirror, self._send_request = mirror, send_request
+        self._note, self._receipt_builder = note, receipt_builder
         self._ignore = ignore_of(mirror.tree)
-        self._stays: set[str] = set()
+        self._noted_reasons: set[str] = set()
         self._sizer = MessageSizer()
         self._unsent = WriteFiles()
         self._statuses: dict[str, os.stat_result] = {}
         self.large: dict[str, Iterator[Piece]] = {}
 
-    def send(self, paths: Iterable[str]) -> None:
+    def send_changes(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, except the content of large files.
 
         Large files are added to `large`, and `send_large` sends them later.
@@ -232,8 +238,8 @@ class _Sender:
             n_parts = len(unsent.pieces) + len(unsent.removed)
             n_bytes = sum(len(piece.data) for piece in unsent.pieces)
             if n_parts >= MAX_PARTS or n_bytes >= min(self._sizer.size, CHUNK_BYTES - SMALL_BYTES):
-                self._send()
-        self._send()
+                self._send_queued()
+        self._send_queued()
 
     def send_large(self) -> None:
         """Send the next piece of the first large file.
@@ -247,12 +253,12 @@ class _Sender:
             self._refuse(path, error.why)
             piece = None
         self._unsent.pieces += [piece] if piece else []
-        if path in self._send() or piece is None or piece.entry.sha256:
+        if path in self._send_queued() or piece is None or piece.entry.sha256:
             del self.large[path]
 
     def send_all(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, and then all large files, including pending ones."""
-        self.send(paths)
+        self.send_changes(paths)
         while self.large:
             self.send_large()
 
@@ -292,28 +298,28 @@ class _Sender:
             UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.
         """
         mirror = self._mirror
-        if why := why_unsafe(path) or self._ignore.why_not_back(path):
+        if why := why_unsafe(path) or self._ignore.why_not_accepted(path):
             raise UnsafeError(path, why)
         status = mirror.tree.status(path)
         if status is None:
-            self._add_gone(path)
+            self._queue_removal(path)
             return
         tree_entry = TreeEntry(path, status)
         if what := tree_entry.oddity:
             raise UnsafeError(path, what)
         was_folder = mirror.hashes.is_content(path, FOLDER)
         if path in mirror.hashes and was_folder is not tree_entry.is_folder:
-            self._add_gone(path)
-            self._send()
+            self._queue_removal(path)
+            self._send_queued()
         if not tree_entry.is_folder:
-            self._add_file(path, status)
+            self._queue_file(path, status)
         elif not was_folder:
             self._unsent.pieces.append(Piece(Entry.of(tree_entry, FOLDER), 0, b""))
 
-    def _add_gone(self, path: str) -> None:
+    def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store."""
         hashes = self._mirror.hashes
-        self._ledger.record_removed(path)
+        self._receipt_builder.record_removed(path)
         gone = [path] if path in hashes else []
         if hashes.is_content(path, FOLDER):
             gone = sorted((it for it in hashes.paths() if is_below(it, path)), reverse=True)
@@ -321,10 +327,10 @@ class _Sender:
                 del self.large[it]
         for it in gone:
             hashes.forget(it)
-            self._ledger.record_removed(it)
+            self._receipt_builder.record_removed(it)
         self._unsent.removed += gone
 
-    def _add_file(self, path: str, status: os.stat_result) -> None:
+    def _queue_file(self, path: str, status: os.stat_result) -> None:
         """Queue a changed small file for the next message; add a changed large file to `large`."""
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
@@ -340,12 +346,12 @@ class _Sender:
         else:
             self._unsent.pieces.append(piece)
 
-    def _send(self) -> dict[str, str]:
+    def _send_queued(self) -> dict[str, str]:
         """Send the queued changes; return the reason for each refused path."""
         unsent, self._unsent = self._unsent, WriteFiles()
         if unsent == self._unsent:
             return {}
-        refused = self._sizer.send(self._ask, unsent)
+        refused = self._sizer.send(self._send_request, unsent)
         for entry in (piece.entry for piece in unsent.pieces if piece.entry.sha256):
             path, status = entry.path, self._statuses.pop(entry.path, None)
             is_kept_beside = refused.get(path) == WHY_BESIDE  # the file arrived, under another name
@@ -353,17 +359,19 @@ class _Sender:
                 self._mirror.hashes.remember(path, entry.sha256, status)
             elif path not in refused:
                 self._mirror.hashes.remember(path, entry.sha256, status)
-                self._ledger.record_sent(entry)
+                self._receipt_builder.record_sent(entry)
         for path, why in refused.items():
             self._refuse(path, why)
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
         """Record why a path was refused; show the user only the first path for each reason."""
-        self._ledger.record_refused(path, why)
-        if why not in self._stays:
-            self._note(f"{shown(path)} was not copied to the project store: {why}")
-        self._stays.add(why)  # one note for each reason, because there may be thousands of files
+        self._receipt_builder.record_refused(path, why)
+        if why not in self._noted_reasons:
+            self._note(f"{printable(path)} was not copied to the project store: {why}")
+        self._noted_reasons.add(
+            why
+        )  # one note for each reason, because there may be thousands of files
 
 
 SETTLE_S = 0.05
@@ -373,14 +381,14 @@ QUIET_S = 0.2
 """Minimum seconds between two checks of the same file."""
 
 
-class Outbound:
+class MirrorSender:
     """Thread that sends changes in a host's mirror back to the project store.
 
     Args:
         mirror: Mirror to watch.
-        ask: Sends requests to the notebook's side.
+        send_request: Sends requests to the notebook's side.
         note: Function that shows the user which files could not be sent, and why.
-        ledger: Record of the files that were sent, and of those that were refused.
+        receipt_builder: Record of the files that were sent, and of those that were refused.
         shared: Relative paths of the folders to send. None sends all folders, as on the host of
             rank 0.
     """
@@ -388,13 +396,13 @@ class Outbound:
     def __init__(
         self,
         mirror: Mirror,
-        ask: Ask,
+        send_request: SendRequest,
         note: Callable[[str], None],
-        ledger: Ledger,
+        receipt_builder: ReceiptBuilder,
         shared: Sequence[str] | None = None,
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
-        self._sender = _Sender(mirror, ask, note, ledger)
+        self._sender = _ChangeSender(mirror, send_request, note, receipt_builder)
         self._ignore = Ignore()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
@@ -418,15 +426,15 @@ class Outbound:
             while not self._finishing.is_set():
                 first = min(self._due.values(), default=None)
                 wait_s = None if first is None else max(0.0, first - time.monotonic())
-                self._mark(*self._watch.wait(0 if self._sender.large else wait_s))
+                self._schedule_checks(*self._watch.wait(0 if self._sender.large else wait_s))
                 self._send_due()
             self._sender.send_all(())
-            self._mark(self._watch.wait(0)[0], everything=True)
-            self._sender.send_all(self._in_order({*self._due}))
+            self._schedule_checks(self._watch.wait(0)[0], everything=True)
+            self._sender.send_all(self._paths_to_check({*self._due}))
         except (OSError, TaasError) as error:
             self._note(f"rank 0's writes are no longer copied to the project store: {error}")
 
-    def _mark(self, paths: Iterable[str], everything: bool) -> None:
+    def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
         """Schedule checks of paths.
 
         Args:
@@ -436,11 +444,11 @@ class Outbound:
         """
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
-        for path in (*paths, *(self._differing() if everything else ())):
-            if self._is_sent(path):
+        for path in (*paths, *(self._differing_paths() if everything else ())):
+            if self._sends_path(path):
                 self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
 
-    def _is_sent(self, path: str) -> bool:
+    def _sends_path(self, path: str) -> bool:
         """Return whether this host sends changes at `path`.
 
         No host sends paths that an ignore rule matches. A host without rank 0 sends only paths in
@@ -449,7 +457,7 @@ class Outbound:
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_within(path)
 
-    def _in_order(self, paths: set[str]) -> list[str]:
+    def _paths_to_check(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
         The result includes the parent folders of each path, because new parent folders must be sent
@@ -458,7 +466,7 @@ class Outbound:
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
-        above = (it for path in paths for it in folders_of(path) if self._is_sent(it))
+        above = (it for path in paths for it in folders_of(path) if self._sends_path(it))
         known = hashes.paths() if named else ()
         below = (it for it in known if named.intersection(folders_of(it)))
         return sorted(paths.union(above, below))
@@ -472,12 +480,12 @@ class Outbound:
         due = [path for path, at in self._due.items() if at <= now and path not in large]
         for path in due:
             del self._due[path]
-        self._sender.send(self._in_order({*due}))
+        self._sender.send_changes(self._paths_to_check({*due}))
         self._quiet_until.update(dict.fromkeys(due, time.monotonic() + QUIET_S))
         if large:
             self._sender.send_large()
 
-    def _differing(self) -> Iterator[str]:
+    def _differing_paths(self) -> Iterator[str]:
         """Yield all paths at which the mirror differs from the known content of the store."""
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out

@@ -1,7 +1,7 @@
 """Receipt of a run: rank 0's files in the store, and other ranks' files kept out of the store.
 
-Each host has one record of what its ranks wrote, the `Ledger`. The sources of the `Ledger` depend
-on the host:
+Each host has one record of what its ranks wrote, the `ReceiptBuilder`. The sources of the
+`ReceiptBuilder` depend on the host:
 
 - On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
   Rank 0's subprocesses and C++ writers report nothing. Their files are found at the end, by a
@@ -25,17 +25,17 @@ from pathlib import Path
 
 from taas_magic.messages import (
     KeptOutFile,
-    RankHeld,
-    RankTouched,
     StoreMessage,
+    StoreProtectionReported,
     StoreReceipt,
+    StoreWriteReported,
     UnsentFile,
     WrittenFile,
 )
 from taas_magic.store.manifest import Entry
 from taas_magic.store.publish import remove_leftover
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import Tree, TreeEntry, shown
+from taas_magic.store.tree import Tree, TreeEntry, printable
 
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
@@ -92,7 +92,7 @@ class Receipt:
         )
 
 
-class Ledger:
+class ReceiptBuilder:
     """Record of what one host's ranks wrote to the project store, for the receipt.
 
     Any thread may call its methods.
@@ -109,7 +109,7 @@ class Ledger:
         self._reported: dict[tuple[int, str], None] = {}
         self._sent: dict[str, int] = {}
         self._refused: dict[str, str] = {}
-        self._means = ""
+        self._protection = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message.
@@ -118,10 +118,10 @@ class Ledger:
         protects the store from the rank.
         """
         with self._lock:
-            if isinstance(message, RankTouched):
+            if isinstance(message, StoreWriteReported):
                 self._reported[rank, message.path] = None
-            elif isinstance(message, RankHeld):
-                self._means = message.means
+            elif isinstance(message, StoreProtectionReported):
+                self._protection = message.protection
 
     def record_sent(self, entry: Entry) -> None:
         """Record that the store has accepted a file or folder from this host's mirror."""
@@ -141,7 +141,7 @@ class Ledger:
             self._sent.pop(path, None)
             self._refused.pop(path, None)
 
-    def close(self, searches: bool) -> StoreReceipt:
+    def build(self, searches: bool) -> StoreReceipt:
         """Return this host's receipt. Call when the host's ranks have ended.
 
         Args:
@@ -161,19 +161,21 @@ class Ledger:
         return StoreReceipt(
             written=written,
             kept_out=[
-                KeptOutFile(rank, self._name(path), os.path.lexists(path))
+                KeptOutFile(rank, self._relative_path(path), os.path.lexists(path))
                 for rank, path in reported
                 if rank != 0
             ],
-            shared=[self._name(path) for path in self._shared],
-            means=self._means,
+            shared=[self._relative_path(path) for path in self._shared],
+            means=self._protection,
             complete=is_complete,
-            not_sent=[UnsentFile(shown(path), why) for path, why in refused if path not in sent],
+            not_sent=[
+                UnsentFile(printable(path), why) for path, why in refused if path not in sent
+            ],
         )
 
     def _is_shared(self, path: str) -> bool:
-        place = os.path.join(self._store, path)
-        return any(is_below(place, folder) for folder in self._shared)
+        path = os.path.join(self._store, path)
+        return any(is_below(path, folder) for folder in self._shared)
 
     def _find_written(self, reported: Iterable[str]) -> tuple[list[WrittenFile], bool]:
         """Return the existing files that rank 0 reported or that a search of the store finds.
@@ -181,20 +183,20 @@ class Ledger:
         Returns:
             The files, and whether the search covered all of the store.
         """
-        found, is_complete = changed(self._store, self._shared, self._began_ns)
+        found, is_complete = find_changed_files(self._store, self._shared, self._began_ns)
         files = ((path, _status(path)) for path in sorted(found.union(reported)))
         written = [
-            WrittenFile(self._name(path), status.st_size)
+            WrittenFile(self._relative_path(path), status.st_size)
             for path, status in files
             if status is not None and stat.S_ISREG(status.st_mode)
         ]
         return written, is_complete
 
-    def _name(self, path: str) -> str:
+    def _relative_path(self, path: str) -> str:
         return os.path.relpath(path, self._store)
 
 
-def changed(
+def find_changed_files(
     store: str, shared: Iterable[str], since_ns: int, limit_s: float = LOOK_LIMIT_S
 ) -> tuple[set[str], bool]:
     """Search a store for files that were made or changed since `since_ns`.

@@ -5,10 +5,10 @@ tempfile, numpy, and the Python part of torch. `install` replaces these function
 user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
 `guard.py` stops writes that bypass both modules, such as those of subprocesses and ctypes.
 
-In this module, a view is an object that decides which path a call really uses. Rank 0 has a
-`Watched` view: rank 0 writes to the store, and the view notes each written path. The other ranks
-have `Discarded` or `Refused` views (`--store-writes`). In a rehearsal, all ranks have a `Rehearsed`
-view, and no rank writes to the store.
+A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`: rank 0 writes
+to the store, and the object records each written path. The other ranks have a `DiscardingView` or a
+`RefusingView` (`--store-writes`). In a rehearsal, all ranks have a `RehearsalView`, and no rank
+writes to the store.
 """
 
 import contextlib
@@ -51,68 +51,68 @@ Path = Any
 _Call = Callable[..., Any]
 
 
-class Watched:
+class StoreView:
     """Rank 0's view of the store: calls are not redirected. Base class of the other views.
 
-    A "place" is the absolute path of a file or folder in the store, without symbolic links.
+    A `store_path` is the absolute path of a file or folder in the store, without symbolic links.
 
     Args:
         who: Name of the rank in messages.
         store: Path of the store, absolute and without symbolic links.
         open_folders: Folders in the store that every rank may write: shared folders and caches.
-        note: Function called once with each path that the rank wrote or would have written.
+        on_write: Function called once with each path that the rank wrote or would have written.
     """
 
-    used = False
+    has_own_files = False
     """Whether the rank has written to its scratch folder."""
 
     def __init__(
-        self, who: str, store: str, open_folders: Sequence[str], note: Callable[[str], None]
+        self, who: str, store: str, open_folders: Sequence[str], on_write: Callable[[str], None]
     ) -> None:
         self.store = store
-        self._who, self._open_folders, self._note = who, open_folders, note
+        self._who, self._open_folders, self._on_write = who, open_folders, on_write
         self._noted = {store}  # never note the store itself: it existed before the run
         self._pid = os.getpid()
-        self._busy = threading.local()
+        self._redirecting = threading.local()
 
-    def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """Choose the path for a call that writes or makes a file at `place`.
+    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
+        """Choose the path for a call that writes or makes a file at `store_path`.
 
         Args:
-            place: Absolute path in the store.
+            store_path: Absolute path in the store.
             needs_content: Whether the call appends to the existing content or changes it.
 
         Returns:
-            The path that the call must use; None for `place` itself.
+            The path that the call must use; None for `store_path` itself.
 
         Raises:
             OSError: The rank may not write there.
         """
-        self.note(place)
+        self.record_write(store_path)
         return None
 
-    def subject(self, place: str, *, folder: bool = False) -> str | None:
-        """Choose the path for a call that removes or changes `place`, such as `os.chmod`.
+    def path_to_change(self, store_path: str, *, folder: bool = False) -> str | None:
+        """Choose the path for a call that removes or changes `store_path`, such as `os.chmod`.
 
         Args:
-            place: Absolute path in the store.
+            store_path: Absolute path in the store.
             folder: Whether the call accepts only folders.
 
         Returns:
-            The path that the call must use; None for `place` itself.
+            The path that the call must use; None for `store_path` itself.
         """
         return None
 
-    def source(self, place: str) -> str | None:
-        """Choose the path for a call that moves or links `place` to another path.
+    def path_to_move(self, store_path: str) -> str | None:
+        """Choose the path for a call that moves or links `store_path` to another path.
 
         Returns:
-            The path that the call must use; None for `place` itself.
+            The path that the call must use; None for `store_path` itself.
         """
         return None
 
-    def own(self, place: str) -> str | None:
-        """Return the path of this rank's own version of the store's file `place`.
+    def own_path(self, store_path: str) -> str | None:
+        """Return the path of this rank's own version of the store's file `store_path`.
 
         If a rank other than 0 writes to a file of the store, the write goes to the rank's scratch
         folder. The file there is the rank's own version.
@@ -122,30 +122,32 @@ class Watched:
         """
         return None
 
-    def replaced(self, place: str) -> str | None:
-        """Return the path of the file that replaces the store's file `place` in a rehearsal.
+    def replacement_path(self, store_path: str) -> str | None:
+        """Return the path of the file that replaces the store's file `store_path` in a rehearsal.
 
         Returns:
             The path; None if no file replaces the store's file.
         """
         return None
 
-    def theirs(self, place: str) -> str:
-        """Return the path of the file that ranks without a version of their own see at `place`."""
-        return self.replaced(place) or place
+    def common_path(self, store_path: str) -> str:
+        """Return the path of the file that ranks without an own version see at `store_path`."""
+        return self.replacement_path(store_path) or store_path
 
-    def shown(self, place: str) -> str | None:
-        """Choose the path for a call that only reads `place`.
+    def path_to_read(self, store_path: str) -> str | None:
+        """Choose the path for a call that only reads `store_path`.
 
         Returns:
-            The path that the call must use; None for `place` itself.
+            The path that the call must use; None for `store_path` itself.
         """
-        return self.replaced(place) or (None if os.path.exists(place) else self.own(place))
+        return self.replacement_path(store_path) or (
+            None if os.path.exists(store_path) else self.own_path(store_path)
+        )
 
-    def note_outside(self, path: Path, folder: int | None = None) -> None:
+    def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path outside the store that a call writes or changes; only for rehearsals."""
 
-    def store_path(self, path: Path) -> Path:
+    def to_store_path(self, path: Path) -> Path:
         """Return the path in the store that corresponds to a path in the rank's scratch folder.
 
         Any other path is returned unchanged.
@@ -163,21 +165,22 @@ class Watched:
         """Return the path that a file call must use instead of `path`; None for `path` itself.
 
         Args:
-            decide: Method that maps a place in the store to the path to use, such as `target`.
+            decide: Method that maps a path in the store to the path to use, such as
+                `path_to_write`.
             path: Path argument of the file call.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link at the end of the path.
 
         Returns:
-            The result of `decide` for the place that `path` resolves to. None if the place is
+            The result of `decide` for the store path that `path` resolves to. None if that path is
             outside the store, or in a folder that every rank may write. Also None if this thread is
             already inside a redirected call.
         """
-        if self.busy:
+        if self.is_redirecting:
             return None
-        with self.plain():
-            place = self._locate(path, folder, follow)
-            return None if place is None else decide(place)
+        with self.without_redirection():
+            store_path = self._locate(path, folder, follow)
+            return None if store_path is None else decide(store_path)
 
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
         """Return the absolute path of a file call's argument, with symbolic links resolved.
@@ -190,64 +193,68 @@ class Watched:
         name = os.fsdecode(path)
         if folder is not None:
             name = os.path.join(_path_of(folder), name)
-        name = self.store_path(name)
+        name = self.to_store_path(name)
         parent, last = os.path.split(name.rstrip("/"))
         if follow or last in (".", ".."):
-            place = os.path.realpath(name)
+            store_path = os.path.realpath(name)
         else:
-            place = os.path.join(os.path.realpath(parent), last)
-        if not is_below(place, self.store):
+            store_path = os.path.join(os.path.realpath(parent), last)
+        if not is_below(store_path, self.store):
             return None
-        return None if any(is_below(place, shared) for shared in self._open_folders) else place
+        return (
+            None
+            if any(is_below(store_path, shared) for shared in self._open_folders)
+            else store_path
+        )
 
-    def note(self, place: str) -> None:
-        """Report a place that the rank wrote, or would have written without redirection.
+    def record_write(self, store_path: str) -> None:
+        """Report a path that the rank wrote, or would have written without redirection.
 
-        Each place is reported only once. Bytecode files are not reported, because Python itself
+        Each path is reported only once. Bytecode files are not reported, because Python itself
         writes them. Forked children of the rank report nothing, because the channel for reports may
         have been in use during the fork.
         """
-        known = place in self._noted or "/__pycache__/" in place
+        known = store_path in self._noted or "/__pycache__/" in store_path
         if not known and os.getpid() == self._pid:
-            self._noted.add(place)
-            self._note(place)
+            self._noted.add(store_path)
+            self._on_write(store_path)
 
     def begin_run(self) -> None:
-        """Forget which places were reported. Call when another run begins in this process."""
+        """Forget which paths were reported. Call when another run begins in this process."""
         self._noted = {self.store}
 
     @property
-    def busy(self) -> bool:
+    def is_redirecting(self) -> bool:
         """Whether this thread is inside a redirected call. Its further calls are not redirected."""
-        return getattr(self._busy, "flag", False)
+        return getattr(self._redirecting, "flag", False)
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def without_redirection(self) -> Iterator[None]:
         """Disable redirection in this thread while the block runs."""
-        before, self._busy.flag = self.busy, True
+        before, self._redirecting.flag = self.is_redirecting, True
         try:
             yield
         finally:
-            self._busy.flag = before
+            self._redirecting.flag = before
 
 
-class Refused(Watched):
+class RefusingView(StoreView):
     """View for `--store-writes refuse`: a write raises PermissionError at the user's line."""
 
-    def target(self, place: str, **how: bool) -> NoReturn:
+    def path_to_write(self, store_path: str, **how: bool) -> NoReturn:
         """Raise PermissionError, because this rank may not write or change the store."""
-        self.note(place)
-        raise _refusal(self._who, place)
+        self.record_write(store_path)
+        raise _refusal(self._who, store_path)
 
-    subject = source = target
+    path_to_change = path_to_move = path_to_write
 
 
-def _refusal(who: str, place: str) -> PermissionError:
+def _refusal(who: str, store_path: str) -> PermissionError:
     rule = "only rank 0 writes to the project store (--store-writes refuse)"
-    return PermissionError(errno.EACCES, f"{who} may not: {rule}", place)
+    return PermissionError(errno.EACCES, f"{who} may not: {rule}", store_path)
 
 
-class Discarded(Watched):
+class DiscardingView(StoreView):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
     Changes of different ranks do not conflict: all ranks may `mkdir` the same folder, or remove the
@@ -255,7 +262,7 @@ class Discarded(Watched):
     of a file that never existed.
 
     Args:
-        *args: See `Watched`.
+        *args: See `StoreView`.
         scratch: Empty folder outside the store. The caller removes it later.
     """
 
@@ -263,29 +270,29 @@ class Discarded(Watched):
         super().__init__(*args)
         self._tree = os.path.join(os.path.realpath(scratch), "store")
         self._trees = [self._tree]
-        self._stand_ins = os.path.join(scratch, "stand-ins")
+        self._placeholders = os.path.join(scratch, "placeholders")
         os.mkdir(self._tree)
-        os.mkdir(self._stand_ins)
+        os.mkdir(self._placeholders)
         self._numbers = itertools.count()
 
-    def store_path(self, path: Path) -> Path:
-        """See `Watched.store_path`.
+    def to_store_path(self, path: Path) -> Path:
+        """See `StoreView.to_store_path`.
 
         A relative path is in the scratch folder if the rank has changed its working directory to a
         folder that rank 0 had not made yet.
         """
-        if isinstance(path, int) or not self.used:
+        if isinstance(path, int) or not self.has_own_files:
             return path
         name = os.path.abspath(os.fsdecode(path))
         tree = next((tree for tree in self._trees if is_below(name, tree)), None)
         if tree is None:
             return path
-        place = self.store + name[len(tree) :]
-        return os.fsencode(place) if isinstance(path, bytes) else place
+        store_path = self.store + name[len(tree) :]
+        return os.fsencode(store_path) if isinstance(path, bytes) else store_path
 
-    def own(self, place: str) -> str | None:
-        """See `Watched.own`."""
-        path = self.write_path(place)
+    def own_path(self, store_path: str) -> str | None:
+        """See `StoreView.own_path`."""
+        path = self.redirected_path(store_path)
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
@@ -295,78 +302,82 @@ class Discarded(Watched):
         """
         return is_below(path, self._tree)
 
-    def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """Return the path in the scratch folder at which a call must write, instead of `place`.
+    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
+        """Return the path in the scratch folder that a call must write instead of `store_path`.
 
         Args:
-            place: Absolute path in the store.
-            needs_content: See `Watched.target`. If True, the existing file is first copied to the
-                scratch folder.
+            store_path: Absolute path in the store.
+            needs_content: See `StoreView.path_to_write`. If True, the existing file is first copied
+                to the scratch folder.
 
         Raises:
             PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
             FileNotFoundError: The parent folder does not exist.
         """
-        if place.endswith(_SHARDS):
-            self.refuse_shard(place)
-        path, parent = self.write_path(place), os.path.dirname(place)
-        if not os.path.isdir(self.theirs(parent)) and not self.own(parent):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        if store_path.endswith(_SHARDS):
+            self.refuse_shard(store_path)
+        path, parent = self.redirected_path(store_path), os.path.dirname(store_path)
+        if not os.path.isdir(self.common_path(parent)) and not self.own_path(parent):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store_path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if needs_content and not os.path.lexists(path) and os.path.exists(self.theirs(place)):
-            self._copy(self.theirs(place), path)
-        self.used = True
-        self.note(place)
+        if (
+            needs_content
+            and not os.path.lexists(path)
+            and os.path.exists(self.common_path(store_path))
+        ):
+            self._copy(self.common_path(store_path), path)
+        self.has_own_files = True
+        self.record_write(store_path)
         return path
 
-    def subject(self, place: str, *, folder: bool = False) -> str:
-        """Return the path of the rank's own version of `place`, or of a new placeholder.
+    def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
+        """Return the path of the rank's own version of `store_path`, or of a new placeholder.
 
         The placeholder is an empty file or folder. The call changes or removes the placeholder, and
         the file in the store stays as it is.
         """
-        self.note(place)
-        is_folder = folder or os.path.isdir(self.theirs(place))
-        return self.own(place) or self._make_placeholder(is_folder)
+        self.record_write(store_path)
+        is_folder = folder or os.path.isdir(self.common_path(store_path))
+        return self.own_path(store_path) or self._make_placeholder(is_folder)
 
-    def source(self, place: str) -> str:
-        """Return the path of the rank's own version of `place`, or of a new copy of the file."""
-        path = self.subject(place)
-        if os.path.isfile(self.theirs(place)) and path != self.own(place):
-            self._copy(self.theirs(place), path)
+    def path_to_move(self, store_path: str) -> str:
+        """Return the path of the rank's own version of `store_path`, or of a new copy."""
+        path = self.path_to_change(store_path)
+        if os.path.isfile(self.common_path(store_path)) and path != self.own_path(store_path):
+            self._copy(self.common_path(store_path), path)
         return path
 
-    def refuse_shard(self, place: str) -> None:
-        """Raise PermissionError, because this rank may not write the checkpoint shard `place`."""
-        folder = os.path.relpath(os.path.dirname(place), self.store)
+    def refuse_shard(self, store_path: str) -> None:
+        """Raise PermissionError: this rank may not write the checkpoint shard `store_path`."""
+        folder = os.path.relpath(os.path.dirname(store_path), self.store)
         text = (
             f"{self._who} writes a shard of a checkpoint into the project store: "
             f"open its folder to all ranks with --shared-writes {folder}"
         )
-        raise PermissionError(errno.EACCES, text, place)
+        raise PermissionError(errno.EACCES, text, store_path)
 
-    def write_path(self, place: str) -> str:
-        """Return the path that this rank really writes when the program writes `place`."""
-        return os.path.join(self._tree, os.path.relpath(place, self.store))
+    def redirected_path(self, store_path: str) -> str:
+        """Return the path that this rank really writes when the program writes `store_path`."""
+        return os.path.join(self._tree, os.path.relpath(store_path, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
-        """Make a placeholder, as described in `subject`, and return the path of the placeholder."""
-        path = os.path.join(self._stand_ins, str(next(self._numbers)))
+        """Make a placeholder (`path_to_change`), and return its path."""
+        path = os.path.join(self._placeholders, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
         else:
             open(path, "xb").close()
         return path
 
-    def _copy(self, place: str, path: str) -> None:
-        if os.path.getsize(place) > COPY_LIMIT_BYTES:
+    def _copy(self, store_path: str, path: str) -> None:
+        if os.path.getsize(store_path) > COPY_LIMIT_BYTES:
             limit = f"files over {COPY_LIMIT_BYTES >> 20} MiB are not copied for ranks"
             text = f"{self._who} cannot change it: {limit}; open it for reading"
-            raise PermissionError(errno.EACCES, text, place)
-        shutil.copyfile(place, path)
+            raise PermissionError(errno.EACCES, text, store_path)
+        shutil.copyfile(store_path, path)
 
 
-class Rehearsed(Discarded):
+class RehearsalView(DiscardingView):
     """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
 
     All ranks see a file in the rehearsal folder in place of the store's file with the same relative
@@ -374,8 +385,8 @@ class Rehearsed(Discarded):
     other writes of these ranks go to their private scratch folders.
 
     Args:
-        *args: See `Watched`. `open_folders` must not contain the shared folders of the run.
-        scratch: See `Discarded`.
+        *args: See `StoreView`. `open_folders` must not contain the shared folders of the run.
+        scratch: See `DiscardingView`.
         folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         is_writer: Whether this is rank 0.
@@ -384,7 +395,7 @@ class Rehearsed(Discarded):
         ignored: Folders outside the store in which writes are not recorded.
     """
 
-    used = True
+    has_own_files = True
 
     def __init__(
         self,
@@ -402,50 +413,50 @@ class Rehearsed(Discarded):
         self._ignored = (self.store, *map(os.path.realpath, ignored))
         self._refuses, self._outside = refuses, set[str]()
         for path in shared:
-            os.makedirs(self._replacement(path), exist_ok=True)
+            os.makedirs(self._rehearsal_path(path), exist_ok=True)
 
-    def target(self, place: str, *, needs_content: bool = False) -> str | None:
-        """See `Discarded.target`.
+    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
+        """See `DiscardingView.path_to_write`.
 
         Raises:
             PermissionError: The run has `--store-writes refuse`, which forbids the write.
         """
-        if self._refuses and not self._publishes(place):
-            raise _refusal(self._who, place)
-        return super().target(place, needs_content=needs_content)
+        if self._refuses and not self._publishes(store_path):
+            raise _refusal(self._who, store_path)
+        return super().path_to_write(store_path, needs_content=needs_content)
 
-    def subject(self, place: str, *, folder: bool = False) -> str:
-        """See `Discarded.subject`.
+    def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
+        """See `DiscardingView.path_to_change`.
 
         Raises:
             PermissionError: The run has `--store-writes refuse`, which forbids the change.
         """
-        if self._refuses and not self._publishes(place):
-            raise _refusal(self._who, place)
-        return super().subject(place, folder=folder)
+        if self._refuses and not self._publishes(store_path):
+            raise _refusal(self._who, store_path)
+        return super().path_to_change(store_path, folder=folder)
 
-    def replaced(self, place: str) -> str | None:
-        """Return the path in the rehearsal folder for `place`; None if nothing is there."""
-        path = self._replacement(place)
+    def replacement_path(self, store_path: str) -> str | None:
+        """Return the path in the rehearsal folder for `store_path`; None if nothing is there."""
+        path = self._rehearsal_path(store_path)
         return path if os.path.lexists(path) else None
 
-    def note_outside(self, path: Path, folder: int | None = None) -> None:
+    def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
         A forked child of the rank has its own record, which `outside` does not return.
         """
-        if self.busy or isinstance(path, int):
+        if self.is_redirecting or isinstance(path, int):
             return
-        with self.plain():
+        with self.without_redirection():
             name = os.fsdecode(path)
             start = "" if folder is None else _path_of(folder)
-            place = os.path.realpath(os.path.join(start, self.store_path(name)))
-            if not any(is_below(place, known) for known in (*self._ignored, *self._trees)):
-                self._outside.add(place)
+            store_path = os.path.realpath(os.path.join(start, self.to_store_path(name)))
+            if not any(is_below(store_path, known) for known in (*self._ignored, *self._trees)):
+                self._outside.add(store_path)
 
     def written(self) -> dict[str, int]:
         """Return the sizes in bytes of all files in the rehearsal folder, by relative path."""
-        with self.plain():
+        with self.without_redirection():
             found = pathlib.Path(self._folder).rglob("*")
             return {
                 str(path.relative_to(self._folder)): path.stat().st_size
@@ -458,89 +469,95 @@ class Rehearsed(Discarded):
 
         Files that no longer exist are left out.
         """
-        with self.plain():
+        with self.without_redirection():
             return {
                 path: os.path.getsize(path)
                 for path in sorted(self._outside)
                 if os.path.isfile(path)
             }
 
-    def write_path(self, place: str) -> str:
-        """Return the path that this rank really writes when the program writes `place`."""
-        return self._replacement(place) if self._publishes(place) else super().write_path(place)
+    def redirected_path(self, store_path: str) -> str:
+        """Return the path that this rank really writes when the program writes `store_path`."""
+        return (
+            self._rehearsal_path(store_path)
+            if self._publishes(store_path)
+            else super().redirected_path(store_path)
+        )
 
-    def _replacement(self, place: str) -> str:
-        return os.path.join(self._folder, os.path.relpath(place, self.store))
+    def _rehearsal_path(self, store_path: str) -> str:
+        return os.path.join(self._folder, os.path.relpath(store_path, self.store))
 
-    def _publishes(self, place: str) -> bool:
-        """Return whether this rank's writes to `place` go to the rehearsal folder."""
-        return self._is_writer or any(is_below(place, folder) for folder in self._shared)
+    def _publishes(self, store_path: str) -> bool:
+        """Return whether this rank's writes to `store_path` go to the rehearsal folder."""
+        return self._is_writer or any(is_below(store_path, folder) for folder in self._shared)
 
-    def refuse_shard(self, place: str) -> None:
-        """Raise PermissionError if this rank could not write the shard `place` in a real run."""
-        if not self._publishes(place):
-            super().refuse_shard(place)
+    def refuse_shard(self, store_path: str) -> None:
+        """Raise PermissionError if a real run would refuse the shard `store_path`."""
+        if not self._publishes(store_path):
+            super().refuse_shard(store_path)
 
 
 def _path_of(folder: int) -> str:
     return os.readlink(f"/proc/self/fd/{folder}")
 
 
-_installed: list[Watched] = []
+_installed: list[StoreView] = []
 """The view of this process; empty before `install`."""
 
 
-def rehearsed() -> Rehearsed | None:
+def rehearsal_view() -> RehearsalView | None:
     """Return this process's view if the process is a rank of a rehearsal, else None."""
-    return next((view for view in _installed if isinstance(view, Rehearsed)), None)
+    return next((view for view in _installed if isinstance(view, RehearsalView)), None)
 
 
 def begin_run() -> None:
-    """Forget which places the last run of this process reported. Call when a new run begins."""
+    """Forget which paths the last run of this process reported. Call when a new run begins."""
     for view in _installed:
         view.begin_run()
 
 
-def install(view: Watched) -> None:
+def install(view: StoreView) -> None:
     """Permanently replace Python's file calls in this process. Call once in a rank.
 
-    Calls that only read are replaced only for a `Discarded` view, because only such ranks can have
+    Calls that only read are replaced only for a `DiscardingView`, because only such ranks can have
     their own versions of files. This function imports torch and numpy, which a rank has already
     imported.
     """
     _installed.append(view)
-    for name, leads in _writing_calls(view).items():
-        _replace(name, leads)
-    if isinstance(view, Discarded):
-        for name, leads in _reading_calls(view).items():
-            _replace(name, leads)
+    for name, redirect in _writing_calls(view).items():
+        _replace(name, redirect)
+    if isinstance(view, DiscardingView):
+        for name, redirect in _reading_calls(view).items():
+            _replace(name, redirect)
     _replace_open(_redirected(open, partial(_open, view)))
     _redirect_torch_writer(view)
     _redirect_profiler(view)
     _redirect_temporary_files()
-    if isinstance(view, Refused | Discarded):
+    if isinstance(view, RefusingView | DiscardingView):
         _redirect_torch_maps(view)
     else:
         _save_atomically(view)
-    if isinstance(view, Discarded):
+    if isinstance(view, DiscardingView):
         _redirect_torch_reader(view)
         _map_privately(view)
         _warn_about_locks(view)
         # Redirect rmtree as a whole, not the calls that it makes. Otherwise, rmtree would fail on
         # an entry that rank 0 removes meanwhile.
-        removes = view.plain()(shutil.rmtree)
-        rmtree = _redirected(removes, partial(_write, view, partial(view.subject, folder=True)))
+        removes = view.without_redirection()(shutil.rmtree)
+        rmtree = _redirected(
+            removes, partial(_write, view, partial(view.path_to_change, folder=True))
+        )
         setattr(shutil, "rmtree", rmtree)  # noqa: B010
 
 
-def _writing_calls(view: Watched) -> dict[str, _Call]:
+def _writing_calls(view: StoreView) -> dict[str, _Call]:
     """Return the redirecting functions for the functions of `os` that change files, by name.
 
     A redirecting function has the original function as its first argument (`_redirected`).
     """
-    makes = partial(_write, view, view.target)
-    removes = partial(_write, view, view.subject)
-    changes = partial(_write, view, view.subject, follow=True)
+    makes = partial(_write, view, view.path_to_write)
+    removes = partial(_write, view, view.path_to_change)
+    changes = partial(_write, view, view.path_to_change, follow=True)
     moves = partial(_move, view, shutil.move)
     return {
         "open": partial(_os_open, view),
@@ -550,21 +567,23 @@ def _writing_calls(view: Watched) -> dict[str, _Call]:
         "symlink": partial(_symlink, view),
         "remove": removes,
         "unlink": removes,
-        "rmdir": partial(_write, view, partial(view.subject, folder=True)),
+        "rmdir": partial(_write, view, partial(view.path_to_change, folder=True)),
         "chmod": changes,
         "chown": changes,
         "lchown": removes,  # `lchown`, like `remove`, does not follow links
         "utime": changes,
         "setxattr": changes,
         "removexattr": changes,
-        "truncate": partial(_write, view, partial(view.target, needs_content=True), follow=True),
+        "truncate": partial(
+            _write, view, partial(view.path_to_write, needs_content=True), follow=True
+        ),
         "rename": moves,
         "replace": moves,
         "link": partial(_move, view, shutil.copyfile),
     }
 
 
-def _reading_calls(view: Watched) -> dict[str, _Call]:
+def _reading_calls(view: StoreView) -> dict[str, _Call]:
     """Return the redirecting functions for the functions of `os` that only read, by name."""
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
@@ -576,22 +595,22 @@ def _reading_calls(view: Watched) -> dict[str, _Call]:
         "listxattr": reads,
         "chdir": reads,
         "access": partial(_access, view),
-        "listdir": partial(_list, view, _names),
-        "scandir": partial(_list, view, _entries),
+        "listdir": partial(_list, view, _merge_names),
+        "scandir": partial(_list, view, _merge_entries),
     }
 
 
-def _redirected(real: _Call, leads: _Call) -> _Call:
-    """Return a wrapper of `real` that calls `leads(real, ...)` with the caller's arguments."""
+def _redirected(real: _Call, redirect: _Call) -> _Call:
+    """Return a wrapper of `real` that calls `redirect(real, ...)` with the caller's arguments."""
 
     @functools.wraps(real)
     def call(*args: Any, **kw: Any) -> Any:
-        return leads(real, *args, **kw)
+        return redirect(real, *args, **kw)
 
     return call
 
 
-def _replace(name: str, leads: _Call) -> None:
+def _replace(name: str, redirect: _Call) -> None:
     """Replace a function in `os`, if this system has the function, and in `posix`.
 
     If a notebook runs `from os import listdir`, the function arrives in the rank as posix.listdir.
@@ -599,7 +618,7 @@ def _replace(name: str, leads: _Call) -> None:
     real = getattr(os, name, None)
     if real is None:
         return
-    call = _redirected(real, leads)
+    call = _redirected(real, redirect)
     call.__module__ = "os"
     for module in (os, sys.modules["posix"]):
         setattr(module, name, call)
@@ -648,7 +667,7 @@ def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
 
 
 def _redirect_path(
-    view: Watched,
+    view: StoreView,
     decide: Callable[[str], str | None],
     path: Path,
     folder: int | None = None,
@@ -657,46 +676,46 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the path and the `dir_fd` that a writing function of `os` must use.
 
-    In a rehearsal, also record the path if it is outside the store. See `Watched.resolve` for the
+    In a rehearsal, also record the path if it is outside the store. See `StoreView.resolve` for the
     parameters.
     """
-    view.note_outside(path, folder)
-    led = view.resolve(decide, path, folder, follow=follow)
-    return (path, folder) if led is None else (led, None)
+    view.record_outside(path, folder)
+    redirected = view.resolve(decide, path, folder, follow=follow)
+    return (path, folder) if redirected is None else (redirected, None)
 
 
-def _own_file(
-    view: Watched, path: Path, folder: int | None = None, *, follow: bool = True
+def _own_path(
+    view: StoreView, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
     """Return the path of the rank's own version of a file, or None if it has none."""
-    return view.resolve(view.own, path, folder, follow=follow) if view.used else None
+    return view.resolve(view.own_path, path, folder, follow=follow) if view.has_own_files else None
 
 
 def _call_redirected(
-    real: _Call, requested: Path, led: Path, folder: int | None, *args: Any, **kw: Any
+    real: _Call, requested: Path, redirected: Path, folder: int | None, *args: Any, **kw: Any
 ) -> Any:
     """Call a function with a redirected path. An OSError from the call names the caller's path.
 
     Args:
         real: The function, such as `os.open`.
         requested: The path that the caller passed.
-        led: The redirected path.
-        folder: Descriptor of the folder at which `led` starts (`dir_fd`); None to pass none.
+        redirected: The redirected path.
+        folder: Descriptor of the folder at which `redirected` starts (`dir_fd`); None to pass none.
         *args: Further arguments of the function.
         **kw: Further arguments of the function.
     """
     if folder is not None:
         kw["dir_fd"] = folder
     try:
-        return real(led, *args, **kw)
+        return real(redirected, *args, **kw)
     except OSError as error:
-        if led is not requested and error.filename == led:
+        if redirected is not requested and error.filename == redirected:
             error.filename = requested
         raise
 
 
 def _call_on_existing(
-    view: Watched,
+    view: StoreView,
     real: _Call,
     path: Path,
     *args: Any,
@@ -709,49 +728,53 @@ def _call_on_existing(
     The versions are, in this order: in a rehearsal, the file that replaces the store's file; the
     store's file; the rank's own version.
     """
-    if isinstance(view, Rehearsed):
-        replaced = view.resolve(view.replaced, path, dir_fd, follow=follow)
+    if isinstance(view, RehearsalView):
+        replaced = view.resolve(view.replacement_path, path, dir_fd, follow=follow)
         if replaced is not None:
             return _call_redirected(real, path, replaced, None, *args, **kw)
-    first = path if view.busy or dir_fd is not None else view.store_path(path)
+    first = path if view.is_redirecting or dir_fd is not None else view.to_store_path(path)
     try:
         return _call_redirected(real, path, first, dir_fd, *args, **kw)
     except FileNotFoundError:
-        own = _own_file(view, path, dir_fd, follow=follow)
-        if own is None:
+        own_path = _own_path(view, path, dir_fd, follow=follow)
+        if own_path is None:
             raise
-    return _call_redirected(real, path, own, None, *args, **kw)
+    return _call_redirected(real, path, own_path, None, *args, **kw)
 
 
-def led_path(view: Watched, decide: Callable[[str], str | None], path: Path) -> Path:
+def library_write_path(view: StoreView, decide: Callable[[str], str | None], path: Path) -> Path:
     """Return the path to pass to a library's writing function: `path`, or the redirected path.
 
     Args:
-        decide: Function that maps a place in the store to the path to use; see
-            `Watched.resolve`.
+        decide: Function that maps a path in the store to the path to use; see
+            `StoreView.resolve`.
     """
-    led, _ = _redirect_path(view, decide, path, follow=True)
-    return led
+    redirected, _ = _redirect_path(view, decide, path, follow=True)
+    return redirected
 
 
-def shown_path(view: Watched, path: Path) -> Path:
+def library_read_path(view: StoreView, path: Path) -> Path:
     """Return the path to pass to a library's reading function: `path`, or the redirected path."""
-    return view.resolve(view.shown, path) or path
+    return view.resolve(view.path_to_read, path) or path
 
 
-def writable(view: Watched, place: str, *, needs_content: bool = False) -> str | None:
-    """Return the path to open for writing instead of `place`; None for `place` itself.
+def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = False) -> str | None:
+    """Return the path to open for writing instead of `store_path`; None for `store_path` itself.
 
     A folder is not redirected, so that opening a folder for writing raises the system's error.
     """
-    return None if os.path.isdir(place) else view.target(place, needs_content=needs_content)
+    return (
+        None
+        if os.path.isdir(store_path)
+        else view.path_to_write(store_path, needs_content=needs_content)
+    )
 
 
-def _open(view: Watched, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
+def _open(view: StoreView, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
         return real(file, mode, *args, **kw)  # os.open, which an opener calls, is redirected
     if set(mode) & set("wxa+"):
-        target = partial(writable, view, needs_content=not set(mode) & set("wx"))
+        target = partial(path_to_open, view, needs_content=not set(mode) & set("wx"))
         return _call_redirected(
             real, file, *_redirect_path(view, target, file, follow=True), mode, *args, **kw
         )
@@ -762,7 +785,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def _os_open(
-    view: Watched,
+    view: StoreView,
     real: _Call,
     path: Path,
     flags: int,
@@ -773,13 +796,13 @@ def _os_open(
     """Call `os.open`, with a redirected path if the flags allow writing."""
     if not flags & _WRITE_FLAGS:
         return _call_on_existing(view, real, path, flags, mode, dir_fd=dir_fd)
-    target = partial(writable, view, needs_content=not flags & (os.O_TRUNC | os.O_EXCL))
-    led = _redirect_path(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
-    return _call_redirected(real, path, *led, flags, mode)
+    target = partial(path_to_open, view, needs_content=not flags & (os.O_TRUNC | os.O_EXCL))
+    redirected = _redirect_path(view, target, path, dir_fd, follow=not flags & os.O_NOFOLLOW)
+    return _call_redirected(real, path, *redirected, flags, mode)
 
 
 def _write(
-    view: Watched,
+    view: StoreView,
     decide: Callable[[str], str | None],
     real: _Call,
     path: Path,
@@ -790,37 +813,37 @@ def _write(
 ) -> Any:
     """Call `real`, which changes the file or folder at one path, with the redirected path."""
     to_end = follow and kw.get("follow_symlinks", True)
-    led = _redirect_path(view, decide, path, dir_fd, follow=to_end)
-    return _call_redirected(real, path, *led, *args, **kw)
+    redirected = _redirect_path(view, decide, path, dir_fd, follow=to_end)
+    return _call_redirected(real, path, *redirected, *args, **kw)
 
 
-def _move(view: Watched, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
+def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
     If `real` fails because a redirected path is on another file system, call `across` instead.
     `across` moves or copies the file.
     """
-    source, kw["src_dir_fd"] = _redirect_path(view, view.source, src, kw.get("src_dir_fd"))
-    target, kw["dst_dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dst_dir_fd"))
+    source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
+    target, kw["dst_dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dst_dir_fd"))
     try:
         real(source, target, **kw)
     except OSError as error:
         if error.errno != errno.EXDEV or (source is src and target is dst):
             raise
-        with view.plain():
+        with view.without_redirection():
             across(source, target)
 
 
-def _symlink(view: Watched, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
-    target, kw["dir_fd"] = _redirect_path(view, view.target, dst, kw.get("dir_fd"))
+def _symlink(view: StoreView, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:
+    target, kw["dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dir_fd"))
     if target is not dst:  # the link is in another folder, so resolve a relative target
         src = os.path.join(os.path.dirname(os.path.abspath(dst)), src)
-        src = shown_path(view, src)  # the target may exist only as the rank's own version
+        src = library_read_path(view, src)  # the target may exist only as the rank's own version
     real(src, target, *args, **kw)
 
 
 def _access(
-    view: Watched, real: _Call, path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any
+    view: StoreView, real: _Call, path: Path, mode: int, *, dir_fd: int | None = None, **kw: Any
 ) -> bool:
     """Return whether a path is accessible, as `os.access` does.
 
@@ -828,11 +851,13 @@ def _access(
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
-    place = view.resolve(lambda place: view.own(place) or view.theirs(place), path, dir_fd)
-    return place is not None and bool(real(place, mode & ~os.W_OK))
+    store_path = view.resolve(
+        lambda store_path: view.own_path(store_path) or view.common_path(store_path), path, dir_fd
+    )
+    return store_path is not None and bool(real(store_path, mode & ~os.W_OK))
 
 
-def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
+def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
     """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
 
     Args:
@@ -842,22 +867,23 @@ def _list(view: Watched, join: _Call, real: _Call, path: Path = None) -> Any:
         path: The folder; None for the working directory.
     """
     path = "." if path is None else path
-    own, replaced = _own_file(view, path), view.resolve(view.replaced, path) if view.used else None
-    if own is None and replaced is None:
+    own_path = _own_path(view, path)
+    replaced = view.resolve(view.replacement_path, path) if view.has_own_files else None
+    if own_path is None and replaced is None:
         return real(path)
-    store = view.store_path(path)
-    with view.plain():
+    store = view.to_store_path(path)
+    with view.without_redirection():
         is_there = os.path.isdir(store)
-    versions = [replaced, store if is_there else None, own if own != replaced else None]
+    versions = [replaced, store if is_there else None, own_path if own_path != replaced else None]
     as_asked = os.fsencode if isinstance(path, bytes) else os.fsdecode
     return join(path, [it for each in versions if each for it in real(as_asked(each))])
 
 
-def _names(path: Path, found: list[Any]) -> list[Any]:
+def _merge_names(path: Path, found: list[Any]) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _entries(path: Path, found: list[Any]) -> "_Entries":
+def _merge_entries(path: Path, found: list[Any]) -> "_Entries":
     first: dict[Any, Any] = {}
     for entry in found:
         first.setdefault(entry.name, entry)
@@ -891,7 +917,7 @@ class _Entries(contextlib.ExitStack):
         return next(self._entries)
 
 
-def _redirect_torch_writer(view: Watched) -> None:
+def _redirect_torch_writer(view: StoreView) -> None:
     """Redirect torch.save's C++ writer, and add the path to the messages of the writer's errors."""
     import torch
 
@@ -899,18 +925,18 @@ def _redirect_torch_writer(view: Watched) -> None:
 
     class PyTorchFileWriter(real):
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
-            led = file
+            redirected = file
             if isinstance(file, (str, os.PathLike)):
-                led, _ = _redirect_path(view, partial(writable, view), file, follow=True)
+                redirected, _ = _redirect_path(view, partial(path_to_open, view), file, follow=True)
             try:
-                super().__init__(led, *args, **kw)
+                super().__init__(redirected, *args, **kw)
             except RuntimeError as error:
                 raise RuntimeError(f"torch cannot write {file}: {error}") from error
 
     setattr(torch._C, "PyTorchFileWriter", PyTorchFileWriter)  # noqa: B010
 
 
-def _redirect_torch_reader(view: Discarded) -> None:
+def _redirect_torch_reader(view: DiscardingView) -> None:
     """Redirect torch's C++ reader, so that it finds files that exist only for this rank.
 
     `torch.export.load` and `torch.package` use the reader.
@@ -922,18 +948,18 @@ def _redirect_torch_reader(view: Discarded) -> None:
     class PyTorchFileReader(real):
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             is_path = isinstance(file, (str, os.PathLike))
-            super().__init__(shown_path(view, file) if is_path else file, *args, **kw)
+            super().__init__(library_read_path(view, file) if is_path else file, *args, **kw)
 
     setattr(torch._C, "PyTorchFileReader", PyTorchFileReader)  # noqa: B010
 
 
-def _redirect_profiler(view: Watched) -> None:
+def _redirect_profiler(view: StoreView) -> None:
     """Redirect torch.profiler's C++ trace writer, which reports no error if a write fails."""
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
-        led, _ = _redirect_path(view, partial(writable, view), path, follow=True)
-        return real(profiled, led, *args, **kw)
+        redirected, _ = _redirect_path(view, partial(path_to_open, view), path, follow=True)
+        return real(profiled, redirected, *args, **kw)
 
     profile = torch.autograd.profiler.profile
     setattr(profile, "export_chrome_trace", _redirected(profile.export_chrome_trace, export))  # noqa: B010
@@ -951,7 +977,7 @@ def _redirect_temporary_files() -> None:
             method.__defaults__ = tuple(os.unlink if it is real else it for it in defaults)
 
 
-def _save_atomically(view: Watched) -> None:
+def _save_atomically(view: StoreView) -> None:
     """Make `torch.save` on rank 0 atomic for files in the store: a kill leaves no partial file."""
     import torch
 
@@ -963,7 +989,7 @@ def _save_atomically(view: Watched) -> None:
     torch.save = torch.serialization.save = _redirected(torch.save, save)
 
 
-def _warn_about_locks(view: Discarded) -> None:
+def _warn_about_locks(view: DiscardingView) -> None:
     """Make `fcntl` warn about locks on the rank's own version of a file.
 
     Other ranks lock other files, so such a lock excludes no rank.
@@ -984,41 +1010,47 @@ def _warn_about_locks(view: Discarded) -> None:
         setattr(fcntl, name, _redirected(getattr(fcntl, name), lock))
 
 
-def _is_the_stores(view: Watched, file: Any) -> bool:
+def _is_common_file(view: StoreView, file: Any) -> bool:
     """Return whether a memory map of `file` would map a file that other ranks see, too.
 
     The result is True for a file in the store, unless this rank has its own version of the file.
     """
 
-    def theirs(place: str) -> str | None:
-        return place if os.path.exists(view.theirs(place)) and not view.own(place) else None
+    def common_path(store_path: str) -> str | None:
+        return (
+            store_path
+            if os.path.exists(view.common_path(store_path)) and not view.own_path(store_path)
+            else None
+        )
 
-    return isinstance(file, (str, os.PathLike)) and view.resolve(theirs, file) is not None
+    return isinstance(file, (str, os.PathLike)) and view.resolve(common_path, file) is not None
 
 
-def _redirect_torch_maps(view: Watched) -> None:
+def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`.
 
     tensordict reads all files by this function, and maps the files as writable. For a
-    `Discarded` view, a file of the store is mapped privately, as in `_map_privately`.
+    `DiscardingView` view, a file of the store is mapped privately, as in `_map_privately`.
     """
     import torch
 
     def from_file(
         real: _Call, filename: Any, shared: bool | None = None, *args: Any, **kw: Any
     ) -> Any:
-        if isinstance(view, Discarded) and _is_the_stores(view, filename):
+        if isinstance(view, DiscardingView) and _is_common_file(view, filename):
             shared = False
         if shared:
-            led = led_path(view, partial(writable, view, needs_content=True), filename)
+            redirected = library_write_path(
+                view, partial(path_to_open, view, needs_content=True), filename
+            )
         else:
-            led = shown_path(view, filename)
-        return real(led, shared, *args, **kw)
+            redirected = library_read_path(view, filename)
+        return real(redirected, shared, *args, **kw)
 
     torch.from_file = _redirected(torch.from_file, from_file)
 
 
-def _map_privately(view: Watched) -> None:
+def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
     Only this rank sees changes in a private map, and the file is not copied.
@@ -1033,9 +1065,9 @@ def _map_privately(view: Watched) -> None:
         requested = signature.bind(*args, **kw)
         requested.apply_defaults()
         if requested.arguments["mode"] in ("r+", "readwrite"):
-            is_the_stores = _is_the_stores(view, requested.arguments["filename"])
-            requested.arguments["mode"] = "c" if is_the_stores else "r+"
+            is_common = _is_common_file(view, requested.arguments["filename"])
+            requested.arguments["mode"] = "c" if is_common else "r+"
         return real(*requested.args, **requested.kwargs)
 
-    led: Any = staticmethod(_redirected(numpy.memmap.__new__, new))
-    setattr(numpy.memmap, "__new__", led)  # noqa: B010
+    replacement: Any = staticmethod(_redirected(numpy.memmap.__new__, new))
+    setattr(numpy.memmap, "__new__", replacement)  # noqa: B010

@@ -42,13 +42,13 @@ from taas_magic.store.ownership import (
 )
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import (
-    Arrival,
     CaseChecker,
+    IncomingFile,
     Tree,
     UnsafeError,
     folders_of,
     parted,
-    shown,
+    printable,
     why_unsafe,
 )
 
@@ -99,15 +99,15 @@ class StoreServer:
 
         The user's file stays, and rank 0's version is beside it, with the suffix `KEPT_BESIDE`.
         """
-        self._arriving: dict[tuple[int, str], Arrival] = {}
+        self._incoming: dict[tuple[int, str], IncomingFile] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
-        self._looker = ThreadPoolExecutor(1, "taas-store-look")
+        self._searcher = ThreadPoolExecutor(1, "taas-store-look")
         self._search: Future[tuple[CaseChecker, Manifest]] | None = None
         self._listed: set[str] = set()
         self._changes: dict[str, _Change] = {}
         self._number = 0
-        self._token: Arrival | None = None
+        self._token: IncomingFile | None = None
         self._is_closed = False
         self._answers: Mapping[type[FileRequest[Any]], Callable[[int, Any], Any]] = {
             MakeToken: self._make_token,
@@ -140,10 +140,10 @@ class StoreServer:
     def close(self) -> None:
         """Discard incomplete files, save the hashes, and refuse further requests."""
         self._is_closed = True
-        self._looker.shutdown()
+        self._searcher.shutdown()
         self._flushers.shutdown()
-        for key in list(self._arriving):
-            self._drop(key)
+        for key in list(self._incoming):
+            self._discard_incoming(key)
         if self._token is not None:
             self._token.discard()
         self._hashes.save()
@@ -159,7 +159,7 @@ class StoreServer:
             for seen in self._tree.entries(""):
                 self._tree.remove_leftover(seen.path)
             with self._tree.folder("") as here:
-                self._token = Arrival(here)
+                self._token = IncomingFile(here)
         return self._token.name
 
     def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
@@ -167,15 +167,15 @@ class StoreServer:
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Until it ends, no other thread may use the hashes.
             arguments = self._tree, self._hashes, self._rule.limit_bytes
-            self._search = self._looker.submit(scan_store, *arguments)
+            self._search = self._searcher.submit(scan_store, *arguments)
         if not self._search.done():
             return None
         self._cases, manifest = self._search.result()
-        manifest = self._as_the_run_has_it(manifest)
+        manifest = self._with_run_versions(manifest)
         self._listed = {entry.path for entry in manifest.entries}
         return manifest
 
-    def _as_the_run_has_it(self, manifest: Manifest) -> Manifest:
+    def _with_run_versions(self, manifest: Manifest) -> Manifest:
         """Return the store's manifest, with rank 0's versions in place of the user's files.
 
         If rank 0 writes `a.txt` and the user has a file `a.txt`, the store keeps rank 0's version
@@ -205,7 +205,7 @@ class StoreServer:
         if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
         try:
-            with self._tree.open_file(self._place_of(path)) as file:
+            with self._tree.open_file(self._version_path(path)) as file:
                 return os.pread(file.fileno(), size, offset)
         except OSError:
             return None
@@ -261,10 +261,10 @@ class StoreServer:
         place = os.path.join(self._rule.path, path)
         if host_rank != self._writer and not any(is_below(place, it) for it in self._rule.shared):
             raise UnsafeError(path, "only rank 0 writes to the project store")
-        if why := self._ignore.why_not_back(path):
+        if why := self._ignore.why_not_accepted(path):
             raise UnsafeError(path, why)
         if other := self._cases.clash(path):
-            raise UnsafeError(path, f"its name differs from {shown(other)} only by case")
+            raise UnsafeError(path, f"its name differs from {printable(other)} only by case")
 
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders."""
@@ -308,7 +308,7 @@ class StoreServer:
         is_notebook = normal_form(path).endswith(".ipynb")  # the user may have the notebook open
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
-    def _place_of(self, path: str) -> str:
+    def _version_path(self, path: str) -> str:
         """Return the path at which the store keeps this run's version of the file `path`."""
         return path + KEPT_BESIDE if path in self._beside else path
 
@@ -328,23 +328,23 @@ class StoreServer:
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
         """
-        whole: list[tuple[Entry, Arrival]] = []
+        whole: list[tuple[Entry, IncomingFile]] = []
         answers: dict[str, str] = {}
         for piece in pieces:
             path = piece.entry.path
             answers[path] = self._try(self._write, host_rank, path, piece, whole)
         # Force the files to the disk before they get their names. Then a power cut cannot leave
         # incomplete files at these paths.
-        flushing = [self._flushers.submit(os.fsync, arrival.file) for _, arrival in whole]
-        for (entry, arrival), flushed in zip(whole, flushing, strict=True):
-            more = entry, arrival, flushed
-            answers[entry.path] = self._try(self._place, host_rank, entry.path, *more)
+        flushing = [self._flushers.submit(os.fsync, incoming.file) for _, incoming in whole]
+        for (entry, incoming), flushed in zip(whole, flushing, strict=True):
+            more = entry, incoming, flushed
+            answers[entry.path] = self._try(self._install_file, host_rank, entry.path, *more)
         for folder in {parted(entry.path)[0] for entry, _ in whole}:
             self._tree.flush_folder(folder)
         return answers
 
     def _write(
-        self, host_rank: int, path: str, piece: Piece, whole: list[tuple[Entry, Arrival]]
+        self, host_rank: int, path: str, piece: Piece, whole: list[tuple[Entry, IncomingFile]]
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
@@ -360,34 +360,34 @@ class StoreServer:
         if entry.is_folder:
             self._make_folders(path)
             self._tree.make_folder(path)  # raises if the path exists and is not a folder
-            self._note(host_rank, path, entry)
+            self._record_change(host_rank, path, entry)
             return
         if piece.offset == 0:
-            self._drop(key)
-            n_open = sum(rank == host_rank for rank, _ in self._arriving)
+            self._discard_incoming(key)
+            n_open = sum(rank == host_rank for rank, _ in self._incoming)
             if not entry.sha256 and n_open >= MAX_OPEN:
                 raise UnsafeError(path, f"more than {MAX_OPEN} files are being sent already")
             self._make_folders(parted(path)[0])
             with self._tree.folder(parted(path)[0]) as here:
-                self._arriving[key] = Arrival(here)
+                self._incoming[key] = IncomingFile(here)
             if normal_form(path).endswith(".pth"):
                 self._checks[key] = PathFileCheck()
-        arrival = self._arriving.get(key)
-        if arrival is None or arrival.received != piece.offset:
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.received != piece.offset:
             raise UnsafeError(path, f"its part at {piece.offset:,} does not continue the last part")
         try:
-            arrival.write(piece.data)
+            incoming.write(piece.data)
             if (check := self._checks.get(key)) is not None:
                 check.add(piece.data)
             if entry.sha256:
-                arrival.verify(path, entry.size, entry.sha256)
-                whole.append((entry, self._arriving.pop(key)))
+                incoming.verify(path, entry.size, entry.sha256)
+                whole.append((entry, self._incoming.pop(key)))
         except OSError:
-            self._drop(key)
+            self._discard_incoming(key)
             raise
 
-    def _place(
-        self, host_rank: int, path: str, entry: Entry, arrival: Arrival, flushed: Future[None]
+    def _install_file(
+        self, host_rank: int, path: str, entry: Entry, incoming: IncomingFile, flushed: Future[None]
     ) -> None:
         """Move a complete file from its temporary name to its path; discard it on failure.
 
@@ -398,7 +398,7 @@ class StoreServer:
             host_rank: Number of the host that sent the file.
             path: Path of the file.
             entry: Description of the file.
-            arrival: The temporary file.
+            incoming: The temporary file.
             flushed: Future of the call that forces the file to the disk.
 
         Raises:
@@ -412,31 +412,31 @@ class StoreServer:
             if check is not None and not check.is_checkpoint:
                 raise UnsafeError(path, "a .pth file that is not a checkpoint: Python would run it")
             is_exception = self._exceptions.has(path)
-            if entry.executable and is_program(arrival.begins) and not is_exception:
+            if entry.executable and is_program(incoming.begins) and not is_exception:
                 raise UnsafeError(path, WHY_NOT_NEW)
             may_replace = self._may_replace(path)
             if not (may_replace or self._may_replace(path + KEPT_BESIDE)):
                 raise UnsafeError(path, WHY_NOT_KEPT)
             (self._beside.discard if may_replace else self._beside.add)(path)
-            self._made.record_file(self._place_of(path), os.fstat(arrival.file), entry.sha256)
+            self._made.record_file(self._version_path(path), os.fstat(incoming.file), entry.sha256)
             may_run = entry.executable and is_exception
-            arrival.place(self._tree, self._place_of(path), executable=may_run)
+            incoming.move_to(self._tree, self._version_path(path), executable=may_run)
         finally:
-            arrival.discard()
-        self._note(host_rank, path, entry)
+            incoming.discard()
+        self._record_change(host_rank, path, entry)
         if not may_replace:
             raise UnsafeError(path, WHY_BESIDE)
 
-    def _drop(self, key: tuple[int, str]) -> None:
+    def _discard_incoming(self, key: tuple[int, str]) -> None:
         """Discard an incomplete file that is being received, if there is such a file.
 
         Args:
             key: Number of the host that sends the file, and path of the file.
         """
         self._checks.pop(key, None)
-        arrival = self._arriving.pop(key, None)
-        if arrival is not None:
-            arrival.discard()
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            incoming.discard()
 
     def _remove(self, host_rank: int, path: str) -> None:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
@@ -447,20 +447,20 @@ class StoreServer:
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             self._tree.open_file(path).close()  # raises if the entry is not a regular file
-        for key in [it for it in self._arriving if it[0] == host_rank and is_below(it[1], path)]:
-            self._drop(key)  # its temporary file is in the folder that may be removed
+        for key in [it for it in self._incoming if it[0] == host_rank and is_below(it[1], path)]:
+            self._discard_incoming(key)  # its temporary file is in the folder that may be removed
         if not self._may_replace(path):
-            self._note(host_rank, path, None)
+            self._record_change(host_rank, path, None)
             if path not in self._beside:
                 raise UnsafeError(path, WHY_NOT_REMOVED)
-        place = self._place_of(path)
+        place = self._version_path(path)
         if self._tree.remove(place):
             self._beside.discard(path)
             self._made.forget(place)
             self._cases.forget(place)
-            self._note(host_rank, path, None)
+            self._record_change(host_rank, path, None)
 
-    def _note(self, host_rank: int, path: str, entry: Entry | None) -> None:
+    def _record_change(self, host_rank: int, path: str, entry: Entry | None) -> None:
         """Record a change for the other hosts, in place of an earlier change of the same path."""
         self._number += 1
         self._changes.pop(path, None)

@@ -1,4 +1,4 @@
-"""Access to a folder that no symbolic link can redirect (`Tree`), and atomic writing (`Arrival`).
+"""Access to a folder that no symbolic link can redirect, and atomic writing of received files.
 
 Paths are relative, with parts joined by `/`. A path is checked, and then opened part by part
 (openat(2) with O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a
@@ -70,7 +70,7 @@ def why_unsafe(path: str) -> str:
     return ""
 
 
-def shown(path: str) -> str:
+def printable(path: str) -> str:
     """Return a printable form of a path, with backslash escapes for bytes that are not UTF-8."""
     return path.encode(errors="backslashreplace").decode()
 
@@ -275,7 +275,7 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove a file if it is the temporary file of an `Arrival` whose process has ended.
+        """Remove a file if it is the temporary file of an `IncomingFile` whose process has ended.
 
         Such a file is recognized by its name and by its free lock. Any other file stays.
         """
@@ -335,8 +335,8 @@ class DamagedError(UnsafeError):
 _BEGINS_BYTES = 16
 
 
-class Arrival:
-    """A file that is being received under a temporary name. Call `place` or `discard`.
+class IncomingFile:
+    """A file that is being received under a temporary name. Call `move_to` or `discard`.
 
     Args:
         staging: Descriptor of the folder in which the file is written. The folder must be on the
@@ -386,7 +386,7 @@ class Arrival:
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
 
-    def place(self, tree: Tree, path: str, *, executable: bool) -> None:
+    def move_to(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Move the file to `path`, and replace an old file there.
 
         The new file gets the permissions of the old file for reading and writing. `executable`

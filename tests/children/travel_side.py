@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.store.manifest import Ask, FileRequest
+from taas_magic.store.manifest import FileRequest, SendRequest
 from taas_magic.store.mirror import reserve, update_mirror
-from taas_magic.store.outbound import Outbound
-from taas_magic.store.receipt import Ledger
+from taas_magic.store.outbound import MirrorSender
+from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
@@ -45,7 +45,7 @@ def serve(store_server: StoreServer, listener: Listener) -> None:
                 host.send(answer)
 
 
-def asking(store_server: Connection) -> Ask:
+def asking(store_server: Connection) -> SendRequest:
     """Return a function that sends a request over the connection and returns the answer."""
     lock = threading.Lock()
 
@@ -72,7 +72,7 @@ def be_host(socket: str, store: str, cache: str) -> None:
     ask = asking(Client(socket))
     mirror = reserve(store, "me", Path(cache))
     update_mirror(mirror, ask)
-    outbound = Outbound(mirror, ask, print, Ledger(mirror.path, ()))
+    outbound = MirrorSender(mirror, ask, print, ReceiptBuilder(mirror.path, ()))
     outbound.start()
     print("ready", flush=True)
     for number in itertools.count():

@@ -8,14 +8,14 @@ import pytest
 from taas_magic.display.head import MAX_FILES, receipt_lines
 from taas_magic.messages import (
     KeptOutFile,
-    RankHeld,
-    RankTouched,
+    StoreProtectionReported,
     StoreReceipt,
+    StoreWriteReported,
     UnsentFile,
     WrittenFile,
 )
 from taas_magic.store.manifest import FOLDER, Entry
-from taas_magic.store.receipt import Ledger, Receipt, changed
+from taas_magic.store.receipt import Receipt, ReceiptBuilder, find_changed_files
 
 
 @pytest.fixture
@@ -24,21 +24,21 @@ def store(tmp_path: Path) -> Path:
     (folder / "old").mkdir(parents=True)
     (folder / "old" / "before.txt").write_text("before")
     past = os.stat(folder / "old" / "before.txt").st_ctime_ns
-    while Ledger(str(folder), ())._began_ns <= past:
+    while ReceiptBuilder(str(folder), ())._began_ns <= past:
         os.sched_yield()
     return folder
 
 
 def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) -> None:
-    ledger = Ledger(str(store), ())
+    receipt_builder = ReceiptBuilder(str(store), ())
     for name in ("noted.pt", "old/by-child.bin", "notebook.ipynb", ".hidden-file"):
         (store / name).write_text("new")
     (store / "old" / "__pycache__").mkdir()
     (store / "old" / "__pycache__" / "module.pyc").touch()
     os.utime(store / "old" / "by-child.bin", (1, 1))
-    ledger.record(0, RankTouched(str(store / "noted.pt")))
-    ledger.record(0, RankTouched(str(store / "gone.pt")))
-    assert ledger.close(searches=True).written == [
+    receipt_builder.record(0, StoreWriteReported(str(store / "noted.pt")))
+    receipt_builder.record(0, StoreWriteReported(str(store / "gone.pt")))
+    assert receipt_builder.build(searches=True).written == [
         WrittenFile(".hidden-file", 3),
         WrittenFile("noted.pt", 3),
         WrittenFile("old/by-child.bin", 3),
@@ -47,58 +47,58 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
 
 def test_a_file_that_is_made_at_once_is_found(store: Path) -> None:
     for number in range(20):
-        ledger, name = Ledger(str(store), ()), f"{number}.pt"
+        receipt_builder, name = ReceiptBuilder(str(store), ()), f"{number}.pt"
         (store / name).touch()
-        assert name in {file.path for file in ledger.close(searches=True).written}
+        assert name in {file.path for file in receipt_builder.build(searches=True).written}
 
 
 def test_another_host_looks_through_nothing(store: Path) -> None:
-    ledger = Ledger(str(store), ())
+    receipt_builder = ReceiptBuilder(str(store), ())
     (store / "new.txt").touch()
-    ledger.record(2, RankTouched(str(store / "new.txt")))
-    ledger.record(2, RankTouched(str(store / "other.txt")))
-    ledger.record(2, RankHeld("Landlock"))
-    closed = ledger.close(searches=False)
+    receipt_builder.record(2, StoreWriteReported(str(store / "new.txt")))
+    receipt_builder.record(2, StoreWriteReported(str(store / "other.txt")))
+    receipt_builder.record(2, StoreProtectionReported("Landlock"))
+    closed = receipt_builder.build(searches=False)
     assert closed.kept_out == [KeptOutFile(2, "new.txt", True), KeptOutFile(2, "other.txt", False)]
     assert (closed.written, closed.means, closed.complete) == ([], "Landlock", True)
 
 
 def test_a_mirrors_files_are_those_that_the_store_accepted(store: Path) -> None:
-    ledger = Ledger(str(store), [str(store / "shards")])
+    receipt_builder = ReceiptBuilder(str(store), [str(store / "shards")])
     for name in ("opened.pt", "old/by-child.bin"):
         (store / name).write_text("new")
-        ledger.record(0, RankTouched(str(store / name)))
+        receipt_builder.record(0, StoreWriteReported(str(store / name)))
     for path in ("m.pt", "gone.pt", "shards/1"):
-        ledger.record_sent(Entry(path, 3, "0"))
-    ledger.record_removed("gone.pt")
+        receipt_builder.record_sent(Entry(path, 3, "0"))
+    receipt_builder.record_removed("gone.pt")
     for path in ("late.pt", "late", ".env", "removed"):
-        ledger.record_refused(path, "no space")
-    ledger.record_sent(Entry("late.pt", 2, "0"))
-    ledger.record_sent(Entry("late", 0, FOLDER))
-    ledger.record_removed("removed")
-    closed = ledger.close(searches=False)
+        receipt_builder.record_refused(path, "no space")
+    receipt_builder.record_sent(Entry("late.pt", 2, "0"))
+    receipt_builder.record_sent(Entry("late", 0, FOLDER))
+    receipt_builder.record_removed("removed")
+    closed = receipt_builder.build(searches=False)
     assert closed.written == [WrittenFile("late.pt", 2), WrittenFile("m.pt", 3)]
     assert closed.not_sent == [UnsentFile(".env", "no space")] and closed.complete
 
 
 def test_a_shared_folder_is_nobodys(store: Path) -> None:
-    ledger = Ledger(str(store), [str(store / "shards")])
+    receipt_builder = ReceiptBuilder(str(store), [str(store / "shards")])
     (store / "shards").mkdir()
     (store / "shards" / "1.distcp").touch()
-    closed = ledger.close(searches=True)
+    closed = receipt_builder.build(searches=True)
     assert closed.written == [] and closed.shared == ["shards"]
 
 
 def test_an_unfinished_save_of_a_dead_rank_is_cleared_away(store: Path) -> None:
-    ledger = Ledger(str(store), ())
+    receipt_builder = ReceiptBuilder(str(store), ())
     (store / ".m.pt.abc.taas-saving").mkdir()
     (store / ".m.pt.abc.taas-saving" / "m.pt").write_text("half")
-    assert ledger.close(searches=True).written == []
+    assert receipt_builder.build(searches=True).written == []
     assert os.listdir(store) == ["old"]
 
 
 def test_a_store_that_is_too_large_is_said_to_be(store: Path) -> None:
-    _, is_complete = changed(str(store), (), 0, limit_s=0)
+    _, is_complete = find_changed_files(str(store), (), 0, limit_s=0)
     assert not is_complete
 
 

@@ -79,7 +79,7 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
             scheduler.add_plugin(watching)
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             [member] = await members.acquire(1)
-            assert member.name and member.place
+            assert member.name and member.peer_address
             await engine.give_back({member.agent})
             assert members.all() == [member]
             await engine.give_back(())

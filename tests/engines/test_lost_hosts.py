@@ -99,7 +99,7 @@ def far(
 
 def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
     """Return our processes that are left on a host after a while, except sshd, which ends later."""
-    return hosts.left(number, besides="sshd")
+    return hosts.left(number, ignoring="sshd")
 
 
 def first(outcome: Outcome) -> dict[str, object]:

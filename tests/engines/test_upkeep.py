@@ -73,8 +73,8 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
     pool.pass_s(1800)
     pool.hosts.pop()
     pool.pass_s(1800)
-    host, status = pool.meter.host(pool.hosts[0]), pool.meter.pool()
-    assert (host.had_s, host.idle_s, host.gpu_hours) == (3600, None, 4.0)
+    host, status = pool.meter.host_status(pool.hosts[0]), pool.meter.pool_status()
+    assert (host.allocated_s, host.idle_s, host.gpu_hours) == (3600, None, 4.0)
     assert status.hosts == [host]
     assert status.gpu_hours == pytest.approx(4 + 2)
     assert status.used_gpu_hours == pytest.approx(4)
@@ -86,7 +86,7 @@ def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> Non
     connection = pool.open()
     try:
         (host,) = connection.status().hosts
-        assert not host.runs and host.had_s >= 0
+        assert not host.runs and host.allocated_s >= 0
         deadline = time.monotonic() + 100
         while connection.status().hosts:
             assert time.monotonic() < deadline

@@ -437,7 +437,7 @@ def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_ran
     spec = ShareSpec(RunSpec(plan, str(tmp_path), Origin("/", {}, ())), 0, plan.hosts[0])
     share = LocalShare(spec, str(tmp_path), None, "/", {}, ())
     with subprocess.Popen(["sleep", "600"]) as sleeping:
-        ranks.started({0: sleeping.pid})
+        ranks.record_start({0: sleeping.pid})
         reader.last_output_at.return_value = 0.0
         monkeypatch.setattr(StackMonitor, "_report_hang", lambda monitor, still_s: said.set())
         monitor = StackMonitor(share, ranks, reader, tmp_path, print)

@@ -37,7 +37,7 @@ def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
     hosts = [bad(5.0, failure(0)), running(5.0)]
     assert decide(hosts, now=5.0 + SETTLE_S / 2) is None
     assert decide(hosts, now=5.0 + SETTLE_S) == AttemptOutcome(
-        "FAILED", (failure(0),), curable=True
+        "FAILED", (failure(0),), may_retry=True
     )
 
 
@@ -49,7 +49,7 @@ def test_a_consequence_waits_until_all_others_were_heard() -> None:
     follows = bad(5.0, failure(0, consequence=True))
     assert decide([follows, running(5.0 + LATE_S - 0.1)], now=100.0) is None
     outcome = decide([follows, running(5.0 + LATE_S)], now=7.0)
-    assert outcome == AttemptOutcome("FAILED", (failure(0, consequence=True),), curable=True)
+    assert outcome == AttemptOutcome("FAILED", (failure(0, consequence=True),), may_retry=True)
 
 
 def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -> None:
@@ -69,13 +69,13 @@ def test_a_lost_host_is_lost() -> None:
     lost = bad(5.0, failure(2), state="LOST", cause="lost")
     outcome = decide([bad(4.0, failure(0, consequence=True)), lost], now=5.0)
     assert outcome is not None
-    assert (outcome.state, outcome.failures[0].rank, outcome.curable) == ("LOST", 2, True)
+    assert (outcome.state, outcome.failures[0].rank, outcome.may_retry) == ("LOST", 2, True)
 
 
 @pytest.mark.parametrize("cause", ["timeout", "host", "interrupt"])
 def test_what_another_attempt_would_not_cure(cause: str) -> None:
     outcome = decide([bad(5.0, failure(0), cause=cause)], now=5.0)
-    assert outcome is not None and not outcome.curable
+    assert outcome is not None and not outcome.may_retry
 
 
 def test_an_interrupt_waits_for_all_hosts_and_blames_none() -> None:
@@ -88,7 +88,7 @@ def test_ranks_that_left_are_to_blame_when_others_go_on_or_fail_for_it() -> None
     left = good(5.0, failure(1))
     assert decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S - 0.1) is None
     over = decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S)
-    assert over == AttemptOutcome("FAILED", (failure(1),), curable=True)
+    assert over == AttemptOutcome("FAILED", (failure(1),), may_retry=True)
     follows = decide([left, bad(6.0, failure(0, consequence=True))], now=6.0)
     assert follows is not None and follows.failures[0].rank == 1
     assert decide([left, good(6.0, failure(0))], now=60.0) == AttemptOutcome("SUCCEEDED")

@@ -15,9 +15,9 @@ from taas_magic.host.watch import (
     RankState,
     Verdict,
     decide,
-    failure_of,
+    describe_failure,
+    failed_ranks,
     first_failure,
-    guilty,
     is_consequence,
 )
 from taas_magic.leases import STOPPED_S
@@ -99,7 +99,7 @@ def test_a_cause_that_comes_second_is_first() -> None:
         RankState(0, 10, failed_at=1.0, etype="RuntimeError", message="Connection closed by peer"),
         RankState(1, 11, failed_at=1.2, exitcode=-9),
     ]
-    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+    assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
 def test_of_several_own_failures_the_earliest_is_first() -> None:
@@ -107,7 +107,7 @@ def test_of_several_own_failures_the_earliest_is_first() -> None:
         RankState(0, 10, failed_at=2.0, etype="ValueError"),
         RankState(1, 11, failed_at=1.0, etype="KeyError"),
     ]
-    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+    assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
 def test_who_left_is_to_blame_for_broken_connections() -> None:
@@ -115,11 +115,13 @@ def test_who_left_is_to_blame_for_broken_connections() -> None:
         RankState(0, 10, failed_at=1.5, etype="RuntimeError", message="Connection reset by peer"),
         RankState(1, 11, left_at=1.0, finished=True, exitcode=0),
     ]
-    assert [state.rank for state in guilty(states, "rank")] == [1, 0]
+    assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
 def test_a_timeout_names_those_that_ran() -> None:
-    assert [state.rank for state in guilty(ranks(finished=True, exitcode=0), "timeout")] == [0]
+    assert [state.rank for state in failed_ranks(ranks(finished=True, exitcode=0), "timeout")] == [
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,9 @@ def test_what_reads_like_a_consequence(etype: str, message: str, expected: bool)
 @pytest.mark.parametrize(("exitcode", "where"), [(-9, "dmesg"), (-7, "/dev/shm")])
 def test_the_advice_says_where_to_look_after_a_signal(exitcode: int, where: str) -> None:
     died = RankState(0, 10, failed_at=1.0, exitcode=exitcode)
-    assert where in failure_of(died, Verdict("FAILED", "rank"), "gpu1", "rank-0.log", []).advice
+    assert (
+        where in describe_failure(died, Verdict("FAILED", "rank"), "gpu1", "rank-0.log", []).advice
+    )
 
 
 def test_the_first_failure_of_all_hosts() -> None:

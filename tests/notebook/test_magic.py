@@ -52,13 +52,13 @@ class FakeLaunch(ModuleType):
     def rows(self, config: Config) -> list[PoolRow]:
         here = HostStatus(
             host="here",
-            means="Landlock",
+            protection="Landlock",
             runs=["a"],
-            had_s=7200.0,
+            allocated_s=7200.0,
             idle_s=None,
             gpu_hours=4.0,
         )
-        there = replace(here, host="there", runs=[], means="read-only mount", idle_s=61.0)
+        there = replace(here, host="there", runs=[], protection="read-only mount", idle_s=61.0)
         hosts = [here, there]
         status = PoolStatus(hosts=hosts, refused=3, gpu_hours=8.0, used_gpu_hours=2.0)
         return [PoolRow("local", "local", "ready", status)]

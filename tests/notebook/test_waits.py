@@ -172,7 +172,7 @@ def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool)
         with own_pool._joining:
             opening = threads.submit(own_pool.open, wait=wait)
             ending = threads.submit(own_pool.down)
-            eventually(lambda: own_pool.downs)
+            eventually(lambda: own_pool.end_count)
         with pytest.raises(PoolError, match='pool "own": this kernel ended it during the wait'):
             opening.result()
         ending.result()
@@ -199,7 +199,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(pool.open, wait=wait)
         eventually(lambda: pool.folder.has_children())
-        wait.give_up()
+        wait.cancel()
         with pytest.raises(PoolError, match="the wait for its hosts was cancelled"):
             opening.result()
     started = [child for child in psutil.Process().children() if child not in before]

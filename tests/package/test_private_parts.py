@@ -28,8 +28,16 @@ LISTED = {
 OWN = {
     "_storages",
     # of `Attempt` and `HostRun`; host/host_session.py has their subclasses for sessions
-    *("_emit", "_ending", "_files", "_poll_ends", "_on_message", "_place", "_report_started"),
-    *("_check", "_held", "_rendezvous", "_share", "_spec", "_start_ranks"),
+    *(
+        "_emit",
+        "_end_steps",
+        "_files",
+        "_poll_ends",
+        "_on_message",
+        "_host_address",
+        "_report_started",
+    ),
+    *("_check", "_path_prefix", "_rendezvous", "_share", "_spec", "_start_ranks"),
     "_acquire_hosts",  # of `Share`; pool/runs.py has its subclasses
 }
 """Private attributes that one class of this package uses of another class of this package."""

@@ -36,10 +36,10 @@ from taas_magic.messages import (
     Halt,
     HostHello,
     PauseClocks,
-    PlaceFetcher,
     RegisterKernel,
     Relay,
     Request,
+    SetFetcherAddress,
     TakeFetchers,
     TakeSession,
     WaitForHosts,
@@ -194,7 +194,7 @@ def test_who_may_ask_what_and_who_answers(
     by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
     by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
     by_kernels |= {TakeSession, AllowRestarts}
-    of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, PlaceFetcher, GetStacks}
+    of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, SetFetcherAddress, GetStacks}
     of_hosts |= {AnswerInput, PauseClocks}
     kinds = {it for it in leaf_subclasses(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
@@ -500,7 +500,7 @@ class MadeUp:
 
     def _said(self, call: dict[str, Any]) -> bytes:
         if call["name"] == Greet.op():
-            return to_bytes(HostHello(host=self.name, address="10.0.0.1", means="", gpus=1))
+            return to_bytes(HostHello(host=self.name, address="10.0.0.1", protection="", gpus=1))
         if call["name"] == StartShare.op():
             self.told = from_bytes(call["request"], StartShare)
         return to_bytes(1 if call["name"] == StartShare.op() else None)

@@ -270,7 +270,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
     assert pools.named("brief", after) is not pool
     assert pool.is_ready, "a run is on it"
     connection_of(pool).forget("busy")
-    while not pool.is_over():
+    while not pool.is_unused():
         threading.Event().wait(0.05)
     assert not left_of(tree)
     assert not pool.folder.is_locked and not (pool.folder.path / "pool.json").exists()

@@ -36,7 +36,7 @@ class Setting:
     """Settings of a held process.
 
     Attributes:
-        means: Protection of the store by the operating system.
+        protection: Protection of the store by the operating system.
         writes: `discard` or `refuse`, as for a rank; with `none`, Python's functions stay
             unchanged, and only the operating system protects the store.
         home: Home folder; it does not exist by default.
@@ -45,7 +45,7 @@ class Setting:
 
     store: str
     scratch: str
-    means: StoreProtection
+    protection: StoreProtection
     writes: str = "discard"
     rank: int = 1
     shared: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Held:
         self._connection, theirs = CONTEXT.Pipe()
         self.process = start(_serve, theirs, setting)
         theirs.close()
-        self.means = self._receive()
+        self.protection = self._receive()
 
     def call(self, function: Any, *args: Any) -> Any:
         self._connection.send((function, args))
@@ -86,7 +86,7 @@ class Raised(Exception):
 
 
 KEPT_OUT: list[str] = []
-"""In the held process: paths that `apply_rule` reported to `note`."""
+"""In the held process: paths that `apply_rule` reported to `on_write`."""
 
 INHERITED: dict[str, int] = {}
 """In the held process: file descriptors that were opened before the protection."""
@@ -122,16 +122,16 @@ def _enter(setting: Setting) -> StoreProtection:
     INHERITED["file"] = os.open("data.bin", os.O_RDWR)
     INHERITED["folder"] = os.open(".", os.O_RDONLY)
     if setting.writes == "none":
-        holes = guard.holes(setting.store, setting.shared, setting.means)
-        return guard.protect(setting.store, holes, setting.means)
+        writable = guard.writable_folders(setting.store, setting.shared, setting.protection)
+        return guard.protect(setting.store, writable, setting.protection)
     return apply_rule(
         StoreRule(setting.store, setting.writes, setting.shared),
         f"rank {setting.rank}",
         writes=setting.rank == 0,
-        means=setting.means,
+        protection=setting.protection,
         scratch=Path(setting.scratch),
         run_folder=setting.scratch,
-        note=KEPT_OUT.append,
+        on_write=KEPT_OUT.append,
     )
 
 

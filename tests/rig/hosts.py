@@ -93,14 +93,14 @@ class Hosts:
                 if process.name().startswith(name):
                     process.kill()
 
-    def left(self, number: int, besides: str = "-") -> list[psutil.Process]:
+    def left(self, number: int, ignoring: str = "-") -> list[psutil.Process]:
         """Wait at most `GONE_WITHIN_S` for a host's current processes to end; return the others.
 
         Args:
             number: Number of the host.
-            besides: Prefix of the names of processes to ignore.
+            ignoring: Prefix of the names of processes to ignore.
         """
-        found = [p for p in self.processes(number) if not name_of(p).startswith(besides)]
+        found = [p for p in self.processes(number) if not name_of(p).startswith(ignoring)]
         _, alive = psutil.wait_procs(found, timeout=GONE_WITHIN_S)
         return alive
 

@@ -384,7 +384,7 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
     process = remote.pool_process("three")
     process.suspend()
     try:
-        assert not hosts.left(3, besides="sshd")  # the connection itself stays open
+        assert not hosts.left(3, ignoring="sshd")  # the connection itself stays open
     finally:
         process.kill()
 

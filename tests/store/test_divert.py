@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.store import redirect
-from taas_magic.store.guard import StoreProtection, strongest
+from taas_magic.store.guard import StoreProtection, strongest_protection
 from tests.children import sights
 from tests.rig import held
 from tests.rig.held import Held, Raised, Setting
@@ -65,10 +65,10 @@ def test_libraries_that_open_files_themselves_are_led(base: Path, rank: Held) ->
 
 
 def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
-    means = strongest()
-    if means is StoreProtection.PYTHON:
+    protection = strongest_protection()
+    if protection is StoreProtection.PYTHON:
         pytest.skip("the system holds nothing here")
-    with held.held(Setting(str(base / "store"), str(base / "scratch"), means)) as process:
+    with held.held(Setting(str(base / "store"), str(base / "scratch"), protection)) as process:
         *refused, elsewhere = process.call(sights.is_refused_by_the_system)
     assert len(refused) == 2 and "project store" not in elsewhere
     for told in refused:

@@ -55,15 +55,15 @@ def base(user: User) -> Iterator[Path]:
 
 def means_of(user: User, which: str) -> StoreProtection:
     root = user is None and os.geteuid() == 0
-    return guard.candidates(0 if root else 1)[0 if which == "mount" else 1]
+    return guard.possible_protections(0 if root else 1)[0 if which == "mount" else 1]
 
 
 @contextmanager
-def hold(base: Path, user: User, means: StoreProtection, **more: Any) -> Iterator[Held]:
-    setting = Setting(str(base / "store"), str(base / "scratch"), means, user=user, **more)
+def hold(base: Path, user: User, protection: StoreProtection, **more: Any) -> Iterator[Held]:
+    setting = Setting(str(base / "store"), str(base / "scratch"), protection, user=user, **more)
     with held.held(setting) as rank:
-        if rank.means is not means:
-            pytest.skip(f"this system offers no {means.value}")
+        if rank.protection is not protection:
+            pytest.skip(f"this system offers no {protection.value}")
         yield rank
 
 
@@ -187,9 +187,9 @@ def mounts_in(folder: Path) -> list[str]:
 
 
 def test_the_strongest_means_is_found_by_trying() -> None:
-    found = guard.strongest()
-    assert found in guard.candidates(os.geteuid())
-    assert guard.strongest() is found
+    found = guard.strongest_protection()
+    assert found in guard.possible_protections(os.geteuid())
+    assert guard.strongest_protection() is found
 
 
 def test_a_second_thread_would_not_be_held(tmp_path: Path) -> None:

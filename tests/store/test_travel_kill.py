@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.store.mirror import update_mirror
-from taas_magic.store.outbound import Outbound
+from taas_magic.store.outbound import MirrorSender
 from tests.children import travel_side
 from tests.eventually import eventually
 from tests.store.travel_rig import Travel, tree_of
@@ -57,7 +57,7 @@ def test_the_pool_is_killed(tmp_path: Path, seed: int) -> None:
     store_server = Client(str(socket))
     ask = travel_side.asking(store_server)
     update_mirror(mirror, ask)
-    outbound = Outbound(mirror, ask, travel.notes.append, travel.ledger)
+    outbound = MirrorSender(mirror, ask, travel.notes.append, travel.receipt_builder)
     outbound.start()
     over = threading.Event()
     threading.Timer(random.Random(seed).uniform(0.1, 0.6), over.set).start()

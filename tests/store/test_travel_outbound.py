@@ -1,4 +1,4 @@
-"""Tests of `Outbound`, which sends files that rank 0 closes in a mirror to the project store."""
+"""Tests of `MirrorSender`, which sends the files that rank 0 closes in a mirror to the store."""
 
 import hashlib
 import io
@@ -79,7 +79,7 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = spy
+        travel.outbound._sender._send_request = spy
         folder = mirror / ".m.pt.abc.taas-saving"
         folder.mkdir()
         (folder / "m.pt").write_bytes(b"new")
@@ -103,7 +103,7 @@ def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> N
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = spy
+        travel.outbound._sender._send_request = spy
         aside.rename(mirror / "out")
         eventually(lambda: sum(sent) == 60 * 50_000)
     assert sent[0] <= 2 * inotify.SMALL_BYTES and tree_of(travel.store) == tree_of(mirror)
@@ -171,7 +171,7 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = slow
+        travel.outbound._sender._send_request = slow
         (mirror / "big.pt").write_bytes(content)
         assert on_the_way.wait(WITHIN_S)
         assert not (travel.store / "big.pt").exists()
@@ -193,7 +193,7 @@ def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = rewriting
+        travel.outbound._sender._send_request = rewriting
         (mirror / "big.pt").write_bytes(os.urandom(3_000_000))
         eventually(reads(travel.store / "big.pt", last))
 
@@ -208,7 +208,7 @@ def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> N
 
     began = time.monotonic()
     with travel.running() as mirror:
-        travel.outbound._sender._ask = spy
+        travel.outbound._sender._send_request = spy
         for step in range(300):
             (mirror / "loss.txt").write_text(str(step))
     assert (travel.store / "loss.txt").read_text() == "299"
@@ -421,7 +421,7 @@ def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Trave
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = removing
+        travel.outbound._sender._send_request = removing
         (mirror / "out" / "big.pt").write_bytes(os.urandom(20_000_000))
         assert removed.wait(WITHIN_S)
         eventually(lambda: os.listdir(travel.store) == [])
@@ -442,7 +442,7 @@ def test_a_file_that_becomes_a_folder_before_it_is_read_is_not_refused(
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = replacing
+        travel.outbound._sender._send_request = replacing
         # the first message has the folder; the file is opened after this message
         (tmp_path / "aside").rename(mirror / "out")
         eventually(lambda: (travel.store / "out" / "big").is_dir())
@@ -500,7 +500,7 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
     mirror.close()
     with travel.running() as path:
         own = travel.outbound._mirror
-        travel.outbound._sender._ask = spy
+        travel.outbound._sender._send_request = spy
         news = StoreUpdater(own, ask, travel.notes.append)
         big, small = os.urandom(600_000), b"small"
         other = wired(travel.store_server, 1)
@@ -537,7 +537,7 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
         return ask(request)
 
     with travel.running() as mirror:
-        travel.outbound._sender._ask = waiting
+        travel.outbound._sender._send_request = waiting
         (mirror / "first").touch()
         subprocess.run([sys.executable, "-c", f"import os\n{code}"], cwd=mirror, check=True)
         go_on.set()

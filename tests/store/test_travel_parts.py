@@ -66,7 +66,7 @@ def test_batches_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
         for path, offset, size in batch:
             assert offset == at[path]
             at[path] += size
-        sizer.took(0.01)
+        sizer.record_duration(0.01)
     assert at == {entry.path: entry.size for entry in entries}
 
 
@@ -74,7 +74,7 @@ def test_a_slow_link_gets_small_messages() -> None:
     sizer = MessageSizer()
     for seconds, holds in ((0.01, CHUNK_BYTES), (5.0, 1 << 16)):
         for _ in range(20):
-            sizer.took(seconds)
+            sizer.record_duration(seconds)
         assert sizer.size == holds
 
 
@@ -87,15 +87,17 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
     with closing(Tree(tmp_path / "tree")) as tree:
         hashes = Hashes(tmp_path / "hashes.json")
         seen = TreeEntry("a", file.stat())
-        assert hashes.of(tree, seen) == hashlib.sha256(b"one").hexdigest()
+        assert hashes.hash_of(tree, seen) == hashlib.sha256(b"one").hexdigest()
         assert "a" not in hashes, "it was written just now, and may be once more in the same tick"
         hashes.remember("a", "remembered", file.stat())
         hashes.save()
         again = Hashes(tmp_path / "hashes.json")
-        assert again.of(tree, seen) == "remembered"
+        assert again.hash_of(tree, seen) == "remembered"
         file.write_bytes(b"two")
         os.utime(file, (just_now, just_now))
-        assert again.of(tree, TreeEntry("a", file.stat())) == hashlib.sha256(b"two").hexdigest()
+        assert (
+            again.hash_of(tree, TreeEntry("a", file.stat())) == hashlib.sha256(b"two").hexdigest()
+        )
     (tmp_path / "hashes.json").write_text("[[1")
     assert Hashes(tmp_path / "hashes.json").paths() == []
 

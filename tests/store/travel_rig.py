@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
-from taas_magic.store.manifest import FOLDER, Ask, Entry, FileRequest, ListFiles, Manifest
+from taas_magic.store.manifest import FOLDER, Entry, FileRequest, ListFiles, Manifest, SendRequest
 from taas_magic.store.mirror import Mirror, reserve, update_mirror
-from taas_magic.store.outbound import Outbound
-from taas_magic.store.receipt import Ledger
+from taas_magic.store.outbound import MirrorSender
+from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
@@ -25,7 +25,7 @@ _one_at_a_time = threading.Lock()
 """Held during a request, because a store server serves one thread at a time (`FileServer`)."""
 
 
-def wired(store_server: StoreServer, host_rank: int = 0) -> Ask:
+def wired(store_server: StoreServer, host_rank: int = 0) -> SendRequest:
     """Return a function that sends requests to a store server as a host."""
 
     def ask(request: FileRequest[Any]) -> Any:
@@ -62,7 +62,7 @@ class Travel:
             str(self.store), shared=open_to_all, limit_bytes=limit_bytes, overwrite=overwrite
         )
         self.store_server = StoreServer(self.rule, folder / "state")
-        self.ledger = Ledger(self.rule.path, self.rule.shared)
+        self.receipt_builder = ReceiptBuilder(self.rule.path, self.rule.shared)
         self.notes: list[str] = []
 
     def look_again(self) -> None:
@@ -83,19 +83,21 @@ class Travel:
     @property
     def written(self) -> dict[str, int]:
         """Bytes of each file that the store has accepted from hosts, by path."""
-        return {file.path: file.bytes for file in self.ledger.close(searches=False).written}
+        return {
+            file.path: file.bytes for file in self.receipt_builder.build(searches=False).written
+        }
 
     @property
     def refused(self) -> dict[str, str]:
         """Reason for each path that the store has not accepted from hosts."""
-        return {file.path: file.why for file in self.ledger.close(searches=False).not_sent}
+        return {file.path: file.why for file in self.receipt_builder.build(searches=False).not_sent}
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
         """Yield a host's mirror, as during a run; send all remaining changes after the block."""
         mirror, _ = self.mirrored(number)
         ask = wired(self.store_server, number)
-        self.outbound = Outbound(mirror, ask, self.notes.append, self.ledger, shared)
+        self.outbound = MirrorSender(mirror, ask, self.notes.append, self.receipt_builder, shared)
         self.outbound.start()
         try:
             yield Path(mirror.path)
