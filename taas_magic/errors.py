@@ -48,9 +48,9 @@ class CellSyntaxError(TaasError):
 
 
 class CaptureError(TaasError):
-    """Raised if an object cannot be sent to or from the ranks.
+    """Raised if objects cannot be sent to or from the ranks, or are too large.
 
-    The message has the path to the object, such as `config['a'][3].db`.
+    If one object is the reason, the message has the path to it, such as `config['a'][3].db`.
     """
 
 

@@ -27,7 +27,7 @@ class FetcherPlan(Struct, frozen=True):
     """Plan of one fetcher.
 
     Attributes:
-        number: Number of the fetcher in the run; its messages and files contain it.
+        number: Number of the fetcher in the run. The fetcher's messages and files contain it.
         index: Index of the fetcher among those that run the same loaders, from 0.
         loaders: Names of the loaders that it runs.
         host: Index of its host among the hosts for fetchers.
@@ -176,7 +176,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks
             and fetchers together.
         out: Variables to return to the notebook, in the form that `split_name` parses.
-        max_restarts: Number of times that all ranks may start again after one failed.
+        max_restarts: Maximum number of times that all ranks start again after a rank has failed.
         timeout_s: Limit on the run's time, in seconds; None for no limit.
         profile: Number of steps that torch.profiler records on every rank; 0 for none.
         rehearse: In a rehearsal, the number of batches after which each pass over a registered

@@ -270,7 +270,11 @@ def serve(
 
 
 def _check_kind(loader: Any, uneven: str) -> None:
-    """Raise a RegistrationError if a loader is of a type that fetchers cannot run."""
+    """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
+
+    Fetchers cannot run objects that can be iterated only once, `_BUILT_IN` types, and DataLoaders
+    with an `__iter__` of their own.
+    """
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):
@@ -476,7 +480,10 @@ def _has(dataset: Any, method: str) -> bool:
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the dataset's attributes that are small enough to send, such as class names."""
+    """Return the dataset's attributes that are small enough to send, such as `dataset.classes`.
+
+    These are numbers, strings, None, and lists and tuples of up to 1,000 of them.
+    """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():

@@ -294,7 +294,7 @@ def _parts_of_module(module: Any) -> State:
 def _parts_of_function(function: types.FunctionType) -> State:
     """Return the parts of a function that are compared.
 
-    These are the variables of the function's closure, its attributes and its defaults.
+    These are the variables of the closure, and the function's attributes and default arguments.
     """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)

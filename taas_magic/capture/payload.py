@@ -231,7 +231,7 @@ class CellSource(NamedTuple):
 
 
 class PayloadDescription(Struct, frozen=True, kw_only=True):
-    """Description of a payload that can be read without unpickling any value.
+    """The description in a payload, which a process can read without unpickling any value.
 
     Attributes:
         work: The cell; for a function, the shape of its call.

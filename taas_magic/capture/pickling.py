@@ -347,7 +347,7 @@ class ValuePickler(cloudpickle.Pickler):
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
     def probe(self, value: Any) -> None:
-        """Pickle a value by the same rules and discard the pickle.
+        """Pickle a value by the rules of this pickler, on trial; discard the pickle.
 
         Raises an exception of any class if the value cannot be sent.
         """

@@ -287,7 +287,7 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
-    """Reduce stdout and stderr to those of the loading side.
+    """Reduce stdout or stderr to its name: it loads as this stream of the loading process.
 
     Raises:
         TypeError: The file is any other open file.

@@ -229,7 +229,7 @@ DROPPED_NOTE_S = 1.0
 """Seconds between the first and the second line that report dropped lines."""
 
 MAX_DROPPED_NOTE_S = 60.0
-"""Maximum seconds between two such lines."""
+"""Maximum seconds between two lines that report dropped lines."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 

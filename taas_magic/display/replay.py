@@ -45,10 +45,10 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Minimum number of first and of last events with loader counts that a replay applies, per attempt.
+"""Minimum number of events with loader counts that a replay applies at each end of an attempt.
 
-The number is higher in runs of many ranks. Of the events between the first and the last ones, the
-replay applies only the newest of each rank and fetcher; see `_Counts`.
+In runs of many ranks, a replay applies more events at each end. Of the events in between, a replay
+applies only the newest of each rank and fetcher; see `_Counts`.
 """
 
 Piece = Event | str

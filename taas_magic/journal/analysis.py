@@ -237,16 +237,17 @@ _LEAST_SPAN_S = 1.0
 """Minimum seconds that a rank has spent in loops over a loader, for advice on this loader."""
 
 _BUSY = 0.7
-"""Fraction of the time that workers prepare batches, from which on the workers count as busy."""
+"""Workers count as busy if they prepare batches for at least this fraction of the time."""
 
 _MOST_CPU = 0.6
-"""Fraction of a task's time that is CPU time, from which on the CPU counts as the task's limit.
+"""If at least this fraction of a step's time is CPU time, the CPU counts as the limit of the step.
 
-Below this fraction, storage limits the preparation of batches, or the network their transfer.
+The steps are the preparation of batches, which storage may limit instead, and the reception of
+batches, which the network may limit instead.
 """
 
 _FULL = 0.8
-"""Fraction of the hosts' cores in use, from which on the cores count as fully used."""
+"""The hosts' cores count as fully used if at least this fraction of them is in use."""
 
 _MOST_TIMES = 8
 """Maximum ratio of the advised number of fetchers to the present number."""

@@ -98,7 +98,7 @@ _YOUNG_S = 60.0
 
 
 def state_dir() -> Path:
-    """Return the user's own folder for runs and pools, created with mode 0700 on first use.
+    """Return the path of the state folder; create it with mode 0700 if it does not exist.
 
     Raises:
         PoolError: The folder cannot be created or written.
@@ -467,7 +467,7 @@ class Writer:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file; if it is new, only the user can read it. Pass this as `opener` to `open`."""
+    """Open a file; make it readable only for the user if it is new. Used as `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 

@@ -80,7 +80,7 @@ class Shell(Protocol):
         """Run a command in the user's shell on the host; `data` is its standard input."""
 
     def put(self, data: bytes, path: str) -> None:
-        """Write a file on the host, which only the user can read. The file's folder must exist."""
+        """Write a file to the host. Only the user can read it. The file's folder must exist."""
 
 
 def python_word(python: str | None) -> str:

@@ -193,7 +193,8 @@ def connect(
     Args:
         target: Address and settings of the host.
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
-        timeout_s: Maximum seconds until the connection is open; None for the target's own.
+        timeout_s: Maximum seconds until the connection is open; None for
+            `target.connect_timeout_s`.
         silence_s: Seconds without an acknowledgement after which an open connection is closed.
 
     Raises:
@@ -458,7 +459,7 @@ class KeptCommand:
         log: Receives every line of the command's output that is not empty.
 
     Attributes:
-        has_output: Whether the command has written anything, such as an empty line.
+        has_output: Whether the command has written anything, even if only an empty line.
         ended: Event that is set at the end of the output, when the command or the connection has
             ended.
 
