@@ -14,8 +14,9 @@ from msgspec import Struct
 VALUE = "<value>"
 """Name of the work's own value among the results of a run; no variable can have this name.
 
-The work's own value is the return value of the function, or the value of the cell's last expression.
-If `--out` contains this name and the value cannot be returned, the run raises `ResultError`.
+The work's own value is the return value of the function, or the value of the cell's last
+expression. If `--out` contains this name and the value cannot be returned, the run raises
+`ResultError`.
 """
 
 VALUES = f"{VALUE}@all"

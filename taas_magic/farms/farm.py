@@ -588,7 +588,11 @@ class Farm:
         return JobFailed(head, details, name=job.name, etype=ended.etype)
 
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
-        """Handle a message from a node or the farm's process. Runs in the Dask client's thread."""
+        """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
+
+        Passes outcomes and failures of jobs to the thread of `_collect`, appends output to the
+        job's log, and applies the message to the state.
+        """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
             isinstance(message, JobUpdate) and message.state == "erred"

@@ -170,7 +170,7 @@ def head(state: FarmState) -> str:
 
 
 def _nodes_text(state: FarmState) -> str:
-    """Return text with the number of nodes, its bounds, and the number of jobs on each node."""
+    """Return text with the number of nodes, their limits, and the jobs at a time on each node."""
     nodes = f"{len(state.ready)} node{'s' * (len(state.ready) != 1)}"
     bounds = f" ({state.least} to {state.most})" if state.least != state.most else ""
     jobs = f"{state.slots} job{'s' * (state.slots != 1)}"
