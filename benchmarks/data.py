@@ -57,7 +57,7 @@ SETTLE_S = 1.0
 
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
-BESIDE = {"ours, TCP + TLS": RAW_TLS}
+COMPARED_WITH = {"ours, TCP + TLS": RAW_TLS}
 """For each row that is not compared with the first one: the row with which it is compared."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -65,11 +65,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 Takes = Callable[[], AbstractContextManager[Take]]
 Services = Callable[[], AbstractContextManager[Service]]
 
-used_elsewhere: list[float] = []
+cores_used_by_others: list[float] = []
 """Samples of the number of cores that other processes use, taken between the measurements."""
 
 
-def look_elsewhere() -> None:
+def sample_other_processes() -> None:
     """Record how many cores other processes use.
 
     Call this between measurements, when this script runs no other process.
@@ -77,7 +77,7 @@ def look_elsewhere() -> None:
     time.sleep(SETTLE_S)
     before = busy_s()
     time.sleep(LOOK_S)
-    used_elsewhere.append((busy_s() - before) / LOOK_S)
+    cores_used_by_others.append((busy_s() - before) / LOOK_S)
 
 
 def busy_s() -> float:
@@ -92,11 +92,13 @@ def verdict(load: float) -> str:
     Args:
         load: Load average before the run.
     """
-    quiet = sum(cores <= QUIET_CORES for cores in used_elsewhere) / len(used_elsewhere)
-    others = f"others used {statistics.median(used_elsewhere):.2f} cores in the median"
+    quiet = sum(cores <= QUIET_CORES for cores in cores_used_by_others) / len(cores_used_by_others)
+    others = f"others used {statistics.median(cores_used_by_others):.2f} cores in the median"
     is_quiet = load <= QUIET_LOAD and quiet >= QUIET_SHARE
     said = "a quiet machine" if is_quiet else "NOT a quiet machine, the figures say nothing"
-    return f"{others}, at most {max(used_elsewhere):.2f}; {quiet:.0%} of looks quiet: {said}"
+    return (
+        f"{others}, at most {max(cores_used_by_others):.2f}; {quiet:.0%} of samples quiet: {said}"
+    )
 
 
 class Figures(NamedTuple):
@@ -283,7 +285,7 @@ def compare(
 ) -> None:
     """Measure rows in turn, and print a table with the ratio of each row to another row.
 
-    The other row is the first row, unless `BESIDE` names another one.
+    The other row is the first row, unless `COMPARED_WITH` names another one.
 
     Args:
         title: Title of the table.
@@ -294,7 +296,7 @@ def compare(
     """
     figures: dict[str, list[Figures]] = {name: [] for name in rows}
     for _ in range(rounds):
-        look_elsewhere()
+        sample_other_processes()
         for name, make in rows.items():
             figures[name].append(in_a_process(by, make, seconds))
     head = (
@@ -303,7 +305,7 @@ def compare(
     print(f"\n{title} (CPU µs: a batch)\n{'':32}{head}{'memory':>10}{'rate x':>9}{'CPU x':>8}")
     first = next(iter(figures))
     for name, results in figures.items():
-        print_row(name, results, figures.get(BESIDE.get(name, first), figures[first]))
+        print_row(name, results, figures.get(COMPARED_WITH.get(name, first), figures[first]))
 
 
 def print_row(name: str, results: list[Figures], others: list[Figures]) -> None:
@@ -395,7 +397,7 @@ def print_times(
     name: str, target: Callable[..., None], make: Takes | Services, rounds: int
 ) -> None:
     """Print the median and the maximum of the times that `target` measures, in ms."""
-    look_elsewhere()
+    sample_other_processes()
     times = [ms for _ in range(rounds) for ms in in_a_process(target, make)]
     print(f"{name:32}{statistics.median(times):8.2f}, at most {max(times):.2f}", flush=True)
 
@@ -446,7 +448,7 @@ def main() -> None:
     print(f"load average before: {load:.2f}", flush=True)
     for part in (asked.only,) if asked.only else PARTS:
         parts[part]()
-    look_elsewhere()
+    sample_other_processes()
     after = os.getloadavg()[0]
     print(f"\nload average before: {load:.2f}, after: {after:.2f} (its own work in it)")
     print(verdict(load))

@@ -52,14 +52,16 @@ def _measure(protection: StoreProtection, rank: int) -> tuple[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         reading, writing = _context.Pipe(duplex=False)
-        process = _context.Process(target=_be_held, args=(writing, folder, protection.value, rank))
+        process = _context.Process(
+            target=_measure_in_child, args=(writing, folder, protection.value, rank)
+        )
         process.start()
         used, ms = reading.recv()
         process.join()
     return used, ms
 
 
-def _be_held(writing: Connection, folder: str, protection: str, rank: int) -> None:
+def _measure_in_child(writing: Connection, folder: str, protection: str, rank: int) -> None:
     store = Path(folder, "store")
     store.mkdir()
     os.chdir(store)

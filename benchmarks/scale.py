@@ -52,7 +52,7 @@ def _print_view(sizes: list[int]) -> None:
             print("\nThe view: µs a rank's event (longest stretch of work, ms)\n")
             _print_row(["ranks", *(scene.name for scene in scenes), "MiB"])
             _print_row(["---"] * (len(scenes) + 2))
-        cells = [f"{_short(s.per_rank_us)} ({_short(s.longest_ms)})" for s in scenes]
+        cells = [f"{_short(s.per_event_us)} ({_short(s.longest_ms)})" for s in scenes]
         _print_row([f"{ranks:,}", *cells, _short(held_mib)])
         longest_ms = max(longest_ms, *(scene.longest_ms for scene in scenes))
     verdict = "reached" if longest_ms < BUSY_AIM_MS else "missed"

@@ -134,9 +134,12 @@ class Agent:
         )
         await self._comm.read()
         self._stream.start(self._comm)
-        self._tasks = [asyncio.create_task(self._hear()), asyncio.create_task(self._beat())]
+        self._tasks = [
+            asyncio.create_task(self._receive_calls()),
+            asyncio.create_task(self._beat()),
+        ]
 
-    def say(self, events: list[Event]) -> None:
+    def send_events(self, events: list[Event]) -> None:
         """Send events of the run."""
         for said in events:
             message = {"op": words.EVENT, "run_id": self._run_id, "event": encode(said)}
@@ -145,11 +148,13 @@ class Agent:
     def lines(self, i: int) -> None:
         """Send one line for each rank; no two lines are the same."""
         text = f"of step {i}: loss 0.12345"
-        self.say([Lines(host=self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks])
+        self.send_events(
+            [Lines(host=self.name, rank=r, lines=[f"{r} {text}"]) for r in self._ranks]
+        )
 
-    def settle(self) -> None:
+    def report_success(self) -> None:
         """Report that all ranks have succeeded."""
-        self.say([RanksEnded(host=self.name, state="SUCCEEDED")])
+        self.send_events([RanksEnded(host=self.name, state="SUCCEEDED")])
 
     async def leave(self) -> None:
         """Close the connection."""
@@ -166,7 +171,7 @@ class Agent:
                 self._stream.send({"op": words.BEAT, "beat": number})
                 await asyncio.sleep(LEASE_S / BEATS_PER_LEASE)
 
-    async def _hear(self) -> None:
+    async def _receive_calls(self) -> None:
         with contextlib.suppress(CommClosedError):
             while True:
                 for message in await self._comm.read():
@@ -188,9 +193,9 @@ class Agent:
         match call["name"]:
             case "taas_StartShare":
                 pids = {rank: 1000 + rank for rank in self._ranks}
-                self.say([RanksStarted(host=self.name, pids=pids)])
+                self.send_events([RanksStarted(host=self.name, pids=pids)])
             case "taas_EndRun":
-                self.say([HostEnded(host=self.name, state="SUCCEEDED")])
+                self.send_events([HostEnded(host=self.name, state="SUCCEEDED")])
 
 
 class Kernel:
@@ -282,7 +287,7 @@ async def _print(agents: Sequence[Agent], kernel: Kernel, count: int, late: list
 
 async def _end(agents: Sequence[Agent], kernel: Kernel) -> None:
     for agent in agents:
-        agent.settle()
+        agent.report_success()
     await kernel.wait_for(RunEnded, 1)
 
 
@@ -305,7 +310,7 @@ class _Nowhere(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         return []
 
-    async def give_back(self, keep: Collection[str]) -> None:
+    async def release_hosts(self, keep: Collection[str]) -> None:
         """Do nothing; the hosts stay."""
 
 

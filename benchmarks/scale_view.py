@@ -33,12 +33,12 @@ class Scene(NamedTuple):
 
     Attributes:
         name: Name of the scene.
-        per_rank_us: Microseconds that the view takes per event.
+        per_event_us: Microseconds that the view takes per event.
         longest_ms: Longest time in which the view works without a pause, in milliseconds.
     """
 
     name: str
-    per_rank_us: float
+    per_event_us: float
     longest_ms: float
 
 

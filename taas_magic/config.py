@@ -294,7 +294,7 @@ def _read_own(path: Path) -> str:
         folders = {path.parent.resolve(), path.resolve().parent}
         seen += [(folder, folder.stat()) for folder in sorted(folders)]
         for place, status in seen:
-            if why := _why_foreign(place, status):
+            if why := _why_untrusted(place, status):
                 raise UsageError(
                     f"{path} is not trusted, because it can name programs to run: {why}, "
                     "or keep the file in ~/.config/taas"
@@ -302,7 +302,7 @@ def _read_own(path: Path) -> str:
         return file.read()
 
 
-def _why_foreign(place: Path, status: os.stat_result) -> str:
+def _why_untrusted(place: Path, status: os.stat_result) -> str:
     """Return text that says which other users can change a file or folder, with a remedy.
 
     Returns "" if only the current user and root can change the file or folder.

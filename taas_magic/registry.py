@@ -159,7 +159,7 @@ def register(
     held = _held(loader, is_named)
     _registered[id(loader)] = RegisteredLoader(name or "", held, seed, uneven, is_named, start)
     _name_by_variables()
-    pickling.STAND_INS[type(loader)] = reduce_loader
+    pickling.LOADER_REDUCERS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
     return loader
 

@@ -79,7 +79,7 @@ class ChangeDetector:
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:
-                described = _described(value, self._known, budget)
+                described = _digest_of_content(value, self._known, budget)
                 if described is not None:
                     self._before[name] = described
 
@@ -106,7 +106,7 @@ class ChangeDetector:
             if held is None and name not in namespace:
                 continue
             value = namespace[name] if held is None else held()
-            after = _described(value, self._known, budget)
+            after = _digest_of_content(value, self._known, budget)
             if after is not None and after != before and not (held and value is None):
                 found.append(name)
         return found
@@ -153,7 +153,7 @@ class _Digest:
         return self._hash.digest()
 
 
-def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
+def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
     """Return a digest of a value's content; None if this costs too much or raises an error.
 
     Args:
@@ -163,13 +163,13 @@ def _described(value: Any, known: Collection[int], budget: _Budget) -> bytes | N
     """
     digest = _Digest(budget)
     try:
-        _Describer(digest, known, budget).dump(value)
+        _DescriptionPickler(digest, known, budget).dump(value)
     except Exception:  # pickling parts of a value may raise anything
         return None
     return digest.value()
 
 
-class _Describer(pickle.Pickler):
+class _DescriptionPickler(pickle.Pickler):
     """Pickler that writes only the parts of a value that a cell may change (`_description`).
 
     The pickler runs none of the user's code. Its output goes to a `_Digest` and is never loaded.
@@ -195,7 +195,7 @@ class _Describer(pickle.Pickler):
 
 
 def _loaded(*described: Any) -> None:
-    """Take the place of an object's constructor in the output of `_Describer`.
+    """Take the place of an object's constructor in the output of `_DescriptionPickler`.
 
     pickle needs a function that would make the object again. Nothing unpickles the output, so
     nothing calls this function.

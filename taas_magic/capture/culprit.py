@@ -54,16 +54,16 @@ _RESULT_ADVICE: Advice = {
     "await it": ("coroutine",),
     "make a list of its batches": ("DataLoaderIter",),
 }
-_MADE_WHERE_USED = (
+_CREATE_IN_DATASET = (
     "set it to None here, and create it in the dataset's `__getitem__` or `__iter__` when it is "
     "None"
 )
-_DEALS = (
+_SELECTS_SHARD = (
     "it selects one rank's share of the data, but taas-magic already divides the batches of a "
     "registered loader among the ranks: remove it (use shuffle=True instead of a "
     "DistributedSampler, the dataset before it was split, the loader before accelerate's prepare)"
 )
-_OF_ONE_PROCESS = "it belongs to one process, but fetchers run a registered loader: remove it"
+_BOUND_TO_PROCESS = "it belongs to one process, but fetchers run a registered loader: remove it"
 _PLAIN_RESULT = "return plain data instead (a list, a state_dict(), one of its attributes)"
 
 
@@ -91,24 +91,24 @@ def refusal(
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    said = f" (pickle raised {type(error).__name__}: {_short(error)})"
+    raised = f" (pickle raised {type(error).__name__}: {_short(error)})"
     what = f"`{path}` is {article} {kind} and cannot be sent to the {to}"
     if _is_one_of(type(offender), _WIDGETS):
         return CaptureError(f"`{path}` is a widget; use `{path}.value`")
     names = [each.__name__ for each in type(offender).__mro__]
     if to == "notebook":
-        advice = _by_name(names, _RESULT_ADVICE) or _PLAIN_RESULT + said
+        advice = _by_name(names, _RESULT_ADVICE) or _PLAIN_RESULT + raised
         return CaptureError(f"{what}; {advice}")
     if to == "fetchers":
-        advice = _MADE_WHERE_USED + said
+        advice = _CREATE_IN_DATASET + raised
         if is_shard(type(offender)):
-            advice = _DEALS
+            advice = _SELECTS_SHARD
         elif is_process_bound(type(offender)):
-            advice = _OF_ONE_PROCESS
+            advice = _BOUND_TO_PROCESS
         return CaptureError(f"{what}; {advice}")
     why = f" ({note})" if note else ""
     return CaptureError(
-        f"{what}{why}; {_advice(offender, names) or _IN_THE_CELL + said} and run again"
+        f"{what}{why}; {_advice(offender, names) or _IN_THE_CELL + raised} and run again"
     )
 
 
@@ -129,7 +129,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     for _ in range(_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
             break  # the object itself is the culprit, not one of its parts
-        if _is_one_of(type(value), _LIVE):
+        if _is_one_of(type(value), _RUNNING_CLASSES):
             break
         for step, child in _parts(value):
             if time.monotonic() > deadline:
@@ -292,7 +292,7 @@ def _short(text: object) -> str:
     return line if len(line) <= 4 * _NAME_CHARS else line[: 4 * _NAME_CHARS] + "…"
 
 
-_CLASSES = {
+_PROCESS_BOUND_CLASSES = {
     "accelerate": {
         "AcceleratedOptimizer",
         "AcceleratedScheduler",
@@ -323,7 +323,7 @@ The keys are packages, because the libraries have moved these classes from modul
 """
 
 
-_DEALERS = {
+_SHARDING_CLASSES = {
     "accelerate": {
         "BatchSamplerShard",
         "DataLoaderDispatcher",
@@ -339,7 +339,7 @@ A registered loader must not use them: fetchers already divide its batches betwe
 """
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
-_LIVE = {
+_RUNNING_CLASSES = {
     **_WIDGETS,
     "threading": {"Thread"},
     "multiprocessing": {"BaseProcess"},
@@ -350,7 +350,7 @@ _LIVE = {
 Error messages name such an object itself, not the part of the object that cannot be pickled.
 """
 
-_DEALT = {"datasets": {"DistributedConfig"}}
+_SHARD_CLASSES = {"datasets": {"DistributedConfig"}}
 """For each top-level package, its classes that mark a dataset as the part of one rank."""
 
 
@@ -359,7 +359,7 @@ def is_process_bound(kind: type) -> bool:
 
     The check imports nothing.
     """
-    return _is_one_of(kind, _CLASSES) or _is_one_of(kind, _DEALERS)
+    return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARDING_CLASSES)
 
 
 def is_shard(kind: type) -> bool:
@@ -367,7 +367,7 @@ def is_shard(kind: type) -> bool:
 
     For example, a DistributedSampler selects such a part.
     """
-    return _is_one_of(kind, _DEALERS) or _is_one_of(kind, _DEALT)
+    return _is_one_of(kind, _SHARDING_CLASSES) or _is_one_of(kind, _SHARD_CLASSES)
 
 
 def _is_one_of(kind: type, classes: Mapping[str, Collection[str]]) -> bool:

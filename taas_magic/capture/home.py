@@ -116,7 +116,7 @@ class ResultPickler(ValuePickler):
             value: Function that returns the value.
             owner: Name of the result that needs the value.
         """
-        with self.undoing() as undo:
+        with self.rollback() as undo:
             self.needs.clear()
             self.add(value())
             missing = [n for n in self.needs if n not in self._met and self.scope.is_set_by_cell(n)]
@@ -177,7 +177,7 @@ def _is_shared(value: Any) -> bool:
     return bool(type(value).__dictoffset__)
 
 
-_came_along: dict[str, Any] = {}
+_set_with_results: dict[str, Any] = {}
 """Cell variables that earlier results set in the notebook; later results may replace them."""
 
 
@@ -207,9 +207,9 @@ def load(
         name, value, owner = loaded
         is_free = not hasattr(builtins, name)
         if name in namespace:
-            is_free = namespace[name] is _came_along.get(name, loaded)
+            is_free = namespace[name] is _set_with_results.get(name, loaded)
         if is_free:
-            namespace[name] = _came_along[name] = value
+            namespace[name] = _set_with_results[name] = value
         elif owner.isidentifier() and name not in out and not _is_same(namespace.get(name), value):
             notes.append(
                 f"{owner} uses {name}, which the cell changed; the notebook keeps its own value "

@@ -357,7 +357,7 @@ def _tree(source: str) -> ast.Module:
 
 
 @dataclass(frozen=True)
-class _Text:
+class _ParsedModule:
     """Results of parsing a module's source.
 
     Attributes:
@@ -372,23 +372,23 @@ class _Text:
     constants: Mapping[str, Any]
 
 
-_texts: dict[tuple[str, str], _Text] = {}
+_parsed_modules: dict[tuple[str, str], _ParsedModule] = {}
 """Cache of parsed modules, by name and file.
 
 Parsing a project of a thousand modules takes a minute.
 """
 
 
-def _read(module: ModuleSource) -> _Text:
+def _read(module: ModuleSource) -> _ParsedModule:
     """Parse a module's source, unless the cache has the result for the same text."""
-    text = _texts.get((module.name, module.path))
+    text = _parsed_modules.get((module.name, module.path))
     if text is None or text.source != module.source:
         tree = _tree(module.source)
         package = module.name if module.is_package else module.name.rpartition(".")[0]
         imports = (name for node in ast.walk(tree) for name in _imported_by(node, package))
         needs = frozenset(_imported(tree, functions=False))
-        text = _Text(module.source, frozenset(imports), needs, _constants(tree))
-        _texts[module.name, module.path] = text
+        text = _ParsedModule(module.source, frozenset(imports), needs, _constants(tree))
+        _parsed_modules[module.name, module.path] = text
     return text
 
 

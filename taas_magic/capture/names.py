@@ -188,7 +188,7 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     return found
 
 
-def why_used_by(owner: str) -> str:
+def reason_used_by(owner: str) -> str:
     """Return text for messages: a name is captured because `owner` reads it."""
     return f"`{owner}` uses it"
 
@@ -365,7 +365,7 @@ class UsedNames:
                 self.why.setdefault(name, why)
             body = self._later.pop(name, frozenset())
             self._awaited |= body
-            self._read(body, why_used_by(name))
+            self._read(body, reason_used_by(name))
 
 
 def _statement_of(expression: ast.expr) -> ast.stmt:

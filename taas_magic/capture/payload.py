@@ -29,8 +29,8 @@ from taas_magic.capture.names import (
     THE_CELL,
     UsedNames,
     code_use,
+    reason_used_by,
     used_names,
-    why_used_by,
 )
 from taas_magic.capture.pickling import (
     Archive,
@@ -68,7 +68,7 @@ _OUTPUT = re.compile(r"_{1,3}|_\d+")
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedVariable:
     """A captured variable of the notebook.
 
     Attributes:
@@ -83,7 +83,7 @@ class Captured:
     type_name: str
 
 
-class _Gathering:
+class _NotebookPickler:
     """Pickler that puts each variable of the notebook after the variables that it needs.
 
     Args:
@@ -96,8 +96,8 @@ class _Gathering:
         self, namespace: dict[str, Any], problems: list[str] | None, to: Destination
     ) -> None:
         self.pickler = ValuePickler(namespace, to)
-        self.captured: list[Captured] = []
-        self.call: list[Captured] = []
+        self.captured: list[CapturedVariable] = []
+        self.call: list[CapturedVariable] = []
         self.modules: list[ModuleType] = []
         self._namespace = namespace
         self._problems = problems
@@ -139,7 +139,7 @@ class _Gathering:
             raise error
         self._problems.append(str(error))
 
-    def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[Captured]:
+    def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[CapturedVariable]:
         """Pickle values, and before them the variables that they need.
 
         A first attempt to pickle the values finds those variables. The order matters: code that
@@ -155,8 +155,8 @@ class _Gathering:
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
                 names = sorted(code_use(value.__code__).names)
-                self.pickle_variables(dict.fromkeys(names, why_used_by(name)))
-        with self.pickler.undoing() as undo:
+                self.pickle_variables(dict.fromkeys(names, reason_used_by(name)))
+        with self.pickler.rollback() as undo:
             captured, missing = self._pickle(values, why)
             if missing:
                 undo()
@@ -167,7 +167,7 @@ class _Gathering:
 
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
-    ) -> tuple[list[Captured], dict[str, str]]:
+    ) -> tuple[list[CapturedVariable], dict[str, str]]:
         """Pickle values.
 
         Args:
@@ -178,15 +178,15 @@ class _Gathering:
             A record of each value; and the variables that must be pickled before these values, with
             the reason for the capture of each variable.
         """
-        captured: list[Captured] = []
+        captured: list[CapturedVariable] = []
         missing: dict[str, str] = {}
         note = "" if why in (THE_CELL, THE_CALL) else why
         for name, value in values:
             self.pickler.needs.clear()
             size_bytes = self.pickler.pickle_variable(name, value, note)
-            captured.append(Captured(name, size_bytes, why, type_name(value)))
+            captured.append(CapturedVariable(name, size_bytes, why, type_name(value)))
             needs = (it for it in self.pickler.needs if it not in self._met and self._travels(it))
-            missing = {**dict.fromkeys(needs, why_used_by(name)), **missing}
+            missing = {**dict.fromkeys(needs, reason_used_by(name)), **missing}
         return captured, missing
 
     def _travels(self, name: str) -> bool:
@@ -246,7 +246,7 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
     """
 
     work: CellWork | CallShape
-    captured: tuple[Captured, ...]
+    captured: tuple[CapturedVariable, ...]
     stores: frozenset[str]
     updates: frozenset[str]
     modules: dict[str, ModuleSource]
@@ -286,7 +286,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
     loaders: dict[str, Any]
     notes: tuple[str, ...]
     data: Pickled
-    call: tuple[Captured, ...] = ()
+    call: tuple[CapturedVariable, ...] = ()
     choice: VariablesToSend | None = None
     state: process_state.State
 
@@ -297,7 +297,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Settings:
+class FetcherSettings:
     """The project's modules and the notebook's process state, without the notebook's variables.
 
     Attributes:
@@ -323,11 +323,11 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
 
     archive: Archive
 
-    def load_settings(self) -> Settings:
+    def load_settings(self) -> FetcherSettings:
         """Install the project's modules. Return the modules and the notebook's process state."""
         install(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
-        return Settings(self.modules, state)
+        return FetcherSettings(self.modules, state)
 
     def load_into(self, namespace: dict[str, Any]) -> Work:
         """Apply the notebook's process state and load the captured values into `namespace`.
@@ -419,7 +419,7 @@ def capture(
             read raises the error.
         SyntaxError: The cell is not Python.
     """
-    gathering = _Gathering(namespace, problems, to)
+    gathering = _NotebookPickler(namespace, problems, to)
     pickler, used = gathering.pickler, _used_by(work)
     shape = work if isinstance(work, CellWork) else work.shape
     state, why, choice = process_state.collect(), used.why, None
@@ -430,7 +430,7 @@ def capture(
             state,
             send=send,
             to=to,
-            travels=lambda name: is_user_variable(name, namespace),
+            is_user_variable=lambda name: is_user_variable(name, namespace),
             refuse=gathering.refuse,
         )
         gathering.only, why = choice.why, choice.why
@@ -487,7 +487,7 @@ def _definitions(
 
 def _notes(
     work: Work,
-    gathering: _Gathering,
+    gathering: _NotebookPickler,
     used: UsedNames,
     namespace: Mapping[str, Any],
     state: process_state.State,

@@ -26,7 +26,7 @@ from msgspec import Struct
 from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, refusal
 from taas_magic.capture.names import code_use
 from taas_magic.capture.reducers import (
-    MADE_ANEW,
+    ATTRIBUTES_MADE_BY_CONSTRUCTOR,
     REDUCERS,
     LruCache,
     NotebookNamespace,
@@ -163,7 +163,7 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 
 Handler = Callable[[Any], Any]
 
-STAND_INS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
+LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
 """Reducers, by type, for registered loaders: ranks get a remote loader in place of the loader.
 
 `registry.py` adds a reducer for each type of registered loader. A reducer gets the value and the
@@ -300,7 +300,7 @@ class ValuePickler(cloudpickle.Pickler):
             raise refusal(name, value, self.probe, error, note, self._to) from error
 
     @contextmanager
-    def undoing(self) -> Iterator[Callable[[], None]]:
+    def rollback(self) -> Iterator[Callable[[], None]]:
         """Yield a function that removes everything added since the block began.
 
         If the block raises an exception, everything that was added in the block is removed too.
@@ -331,7 +331,7 @@ class ValuePickler(cloudpickle.Pickler):
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
             names = list(self.needs)
-            with self.undoing() as undo:
+            with self.rollback() as undo:
                 self.add({name: main[name] for name in names})
                 is_complete = names == list(self.needs)  # pickling a class may add further names
                 if not is_complete:
@@ -363,8 +363,8 @@ class ValuePickler(cloudpickle.Pickler):
             handler = self._handlers[kind]
         except KeyError:
             handler = self._handlers[kind] = self._handler(kind)
-        if self._to == "ranks" and kind in STAND_INS:
-            stand_in = STAND_INS[kind](obj, self.replaced)
+        if self._to == "ranks" and kind in LOADER_REDUCERS:
+            stand_in = LOADER_REDUCERS[kind](obj, self.replaced)
             if stand_in is not NotImplemented:
                 return stand_in
         return NotImplemented if handler is None else handler(obj)
@@ -386,7 +386,10 @@ class ValuePickler(cloudpickle.Pickler):
             CodeType: _reduce_code,
             ModuleType: self._reduce_module,
             LruCache: self._unless_importable(reduce_lru_cache),
-            **{kind: functools.partial(reduce_descriptor, kind) for kind in MADE_ANEW},
+            **{
+                kind: functools.partial(reduce_descriptor, kind)
+                for kind in ATTRIBUTES_MADE_BY_CONSTRUCTOR
+            },
             **{kind: self._unless_importable(r) for kind, r in REDUCERS.items()},
             PurePath: reduce_path,
             io.BytesIO: None,
@@ -488,7 +491,7 @@ class ValuePickler(cloudpickle.Pickler):
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":
             namespace = vars(sys.modules["__main__"])
-        if namespace is not None and _finds(namespace.get(name), definition):
+        if namespace is not None and _has_definition(namespace.get(name), definition):
             self.needs[name] = None
 
 
@@ -533,14 +536,14 @@ def is_importable(definition: Any) -> bool:
     name = _qualname(definition)
     if module in (None, "__main__") or module not in sys.modules or not name:
         return False
-    return _finds(getattr(sys.modules[module], name.partition(".")[0], None), definition)
+    return _has_definition(getattr(sys.modules[module], name.partition(".")[0], None), definition)
 
 
 def _qualname(definition: Any) -> str:
     return str(getattr(definition, "__qualname__", getattr(definition, "__name__", "")))
 
 
-def _finds(top: Any, definition: Any) -> bool:
+def _has_definition(top: Any, definition: Any) -> bool:
     for part in _qualname(definition).split(".")[1:]:
         top = getattr(top, "__dict__", {}).get(part)
     return top is definition

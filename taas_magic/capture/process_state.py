@@ -54,7 +54,7 @@ def collect() -> State:
 
     Imports no library. Settings of a library that is not imported have their defaults.
     """
-    return {name: found for name, part in _PARTS.items() if (found := part.collect())}
+    return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
 
 
 def apply_filters(state: State) -> None:
@@ -68,7 +68,7 @@ def apply_filters(state: State) -> None:
 def apply(state: State) -> None:
     """Apply the settings that `collect` read in the kernel to this process (a rank)."""
     for name, value in state.items():
-        _PARTS[name].apply(value)
+        _SETTING_KINDS[name].apply(value)
 
 
 def without_device(state: State) -> State:
@@ -371,27 +371,27 @@ def _imported(name: str) -> Any:
     return importlib.import_module(name) if name in sys.modules else None
 
 
-class _Part(NamedTuple):
+class _SettingKind(NamedTuple):
     """Functions that read one kind of setting in the kernel and apply it in a rank."""
 
     collect: Callable[[], Any]
     apply: Callable[[Any], None]
 
 
-_PARTS = {
-    "argv": _Part(_collect_argv, _apply_argv),
-    "recursion_limit": _Part(
+_SETTING_KINDS = {
+    "argv": _SettingKind(_collect_argv, _apply_argv),
+    "recursion_limit": _SettingKind(
         _collect_recursion_limit,
         lambda limit: sys.setrecursionlimit(max(limit, sys.getrecursionlimit())),
     ),
-    "start_method": _Part(
+    "start_method": _SettingKind(
         _collect_start_method, lambda name: multiprocessing.set_start_method(name, force=True)
     ),
-    "numpy": _Part(_collect_numpy, _apply_numpy),
-    "matplotlib": _Part(_collect_matplotlib, _apply_matplotlib),
-    "torch": _Part(_collect_torch, _apply_torch),
-    "warnings": _Part(_collect_filters, _apply_filters),
-    "logging": _Part(_collect_loggers, _apply_loggers),
+    "numpy": _SettingKind(_collect_numpy, _apply_numpy),
+    "matplotlib": _SettingKind(_collect_matplotlib, _apply_matplotlib),
+    "torch": _SettingKind(_collect_torch, _apply_torch),
+    "warnings": _SettingKind(_collect_filters, _apply_filters),
+    "logging": _SettingKind(_collect_loggers, _apply_loggers),
 }
 """Kinds of settings, in the order in which they are applied.
 

@@ -160,7 +160,7 @@ def _make_lru_cache(function: Any, maxsize: int | None, typed: bool) -> Any:
     return functools.lru_cache(maxsize, typed)(function)
 
 
-MADE_ANEW: dict[type, Collection[str]] = {
+ATTRIBUTES_MADE_BY_CONSTRUCTOR: dict[type, Collection[str]] = {
     functools.cached_property: {"lock"},
     functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
     - {"dispatcher", "func"},
@@ -172,13 +172,17 @@ The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Py
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce an instance of a type in `MADE_ANEW`, without the attributes listed there.
+    """Reduce a descriptor without its `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
 
     Args:
-        kind: The type in `MADE_ANEW`.
+        kind: The type in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
         descriptor: An instance of `kind`, or of a class derived from `kind`.
     """
-    state = {name: v for name, v in vars(descriptor).items() if name not in MADE_ANEW[kind]}
+    state = {
+        name: v
+        for name, v in vars(descriptor).items()
+        if name not in ATTRIBUTES_MADE_BY_CONSTRUCTOR[kind]
+    }
     return _make_descriptor, (type(descriptor), kind), state
 
 
@@ -552,27 +556,27 @@ def _path(kind: type[PurePath], text: str) -> PurePath:
 
 def path_to_home(path: str) -> str:
     """Convert a path in this process to the path on the notebook's machine."""
-    return _moved(path, _COPY, _HOME)
+    return _move_path(path, _COPY, _HOME)
 
 
 def path_from_home(path: str) -> str:
     """Convert a path on the notebook's machine to the path in this process."""
-    return _moved(path, _HOME, _COPY)
+    return _move_path(path, _HOME, _COPY)
 
 
 def reduce_directory_store(store: Any) -> tuple[Any, ...]:
     """Reduce a `DirectoryStore` of zarr 2, whose path is a string."""
-    state = {**vars(store), "path": _moved(store.path, _COPY, _HOME)}
+    state = {**vars(store), "path": _move_path(store.path, _COPY, _HOME)}
     return _directory_store, (type(store), state)
 
 
 def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
     store = kind.__new__(kind)
-    vars(store).update(state, path=_moved(state["path"], _HOME, _COPY))
+    vars(store).update(state, path=_move_path(state["path"], _HOME, _COPY))
     return store
 
 
-def _moved(path: str, source: str, target: str) -> str:
+def _move_path(path: str, source: str, target: str) -> str:
     """Convert a path below one folder to the same path below another. Leave other paths unchanged.
 
     Args:

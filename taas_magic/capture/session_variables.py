@@ -13,7 +13,7 @@ from typing import Any
 
 from taas_magic.capture.culprit import Destination
 from taas_magic.capture.digest import plain_digest
-from taas_magic.capture.names import THE_CELL, UsedNames, why_used_by
+from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler
 from taas_magic.errors import CaptureError
 
@@ -22,7 +22,7 @@ _LISTED = 5
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentValue:
     """Record of a value that was sent to the ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class VariablesToSend:
     why: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    sent: dict[str, Sent] = field(default_factory=dict)
+    sent: dict[str, SentValue] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -64,16 +64,16 @@ class RankVariables:
 
     def __init__(self) -> None:
         self.owned: dict[str, str] = {}
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentValue] = {}
         """Values of the notebook that the ranks have, by name."""
 
         self._reads: dict[str, frozenset[str]] = {}
         """Names that each function or class of an earlier cell reads when its code runs."""
 
-        self._told: dict[str, object] = {}
+        self._announced: dict[str, object] = {}
         """The notebook's value of each name about which the user was told, as digest or id."""
 
-        self._brought: dict[str, int] = {}
+        self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""
 
         self._code: set[str] = set()
@@ -86,7 +86,7 @@ class RankVariables:
 
     def assume_state(self, state: dict[str, Any]) -> None:
         """Record that the ranks have the notebook's process state. Only changes are sent later."""
-        self._sent[_STATE] = Sent(_digest_of(_pickled(state)))
+        self._sent[_STATE] = SentValue(_digest_of(_pickled(state)))
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
@@ -108,7 +108,7 @@ class RankVariables:
         *,
         send: Iterable[str],
         to: Destination,
-        travels: Callable[[str], bool],
+        is_user_variable: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
@@ -121,25 +121,25 @@ class RankVariables:
             state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
             to: Destination of the values.
-            travels: Function that returns whether a name is a variable of the user. Only such
-                variables are sent.
+            is_user_variable: Function that returns whether a name is a variable of the user. Only
+                such variables are sent.
             refuse: Called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
         needed, kept = self._pickle_needed(
-            self._wanted(used, forced), forced, namespace, to, travels, refuse
+            self._wanted(used, forced), forced, namespace, to, is_user_variable, refuse
         )
         changed = {
             name
             for name, (sent, _) in needed.items()
-            if name in forced or not self._has(name, sent) or _is_module(namespace[name])
+            if name in forced or not self._is_at_ranks(name, sent) or _is_module(namespace[name])
         }
         changed = _with_sharers(changed, {name: sent for name, (sent, _) in needed.items()})
         choice.why = {name: needed[name][1] for name in reversed(needed) if name in changed}
         choice.sent = {name: needed[name][0] for name in choice.why}
-        state_sent = Sent(_digest_of(_pickled(state)))
-        if not self._has(_STATE, state_sent):
+        state_sent = SentValue(_digest_of(_pickled(state)))
+        if not self._is_at_ranks(_STATE, state_sent):
             choice.state, choice.sent[_STATE] = state, state_sent
         choice.notes = self._notes(choice, kept, namespace, forced)
         return choice
@@ -158,7 +158,7 @@ class RankVariables:
         if any(name in self.owned for name in used.why):
             for name, reads in self._reads.items():
                 for read in reads:
-                    wanted.setdefault(read, why_used_by(name))
+                    wanted.setdefault(read, reason_used_by(name))
         return wanted
 
     def _pickle_needed(
@@ -167,9 +167,9 @@ class RankVariables:
         forced: set[str],
         namespace: dict[str, Any],
         to: Destination,
-        travels: Callable[[str], bool],
+        is_user_variable: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
-    ) -> tuple[dict[str, tuple[Sent, str]], list[str]]:
+    ) -> tuple[dict[str, tuple[SentValue, str]], list[str]]:
         """Pickle the wanted variables of the notebook, and the variables that these need.
 
         Args:
@@ -177,7 +177,7 @@ class RankVariables:
             forced: Names in `--send`.
             namespace: As in `choose`.
             to: As in `choose`.
-            travels: As in `choose`.
+            is_user_variable: As in `choose`.
             refuse: As in `choose`.
 
         Returns:
@@ -185,16 +185,16 @@ class RankVariables:
             by name, in the order of pickling. The second lists names that belong to the ranks, but
             have a new value in the notebook.
         """
-        needed: dict[str, tuple[Sent, str]] = {}
+        needed: dict[str, tuple[SentValue, str]] = {}
         kept: list[str] = []
         waiting = dict(wanted)
         while waiting:
             name = next(iter(waiting))
             why = waiting.pop(name)
-            if name in needed or not travels(name):
+            if name in needed or not is_user_variable(name):
                 continue
             if name in self.owned and name not in forced:
-                if self._is_news(name, namespace[name]):
+                if self._must_tell_user(name, namespace[name]):
                     kept.append(name)
                 continue
             try:
@@ -203,7 +203,7 @@ class RankVariables:
                 refuse(error)
                 continue
             needed[name] = sent, why
-            waiting |= {need: why_used_by(name) for need in needs if need not in waiting}
+            waiting |= {need: reason_used_by(name) for need in needs if need not in waiting}
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
@@ -240,30 +240,30 @@ class RankVariables:
         for name in assigned:
             self.owned[name] = plain.get(name, "")
             self._sent.pop(name, None)
-            self._brought.pop(name, None)
+            self._returned.pop(name, None)
             self._reads[name] = choice.reads.get(name, frozenset())
 
     def record_returned(self, values: Mapping[str, Any]) -> None:
         """Record that the notebook received the ranks' values of these names (`--out`)."""
-        self._brought |= {name: id(value) for name, value in values.items()}
+        self._returned |= {name: id(value) for name, value in values.items()}
 
-    def _has(self, name: str, sent: Sent) -> bool:
+    def _is_at_ranks(self, name: str, sent: SentValue) -> bool:
         known = self._sent.get(name)
         return known is not None and known.digest == sent.digest
 
-    def _is_news(self, name: str, value: Any) -> bool:
+    def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
         The method records the value. So later calls with the same value return False.
         """
-        if _is_module(value) or self._brought.get(name) == id(value):
+        if _is_module(value) or self._returned.get(name) == id(value):
             return False
         digest = plain_digest(value)
         if digest and digest == self.owned[name]:
             return False
         seen = digest or id(value)
-        is_news = self._told.get(name) != seen
-        self._told[name] = seen
+        is_news = self._announced.get(name) != seen
+        self._announced[name] = seen
         return is_news
 
     def _notes(
@@ -287,7 +287,9 @@ class RankVariables:
         return notes
 
 
-def _pickle_value(name: str, namespace: dict[str, Any], to: Destination) -> tuple[Sent, list[str]]:
+def _pickle_value(
+    name: str, namespace: dict[str, Any], to: Destination
+) -> tuple[SentValue, list[str]]:
     """Pickle one value on its own, to compare it and to find the names that it needs.
 
     Returns:
@@ -301,7 +303,7 @@ def _pickle_value(name: str, namespace: dict[str, Any], to: Destination) -> tupl
     pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]
     digest = _digest_of(pickler.pickled(), loaders)
-    return Sent(digest, frozenset(pickler.shared_ids())), list(pickler.needs)
+    return SentValue(digest, frozenset(pickler.shared_ids())), list(pickler.needs)
 
 
 def _pickled(value: Any) -> Pickled:
@@ -319,7 +321,7 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
     return found.digest()
 
 
-def _with_sharers(names: set[str], sent: Mapping[str, Sent]) -> set[str]:
+def _with_sharers(names: set[str], sent: Mapping[str, SentValue]) -> set[str]:
     """Return `names`, and all names whose values share an object with the values of `names`.
 
     Sharing may be indirect: if `a` shares an object with `b`, and `b` shares another object with

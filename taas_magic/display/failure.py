@@ -73,7 +73,7 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
     return [cut(line) for line in lines]
 
 
-def place(failure: Failure) -> str:
+def who_failed(failure: Failure) -> str:
     """Return the failed rank, such as `rank 3 on host gpu1 (pid 812)`; else the failed host."""
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
@@ -110,7 +110,7 @@ def headline(failure: Failure) -> str:
     """
     if failure.how == "timeout":
         return cause(failure)
-    return f"{place(failure)}: {cause(failure)}"
+    return f"{who_failed(failure)}: {cause(failure)}"
 
 
 def details(failure: Failure) -> list[str]:

@@ -64,7 +64,7 @@ TABLE = (  # a <pre> of JupyterLab has an opaque background
     "white-space:pre;overflow-x:auto;margin:0px;background-color:transparent;padding:0px"
 )
 LABEL = "opacity:0.6;font-size:12px"
-WORDS_CHARS = 500
+NAME_CHARS = 500
 """Maximum length of a name, a note or a reason in the status header."""
 
 CELL_CHARS = 200
@@ -281,7 +281,7 @@ def text(state: RunState, now: float) -> str:
     return "\n".join(words for words, _ in _parts(state, now))
 
 
-def both(state: RunState, now: float) -> dict[str, str]:
+def mime_bundle(state: RunState, now: float) -> dict[str, str]:
     """Return the status header as text and as HTML, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
     html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{''.join(rows)}</div>"
@@ -295,7 +295,7 @@ def _colour(state: RunState) -> str:
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header from top to bottom, each as text and as HTML."""
     found = facts(state, now)
-    title = f"{state.left or state.state} {cut(state.plan.name, WORDS_CHARS)}".rstrip()
+    title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
     if state.left:
         run_id = state.plan.run_id
@@ -305,7 +305,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)
         yield f"rank 0: {plain(state.progress)}", rows
     for name, found in loader_lines(state.flow, state.plan.units, state.has_ended):
-        name = cut(name, WORDS_CHARS)
+        name = cut(name, NAME_CHARS)
         words = f"{name}: {_joined([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
     yield from _curve_parts(state.curves)
@@ -321,7 +321,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield _labelled("advice", state.advice)
     for note in shown_notes(state):
         yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
-    if outcome := headline(state.first) if state.first else cut(state.why, WORDS_CHARS):
+    if outcome := headline(state.first) if state.first else cut(state.why, NAME_CHARS):
         yield outcome, _row(escape(outcome), f"color:{COLOURS['FAILED']}")
     summary, lines = others(state.first, state.failures)
     if summary:
@@ -417,7 +417,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
     if state.gpus:
         shown.append(("GPU-seconds", f"{int(state.gpu_seconds(now)):,}"))
     if state.restarts:
-        cause = f" ({cut(state.restart_cause, WORDS_CHARS)})" if state.restart_cause else ""
+        cause = f" ({cut(state.restart_cause, NAME_CHARS)})" if state.restart_cause else ""
         shown.append(("restarts", f"{state.restarts}{cause}"))
     return [*shown, ("run", state.plan.run_id)]
 
@@ -435,12 +435,12 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 def plain(progress: str) -> str:
     """Return a progress bar's text without colour codes and surrounding blanks."""
-    return cut(_COLOUR.sub("", progress).strip(), WORDS_CHARS)
+    return cut(_COLOUR.sub("", progress).strip(), NAME_CHARS)
 
 
 def shown_notes(state: RunState) -> list[str]:
     """Return the first notes, and a line with the number of further notes."""
-    notes = [cut(note, WORDS_CHARS) for note in state.notes[:MAX_NOTES]]
+    notes = [cut(note, NAME_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
 
@@ -454,7 +454,7 @@ def _row(content: str, style: str = "") -> str:
 
 
 def _labelled(label: str, value: str) -> tuple[str, str]:
-    row = _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, WORDS_CHARS))}")
+    row = _row(f"<span style='{LABEL}'>{label}</span> {escape(cut(value, NAME_CHARS))}")
     return f"{label}: {value}", row
 
 
@@ -485,7 +485,7 @@ def _title_row(state: RunState) -> str:
             f"<span style='animation:taas-go {late}'>{title}</span>"
             f"<b style='visibility:hidden;font-size:0;animation:taas-come {late}'>● {stale}</b>"
         )
-    name = f" <b>{escape(cut(state.plan.name, WORDS_CHARS))}</b>" if state.plan.name else ""
+    name = f" <b>{escape(cut(state.plan.name, NAME_CHARS))}</b>" if state.plan.name else ""
     return _row(title + name)
 
 

@@ -48,10 +48,10 @@ _LEAST_COUNTS = 2_000
 """Minimum number of events with loader counts that a replay applies at each end of an attempt.
 
 In runs of many ranks, a replay applies more events at each end. Of the events in between, a replay
-applies only the newest of each rank and fetcher; see `_Counts`.
+applies only the newest of each rank and fetcher; see `_CountsBuffer`.
 """
 
-Piece = Event | str
+OutputPiece = Event | str
 """A piece of past output: an event, or a line that no rank printed."""
 
 
@@ -70,8 +70,8 @@ class Replay:
         n_ranks, n_fetchers = plan.world_size, len(plan.data.fetchers) if plan.data else 0
         # a session's cell gets the counts of fetchers of earlier cells, too
         n_reporters = sys.maxsize if plan.session else n_ranks + n_fetchers
-        self._counts = _Counts(_LEAST_COUNTS + 8 * n_ranks, n_reporters)
-        self._shown = _Shown(state.plan)
+        self._counts = _CountsBuffer(_LEAST_COUNTS + 8 * n_ranks, n_reporters)
+        self._shown = _PastOutput(state.plan)
 
     @property
     def state(self) -> RunState:
@@ -110,7 +110,7 @@ class Replay:
         self._shown.add(b"".join(printed), errs)
         self._counts.add(counts)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[OutputPiece]:
         """Return the past output in the order of the journal. May be called only once."""
         return self._shown.pieces(self.state)
 
@@ -136,7 +136,7 @@ class Replay:
         self._progress.clear()
 
 
-class _Counts:
+class _CountsBuffer:
     """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
 
     The counts are sums since the rank or fetcher started. So the sums in the newest event of a rank
@@ -222,7 +222,7 @@ class _Block:
         return [line for line in self.lines() if any(word in line for word in _ERROR_WORDS)]
 
 
-class _Shown:
+class _PastOutput:
     """Collector of a run's past output: displays, restarts, first and last printed lines."""
 
     def __init__(self, plan: Plan) -> None:
@@ -279,7 +279,7 @@ class _Shown:
             case Restart():
                 self._kept.append((self._numbers, event))
 
-    def pieces(self, state: RunState) -> list[Piece]:
+    def pieces(self, state: RunState) -> list[OutputPiece]:
         """Return the past output in the order of the journal.
 
         Args:
@@ -296,7 +296,7 @@ class _Shown:
         first = _cut(self._first)
         last = _cut([line for block in reversed(self._tail) for line in block.lines()[::-1]], True)
         erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
-        pieces: list[Piece] = [
+        pieces: list[OutputPiece] = [
             *(event for _, event in first),
             f"… the lines between are not shown; {where}",
         ]
@@ -319,7 +319,7 @@ class _Shown:
         self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
         self._leave_out(_Block(block.number, block.raw[:end], block.errs))
 
-    def _merged(self) -> list[Piece]:
+    def _merged(self) -> list[OutputPiece]:
         """Return the kept events and the last printed lines, in the order of the journal."""
         found = list(self._kept)
         for block in self._tail:

@@ -39,18 +39,20 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
     """
     if len(found) < world_size:
         return f"only on {_ranks(list(found))}"
-    if odd := _odd({rank: f"{one.kind} {one.shape} {one.dtype}" for rank, one in found.items()}):
+    if odd := _describe_odd_ranks(
+        {rank: f"{one.kind} {one.shape} {one.dtype}" for rank, one in found.items()}
+    ):
         return odd
     digests = {rank: one.digest for rank, one in found.items()}
     if "" in digests.values():
         return "equal shapes" if next(iter(found.values())).dtype else "not compared"
-    if odd := _odd(digests):
+    if odd := _describe_odd_ranks(digests):
         is_array = bool(next(iter(found.values())).dtype)
         return f"equal shapes, {odd}" if is_array else odd
     return "equal"
 
 
-def _odd(texts: Mapping[int, str]) -> str:
+def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
     """Return text that names the ranks whose value differs from the most frequent value.
 
     Returns "" if all values are equal, and "values differ" if no value is the most frequent one.

@@ -20,7 +20,7 @@ from taas_magic.display import head
 from taas_magic.display.failure import headline
 from taas_magic.display.head import RunState
 from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
-from taas_magic.display.replay import TAIL_BYTES, Piece
+from taas_magic.display.replay import TAIL_BYTES, OutputPiece
 from taas_magic.display.tails import last_lines
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
 
@@ -47,7 +47,7 @@ class NotebookScreen:
     def show(self, state: RunState, now: float) -> None:
         """Show the status header, or update it if it has changed."""
         is_shown, before = bool(self._head), self._head
-        self._head = head.both(state, now)
+        self._head = head.mime_bundle(state, now)
         if self._head != before:
             self._publish_head(update=is_shown)
 
@@ -251,7 +251,7 @@ longer a browser takes to add more.
 """
 
 
-def _as_data(event: Display) -> Display:
+def _without_active_content(event: Display) -> Display:
     """Return a display without content that a browser would run."""
     kept = {kind: held for kind, held in event.data.items() if kind in DATA_TYPES}
     data = kept or {"text/plain": "(a display of an untrusted pool, without a text or picture)"}
@@ -300,7 +300,7 @@ class View:
         *,
         shell: "InteractiveShell | None" = None,
         clock: Callable[[], float] = time.monotonic,
-        past: Sequence[Piece] = (),
+        past: Sequence[OutputPiece] = (),
     ) -> None:
         plan, now = state.plan, clock()
         self._clock, self._state = clock, state
@@ -351,7 +351,7 @@ class View:
                 if event.rank and not event.update:
                     self._log.add_line(f"[{event.rank}] displays:")
                 self._write(now)
-                self._screen.display(event if plan.trusted else _as_data(event))
+                self._screen.display(event if plan.trusted else _without_active_content(event))
             case ClearOutput() if event.rank == self._clearing_rank:
                 self._log.flush()
                 self._write(now)

@@ -115,7 +115,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def give_back(self, keep: Collection[str]) -> None:
+    async def release_hosts(self, keep: Collection[str]) -> None:
         """End or return hosts, including hosts that have not joined yet.
 
         Args:
@@ -223,7 +223,7 @@ class HostsEngine(Engine):
                 yield self.scheduler
             finally:
                 self._is_over = True  # from now on, `request_hosts` must start no more hosts
-                await self.give_back(())
+                await self.release_hosts(())
                 await asyncio.gather(*self.ending)
 
     async def request_hosts(self, count: int) -> list[str]:
@@ -255,8 +255,8 @@ class HostsEngine(Engine):
         """
         return any(not host.start_task.done() for host in self.hosts.values())
 
-    async def give_back(self, keep: Collection[str]) -> None:
-        """See `Engine.give_back`."""
+    async def release_hosts(self, keep: Collection[str]) -> None:
+        """See `Engine.release_hosts`."""
         left = [host for name, host in self.hosts.items() if name not in keep]
         await asyncio.gather(*map(self._end, left))
         await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)

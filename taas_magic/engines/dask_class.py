@@ -49,7 +49,7 @@ class DaskClassEngine(Engine):
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Held by `request_hosts` and `give_back`, because both change Dask's table of workers."""
+        """Lock of `request_hosts` and `release_hosts`: both change Dask's table of workers."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -89,7 +89,7 @@ class DaskClassEngine(Engine):
         is_batch = any(module.startswith(f"{_BATCH_PACKAGE}.") for module in classes)
         given = Security(**keys.cluster(talks=not is_batch))
         ours = {"security": given, "protocol": "tls://", "name": pool.name}
-        options = {**pool.options, "asynchronous": True, **_accepted(cluster_class, ours)}
+        options = {**pool.options, "asynchronous": True, **_accepted_arguments(cluster_class, ours)}
         if is_batch:
             system = str(cluster_class.job_cls.config_name)
             options = batch_options(pool, options, system, Path(folder))
@@ -99,7 +99,7 @@ class DaskClassEngine(Engine):
         cluster.worker_spec.clear()  # hosts are requested when a run needs them
 
         def make_scheduler(**options: Any) -> Any:
-            return _with_vehicles(scheduler(**options), pool, keys)
+            return _make_workers_start_agents(scheduler(**options), pool, keys)
 
         secure = Security(**keys.scheduler())
         cluster.scheduler_spec = {
@@ -163,8 +163,8 @@ class DaskClassEngine(Engine):
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
         return bool(requested & joined - {vehicle_of(agent) for agent in self.ready})
 
-    async def give_back(self, keep: Collection[str]) -> None:
-        """See `Engine.give_back`. Ends the workers that started the returned agents."""
+    async def release_hosts(self, keep: Collection[str]) -> None:
+        """See `Engine.release_hosts`. Ends the workers that started the returned agents."""
         async with self._turn:
             await self._end_workers_except(keep)
 
@@ -197,7 +197,7 @@ def _find_class(pool: PoolConfig) -> Any:
     return found
 
 
-def _accepted(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_arguments(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments in `values` that a class accepts."""
     parameters = inspect.signature(cluster_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -274,7 +274,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
     return place if place.keys() & {"host", "interface"} else {**place, "host": get_ip()}
 
 
-def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
+def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     """Make every plain worker that joins `scheduler` start an agent; return the scheduler."""
     from distributed.protocol.pickle import dumps
 
@@ -292,7 +292,7 @@ def _with_vehicles(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     return scheduler
 
 
-ASK_S = 10.0
+QUERY_LIMIT_S = 10.0
 """Seconds that a batch system may take to answer."""
 
 _HISTORY_HINT = "use -x"  # in an error text of OpenPBS; in Torque, -x has another meaning
@@ -404,11 +404,11 @@ class BatchSystem:
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         try:
-            out, err = await asyncio.wait_for(process.communicate(), ASK_S)
+            out, err = await asyncio.wait_for(process.communicate(), QUERY_LIMIT_S)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()
-            raise OSError(f"{self.title} did not answer within {ASK_S:.0f} s") from None
+            raise OSError(f"{self.title} did not answer within {QUERY_LIMIT_S:.0f} s") from None
         complaint = err.decode(errors="replace").strip() if process.returncode else ""
         return self.parse(out.decode(errors="replace")), complaint
 
@@ -451,10 +451,10 @@ def output_tail(folder: Path, job_id: str) -> str:
     return log_tail(max(files, key=lambda file: file.stat().st_mtime)) if files else ""
 
 
-LOOK_S = 2.0
+QUERY_GAP_S = 2.0
 """Minimum seconds between two queries of a batch system."""
 
-SETTLE_S = 2.0
+JOB_END_WAIT_S = 2.0
 """Seconds to wait until a batch system shows the end of a job whose host is lost."""
 
 
@@ -492,8 +492,8 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent has not joined.
 
-        Queries the batch system at most every `LOOK_S`. Between two queries, returns the lines of
-        the last query.
+        Queries the batch system at most every `QUERY_GAP_S`. Between two queries, returns the lines
+        of the last query.
 
         Args:
             requested: Names of all requested Dask workers.
@@ -504,14 +504,16 @@ class Vehicles:
             PoolError: A job ended before its agent joined.
         """
         self._served |= set(agents)
-        if time.monotonic() - self._looked < LOOK_S:
+        if time.monotonic() - self._looked < QUERY_GAP_S:
             return self._lines
         jobs = await self._query_jobs(
             {n: j for n, j in self._jobs.items() if n not in self._served}
         )
         self._looked = time.monotonic()
         awaited = sorted(set(requested) - set(agents))
-        self._lines = [f"{name}: {self._about(jobs.get(name), name in up)}" for name in awaited]
+        self._lines = [
+            f"{name}: {self._describe_job(jobs.get(name), name in up)}" for name in awaited
+        ]
         return self._lines
 
     def forget(self, kept: Collection[str]) -> None:
@@ -528,7 +530,7 @@ class Vehicles:
         if job_id is None or self._system is None:
             return ""
         self._served.add(name)
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + JOB_END_WAIT_S
         try:
             while (job := (await self._system.query([job_id])).get(job_id)) and not job.ended:
                 if time.monotonic() >= deadline:
@@ -566,7 +568,7 @@ class Vehicles:
                 )
         return {name: jobs[job_id] for name, job_id in awaited.items()}
 
-    def _about(self, job: BatchJob | None, is_up: bool) -> str:
+    def _describe_job(self, job: BatchJob | None, is_up: bool) -> str:
         parts = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
         parts += ["its Dask worker has joined, and the agent starts"] * is_up
         return "; ".join(parts) or "requested"

@@ -21,7 +21,7 @@ from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 
-TROUBLE_S = 1.5
+START_FAILED_S = 1.5
 """Seconds for which a problem of a starting host must last before the start fails.
 
 `_LocalHost.start` lists the problems, such as a stopped process.
@@ -124,7 +124,7 @@ class _LocalHost(Host):
         while self.name not in engine.ready:
             is_here = self.name in engine.scheduler.aliases
             has_joined = has_joined or is_here
-            trouble = _trouble(supervisor)
+            trouble = _start_failure(supervisor)
             if not trouble and has_joined and not is_here:
                 trouble = "left its pool"
             # This check finds a stuck supervisor; the supervisor itself ends a stuck agent. After
@@ -133,7 +133,7 @@ class _LocalHost(Host):
                 trouble = f"did nothing for start_timeout_s = {pool.start_timeout_s:g} s"
             if not trouble:
                 well_at = time.monotonic()
-            elif time.monotonic() - well_at > TROUBLE_S:
+            elif time.monotonic() - well_at > START_FAILED_S:
                 await self.end()
                 tail = log_tail(Path(engine.folder) / LOG)
                 raise PoolError(
@@ -168,7 +168,7 @@ class _LocalHost(Host):
         return ""
 
 
-def _trouble(supervisor: subprocess.Popen[bytes]) -> str:
+def _start_failure(supervisor: subprocess.Popen[bytes]) -> str:
     """Return text that says that a process of a starting host has ended or is stopped, else ""."""
     code = supervisor.poll()
     if code is not None:

@@ -22,10 +22,10 @@ from taas_magic.messages import AgentSettings, pack
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell, ask_host
 from taas_magic.setup.install import prepare
-from taas_magic.ssh.config import Stopped, find_target, unread_config
+from taas_magic.ssh.config import ConnectStopped, find_target, unread_config
 from taas_magic.ssh.connect import (
     Connection,
-    KeptCommand,
+    HeartbeatCommand,
     close_tunnel,
     connect,
     open_tunnel,
@@ -154,7 +154,7 @@ class SshEngine(HostsEngine):
             await asyncio.sleep(_POLL_S)
         return None
 
-    async def put_back(self, host: str, end: Callable[[], None]) -> None:
+    async def return_host(self, host: str, end: Callable[[], None]) -> None:
         """Call `end`; then add a host to the end of the list of free hosts.
 
         `acquire_host` takes the first host of this list.
@@ -213,7 +213,7 @@ class _SshHost(Host):
         """Name of the host in taas.toml. Each new connection looks it up in the SSH configuration.
         None while no host is taken."""
         self.connection: Connection | None = None
-        self._command: KeptCommand | None = None
+        self._command: HeartbeatCommand | None = None
         self._stop = threading.Event()
         self._doing, self._since = "", time.monotonic()
 
@@ -230,10 +230,10 @@ class _SshHost(Host):
             self._host, joined = host, False
             try:
                 await self._engine.in_thread(self._start_host, host)
-                await self._join(host)
+                await self._wait_until_joined(host)
                 joined = True
                 return
-            except Stopped:
+            except ConnectStopped:
                 break
             except Exception as error:  # whatever the error: another host may work
                 if self._stop.is_set():
@@ -244,7 +244,7 @@ class _SshHost(Host):
                 )
                 _log.warning("%s", failures[host], exc_info=not is_ours)
             finally:
-                self._do("")
+                self._begin_step("")
                 if not joined:
                     await self._release_host()
         if self._stop.is_set():
@@ -281,21 +281,21 @@ class _SshHost(Host):
         last = command.tail.rpartition("\n")[2]
         return f"its agent ended: {last}" if last else "its agent ended"
 
-    def _do(self, doing: str) -> None:
+    def _begin_step(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
 
     def _start_host(self, host: str) -> None:
         """Connect to the host, install packages there if needed, and start an agent's supervisor.
 
-        Runs in a thread. `_do` records each step, so that a message can name a slow step.
+        Runs in a thread. `_begin_step` records each step, so that a message can name a slow step.
         """
         pool, name = self._engine.pool, self.name
-        self._do("`ssh -G` is still reading its settings")
+        self._begin_step("`ssh -G` is still reading its settings")
         target = find_target(host, self._engine.config_file, self._stop)
-        self._do(f"still connecting to {target.hostname}:{target.port}")
+        self._begin_step(f"still connecting to {target.hostname}:{target.port}")
         limit_s = min(target.connect_timeout_s, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
-        self._do("still putting packages into its cache, as on every first use")
+        self._begin_step("still putting packages into its cache, as on every first use")
         path_entries = prepare(connection, pool)
         address, port = _address_of(self._engine.scheduler.address)
         settings = AgentSettings(
@@ -311,8 +311,8 @@ class _SshHost(Host):
         environ = {"PYTHONPATH": path} if path else {}  # empty if taas-magic is installed there
         arguments = ["-c", entry_code("taas_magic.host.supervisor")]
         arguments += supervisor_arguments(pool.lease_s, pool.start_timeout_s, pool.preload)
-        self._do("its agent is still starting, and imports Dask")
-        self._command = KeptCommand(
+        self._begin_step("its agent is still starting, and imports Dask")
+        self._command = HeartbeatCommand(
             connection,
             shell_words(pool.python, arguments, environ),
             pack(settings) + b"\n",
@@ -320,7 +320,7 @@ class _SshHost(Host):
             lambda line: _log.warning("[%s] %s", host, line),
         )
 
-    async def _join(self, host: str) -> None:
+    async def _wait_until_joined(self, host: str) -> None:
         """Wait until the host can start ranks.
 
         The wait for the supervisor's first line of output has a time limit (`start_timeout_s`).
@@ -328,19 +328,19 @@ class _SshHost(Host):
 
         Raises:
             PoolError: The supervisor did not start in time, or the agent ended or left the pool.
-            Stopped: `end` was called.
+            ConnectStopped: `end` was called.
         """
         assert self._command is not None
         limit_s = self._engine.pool.start_timeout_s
         until, has_joined = time.monotonic() + limit_s, False
         while self.name not in self._engine.ready:
             if self._stop.is_set():
-                raise Stopped
+                raise ConnectStopped
             if self._command.ended.is_set():
                 raise PoolError(f"host {host}: its agent ended:\n{self._command.tail}")
             if self.name in self._engine.scheduler.aliases:
                 has_joined = True
-                self._do("")  # from now on, the agent reports its imports itself
+                self._begin_step("")  # from now on, the agent reports its imports itself
             elif has_joined:
                 raise PoolError(
                     f"host {host} left the pool before it was ready:\n{self._command.tail}"
@@ -357,7 +357,7 @@ class _SshHost(Host):
         """End everything that runs on the host, close the connection, and make the host free."""
         host, self._host = self._host, None
         if host is not None:
-            await self._engine.put_back(host, self._end)
+            await self._engine.return_host(host, self._end)
 
     def _end(self) -> None:
         if self._command is not None:

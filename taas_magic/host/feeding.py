@@ -19,7 +19,7 @@ from pathlib import Path
 import cloudpickle
 
 from taas_magic.capture import payload
-from taas_magic.capture.payload import Settings
+from taas_magic.capture.payload import FetcherSettings
 from taas_magic.data import service
 from taas_magic.data.accelerated import patch_accelerate
 from taas_magic.data.loader import RankFeed, RemoteLoader, use_feed
@@ -126,7 +126,7 @@ def _load_in_session(served: ServedLoader) -> bytes:
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
 
-def _load_with(settings: Sequence[Settings], served: ServedLoader) -> bytes:
+def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
     """Apply settings to this process, and return the pickled loader.
 
     Also removes torchrun's variables, because a dataset that sees them may divide the data by rank
@@ -159,14 +159,14 @@ class SessionFeeds:
         self._folder = spec.folder / "loaders"
         self._key = secrets.token_bytes(32)
         self._own = RankServers(self._key, _load_in_session)
-        self._settings: list[Settings] = []
+        self._settings: list[FetcherSettings] = []
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
         """The feeds that receive batches from fetchers, by the number of the cell."""
 
         when_imported("accelerate.accelerator", patch_accelerate)
 
-    def begin_cell(self, number: int, run_dir: Path, settings: Settings) -> None:
+    def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the cell's loaders.
 
         If the cell's payload has registered loaders, this method creates the `RankFeed` that these

@@ -5,7 +5,7 @@ header, the advice and the plot use the same sums of these counts. The clocks of
 days. So the caller passes the arrival time of each event, and ranks and workers measure only
 durations.
 
-`load_of` reduces the sums of a run to a few numbers. `advise` uses only these numbers.
+`loader_use` reduces the sums of a run to a few numbers. `advise` uses only these numbers.
 """
 
 import math
@@ -239,7 +239,7 @@ _LEAST_SPAN_S = 1.0
 _BUSY = 0.7
 """Workers count as busy if they prepare batches for at least this fraction of the time."""
 
-_MOST_CPU = 0.6
+_CPU_BOUND = 0.6
 """If at least this fraction of a step's time is CPU time, the CPU counts as the limit of the step.
 
 The steps are the preparation of batches, which storage may limit instead, and the reception of
@@ -260,7 +260,7 @@ _WORKER_PER_CORE = "this host already has a worker for each core"
 
 
 @dataclass(frozen=True)
-class Load:
+class LoaderUse:
     """The use of one loader, and the time that ranks waited for it.
 
     A share is a fraction from 0 to 1. Loop time is the time that ranks spent in loops over the
@@ -320,18 +320,18 @@ def advice(flow: Flow) -> str:
     waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
-    return advise(load_of(flow, max(waited, key=lambda loader: loader.rank_total("waited_s"))))
+    return advise(loader_use(flow, max(waited, key=lambda loader: loader.rank_total("waited_s"))))
 
 
-def advise(load: Load) -> str:
+def advise(load: LoaderUse) -> str:
     """Return what limited a loader and which flag would help; "" if ranks hardly waited."""
     if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
         return ""
     who = "the rank" if load.ranks == 1 else "ranks"
-    return f"{who} waited {load.waited:.0%} for {load.name!r}: {_because(load)}"
+    return f"{who} waited {load.waited:.0%} for {load.name!r}: {_cause_and_remedy(load)}"
 
 
-def _because(load: Load) -> str:
+def _cause_and_remedy(load: LoaderUse) -> str:
     """Return what limited a loader that ranks waited for, and which flag would help."""
     if load.later <= TOLERABLE or load.first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
@@ -348,36 +348,42 @@ def _because(load: Load) -> str:
             f"its dataset has only {streams} stream{'s' * (streams > 1)} for {load.workers:.0f} "
             f"workers; num_workers={load.workers:.0f} in the DataLoader would use them all"
         )
-    if load.cpu < _MOST_CPU and load.cores < _FULL:
+    if load.cpu < _CPU_BOUND and load.cores < _FULL:
         # processes that wait for storage need no cores of their own
-        return f"its storage is slow; {_more(replace(load, room=math.inf), math.inf)}"
+        return (
+            f"its storage is slow; {_advise_more_fetchers(replace(load, room=math.inf), math.inf)}"
+        )
     # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
-    more = _more(load, free) if free >= _WORTH else _on_other_hosts(load, _CORES_IN_USE)
+    more = (
+        _advise_more_fetchers(load, free)
+        if free >= _WORTH
+        else _on_other_hosts(load, _CORES_IN_USE)
+    )
     return f"preparing it takes CPU time; {more}"
 
 
-def _prepared_by_ranks(load: Load) -> str:
+def _prepared_by_ranks(load: LoaderUse) -> str:
     """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
     fetchers = max(1, math.floor(min(wanted, most)))
     faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
-    cores = ", with cores of their own," if load.receiving >= _MOST_CPU else ""
+    cores = ", with cores of their own," if load.receiving >= _CPU_BOUND else ""
     return (
         f"the run has no fetchers; --cpus {fetchers}{cores} would make it about "
         f"{_times(faster)} as fast"
     )
 
 
-def _delivery(load: Load) -> str:
+def _delivery(load: LoaderUse) -> str:
     """Return the advice for a loader whose workers are not busy.
 
     The limit of such a loader is the way of the batches to the ranks: the ranks' CPU time to
     receive batches, the buffer, or the network.
     """
-    if load.receiving >= _MOST_CPU:
+    if load.receiving >= _CPU_BOUND:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
             "smaller batches do (uint8 instead of float32)"
@@ -390,14 +396,14 @@ def _delivery(load: Load) -> str:
     brings = f"the network limits it to {load.mb_per_s:,.0f} MB/s, and its workers are not busy; "
     if load.room < load.fetchers + 1:
         return brings + _on_other_hosts(load, _WORKER_PER_CORE)
-    fetchers, faster = _scaled(load, math.inf, 1.0)
+    fetchers, faster = _advised_count(load, math.inf, 1.0)
     return brings + (
         f"--cpus {fetchers} instead of {load.fetchers} would make it up to {_times(faster)} as "
         "fast if each fetcher's own link is the limit"
     )
 
 
-def _more(load: Load, most: float) -> str:
+def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
     """Return the advice to use more fetchers.
 
     Args:
@@ -406,20 +412,20 @@ def _more(load: Load, most: float) -> str:
     """
     if load.room < load.fetchers + 1:
         return _on_other_hosts(load, _WORKER_PER_CORE)
-    fetchers, faster = _scaled(load, most, load.busy)
+    fetchers, faster = _advised_count(load, most, load.busy)
     return (
         f"--cpus {fetchers} instead of {load.fetchers} would make it about {_times(faster)} as fast"
     )
 
 
-def _on_other_hosts(load: Load, why: str) -> str:
+def _on_other_hosts(load: LoaderUse, why: str) -> str:
     return (
         f"{why}; fetchers on hosts of their own (--data-pool) would make it up to "
         f"{_times(load.possible)} as fast"
     )
 
 
-def _scaled(load: Load, most: float, busy: float) -> tuple[int, float]:
+def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
     The number is higher than now, and high enough that ranks would not wait. But it is at most
@@ -441,7 +447,7 @@ def _times(faster: float) -> str:
     return f"{faster:.1f}x" if faster < 10 else f"{faster:.0f}x"
 
 
-def load_of(flow: Flow, loader: LoaderFlow) -> Load:
+def loader_use(flow: Flow, loader: LoaderFlow) -> LoaderUse:
     """Compute the load of one loader from the counts that ranks and fetchers have sent.
 
     Args:
@@ -461,7 +467,7 @@ def load_of(flow: Flow, loader: LoaderFlow) -> Load:
     # because each fetcher would have as many.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
-    return Load(
+    return LoaderUse(
         name=loader.name,
         waited=sums.share,
         first=min(sums.share, _share(loader.rank_total("first_s"), sums.span_s)),

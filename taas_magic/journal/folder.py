@@ -581,11 +581,11 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
     for index, folder in enumerate(_folders()):
         total += _size_bytes(folder.path)
         with contextlib.suppress(OSError, ValueError):  # the folder is being created or removed
-            if _may_go(folder, is_beyond=index >= keep_runs or total > keep_bytes):
+            if _is_removable(folder, is_beyond=index >= keep_runs or total > keep_bytes):
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _may_go(folder: RunFolder, is_beyond: bool) -> bool:
+def _is_removable(folder: RunFolder, is_beyond: bool) -> bool:
     """Return whether a run folder may be removed.
 
     Args:

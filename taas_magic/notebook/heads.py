@@ -45,7 +45,7 @@ def update_ended_headers() -> None:
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
         name = {"display_id": f"{run.run_id}:head"}
-        publish_display_data(head.both(run.head, time.time()), transient=name, update=True)
+        publish_display_data(head.mime_bundle(run.head, time.time()), transient=name, update=True)
 
 
 between_cells.before_cell.append(update_ended_headers)

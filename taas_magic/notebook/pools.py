@@ -386,12 +386,12 @@ def _ours(seen: Facts, here: KernelVersions) -> str:
     The text is "installed"; "in its cache", if the host keeps an earlier copy; or "sent on first
     use", if the kernel will send a copy.
     """
-    from taas_magic.setup.install import what_to_bring
+    from taas_magic.setup.install import needed_package_folders
 
-    parcels = [parcel.name for parcel in what_to_bring(seen, here)]
-    if not parcels:
+    package_folders = [package_folder.name for package_folder in needed_package_folders(seen, here)]
+    if not package_folders:
         return "installed"
-    there = all(name in seen.sites for name in parcels)
+    there = all(name in seen.sites for name in package_folders)
     return "in its cache" if there else "sent on first use"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from taas_magic.capture.payload import Captured, Payload
+from taas_magic.capture.payload import CapturedVariable, Payload
 from taas_magic.capture.work import Work
 from taas_magic.config import LOCAL, Config, PoolConfig, size_text
 from taas_magic.display.head import duration
@@ -65,7 +65,7 @@ class Findings:
     plan: Plan | None = None
     problems: list[str] = field(default_factory=list)
     host_rows: Sequence[HostCheck] = ()
-    captured: Sequence[Captured] = ()
+    captured: Sequence[CapturedVariable] = ()
     travels_bytes: int = 0
     loader_bytes: Mapping[str, int] = field(default_factory=dict)
     flows: Mapping[str, LoaderFlow] = field(default_factory=dict)

@@ -296,7 +296,7 @@ class PoolHosts(SchedulerPlugin):
         if not self._acquiring:
             for host in self._hosts.values():
                 host.is_returned = host.is_returned or not stays(host)
-            await self._source.give_back(
+            await self._source.release_hosts(
                 {m.agent for m in self._hosts.values() if not m.is_returned}
             )
 

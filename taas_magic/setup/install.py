@@ -142,10 +142,10 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     facts = ask_host(shell, pool.python, packages_needed())
     refuse([facts], here)
     folders = []
-    for parcel in what_to_bring(facts, here):
-        if parcel.name not in facts.sites:
-            install_package(parcel, shell, pool.python, facts.cache)
-        folders.append(posixpath.join(facts.cache, "site", parcel.name))
+    for package_folder in needed_package_folders(facts, here):
+        if package_folder.name not in facts.sites:
+            install_package(package_folder, shell, pool.python, facts.cache)
+        folders.append(posixpath.join(facts.cache, "site", package_folder.name))
     return (*folders, *facts.python_path) if folders else ()
 
 
@@ -165,46 +165,48 @@ class PackageFolder:
     bundle: Callable[[], bytes]
 
 
-def what_to_bring(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
+def needed_package_folders(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
     """Return the package folders that a host needs on PYTHONPATH.
 
     There is a folder for dependencies that the host lacks, and a folder for taas-magic if the host
     has other files of taas-magic than this machine. The host's cache may already contain these
     folders.
     """
-    parcels = []
+    package_folders = []
     missing = lacking(packages_needed(), facts)
     if missing:
         pins = [each.pin for each in missing]
         kind = [minor(here.python), facts.implementation, facts.machine, facts.glibc]
         mark = hashlib.sha256(repr([pins, kind]).encode()).hexdigest()[:16]
-        parcels.append(
+        package_folders.append(
             PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))
         )
     if facts.ours != here.ours:
-        parcels.append(PackageFolder(f"taas-{here.ours}", (), our_bundle))
-    return parcels
+        package_folders.append(PackageFolder(f"taas-{here.ours}", (), our_bundle))
+    return package_folders
 
 
-def install_package(parcel: PackageFolder, shell: Shell, python: str | None, cache: str) -> None:
+def install_package(
+    package_folder: PackageFolder, shell: Shell, python: str | None, cache: str
+) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
     Raises:
         PoolError: The folder could not be installed; the message says why.
     """
-    folder = posixpath.join(cache, "site", parcel.name)
-    if parcel.pins:
+    folder = posixpath.join(cache, "site", package_folder.name)
+    if package_folder.pins:
         # One short attempt, so that an unreachable index is noticed at once.
         options = ["--retries", "0", "--timeout", "5"]
-        how = {"pins": parcel.pins, "options": options, "limit_s": PIP_LIMIT_S}
+        how = {"pins": package_folder.pins, "options": options, "limit_s": PIP_LIMIT_S}
         if not _install(shell, python, folder, how):
             return
     with _making:  # hosts that start at the same time mostly need the same folder: make it once
-        if parcel.name not in _bundles:
+        if package_folder.name not in _bundles:
             _bundles.clear()
-            _bundles[parcel.name] = parcel.bundle()
-        data = _bundles[parcel.name]
-    path = posixpath.join(cache, f"{parcel.name}.{secrets.token_hex(4)}.zip")
+            _bundles[package_folder.name] = package_folder.bundle()
+        data = _bundles[package_folder.name]
+    path = posixpath.join(cache, f"{package_folder.name}.{secrets.token_hex(4)}.zip")
     shell.put(data, path)
     mark = hashlib.sha256(data).hexdigest()
     if error := _install(shell, python, folder, {"bundle": path, "sha256": mark}):

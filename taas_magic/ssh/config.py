@@ -83,7 +83,7 @@ _Settings = Mapping[str, Sequence[str]]
 """Settings of one host by lower-case keyword, each with its values."""
 
 
-class Stopped(Exception):
+class ConnectStopped(Exception):
     """Raised by `find_target` and `connect` after the caller has set `stop`."""
 
 
@@ -173,7 +173,7 @@ def find_target(
     Raises:
         UsageError: `host` has none of these forms, or jump hosts lead in a circle.
         PoolError: `ssh -G` failed or took too long.
-        Stopped: `stop` was set.
+        ConnectStopped: `stop` was set.
     """
     match = _HOST.fullmatch(host)
     if match is None:
@@ -242,7 +242,7 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
 
     Raises:
         PoolError: The command failed, or printed no settings within `_SSH_S`.
-        Stopped: `stop` was set.
+        ConnectStopped: `stop` was set.
     """
     until = time.monotonic() + _SSH_S
     process = subprocess.Popen(
@@ -261,7 +261,7 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
                     out, err = process.communicate(timeout=_TICK_S)
                     break
                 if stop.is_set():
-                    raise Stopped
+                    raise ConnectStopped
                 if time.monotonic() > until:
                     raise _failed(
                         host,
@@ -530,10 +530,10 @@ class UserKeys(AuthStrategy):
             for key in sorted(keys, key=lambda key: key.asbytes() not in blobs.values()):
                 if not target.identities_only or key.asbytes() in blobs.values():
                     offered.add(key.asbytes())
-                    yield _Key(target.user, f"agent's key {key.fingerprint}", key)
+                    yield _OfferedKey(target.user, f"agent's key {key.fingerprint}", key)
             for path, blob in blobs.items():
                 if blob not in offered:
-                    yield _Key(target.user, path)
+                    yield _OfferedKey(target.user, path)
         finally:
             if agent:
                 agent.close()
@@ -553,7 +553,7 @@ def _agent_answers() -> bool:
     return False
 
 
-class _Key(AuthSource):
+class _OfferedKey(AuthSource):
     """A key to offer to a host.
 
     Args:

@@ -29,8 +29,8 @@ from taas_magic.host.system import LOOPBACK
 from taas_magic.setup.facts import Done, python_word
 from taas_magic.ssh.config import (
     CONNECT_TIMEOUT_S,
+    ConnectStopped,
     KnownHosts,
-    Stopped,
     Target,
     UserKeys,
     refusal,
@@ -61,11 +61,11 @@ An sshd refuses some connections if more than 10 have not logged in yet (MaxStar
 counts a connection for a short time after the client's login.
 """
 
-_turns: dict[str, threading.Semaphore] = {}
+_handshake_slots: dict[str, threading.Semaphore] = {}
 _RUN_S = 60.0
 _SLOWEST_BYTES_S = 1 << 13
 
-_PUT = (
+_PUT_SCRIPT = (
     'umask 077; cat >"$0.$1" && [ "$(wc -c <"$0.$1")" -eq "$2" ] && mv -f "$0.$1" "$0" '
     '|| { rm -f "$0.$1"; exit 1; }'
 )
@@ -152,7 +152,7 @@ class Connection:
             PoolError: The file could not be written.
         """
         # Not by SFTP: a host may not offer SFTP, and the output of a login script breaks SFTP.
-        words = [_PUT, path, secrets.token_hex(4), str(len(data))]
+        words = [_PUT_SCRIPT, path, secrets.token_hex(4), str(len(data))]
         command = f"exec sh -c {' '.join(map(shlex.quote, words))}"
         done = self.run(command, data, _RUN_S + len(data) / _SLOWEST_BYTES_S)
         if done.code:
@@ -200,17 +200,17 @@ def connect(
     Raises:
         PoolError: The host cannot be reached, the host's key is not known, or the host refuses the
             login.
-        Stopped: `stop` was set.
+        ConnectStopped: `stop` was set.
     """
     if timeout_s is None:
         timeout_s = target.connect_timeout_s
-    patience = _Patience(target, timeout_s, stop)
-    with ExitStack() as undo, _turn(patience):
-        sock = _open_way(target, patience, silence_s, undo)
+    deadline = _Deadline(target, timeout_s, stop)
+    with ExitStack() as undo, _handshake_slot(deadline):
+        sock = _open_stream(target, deadline, silence_s, undo)
         client, known = SSHClient(), KnownHosts(target)
         client.set_missing_host_key_policy(known)
         undo.callback(_close, client)
-        with _handshake(sock, patience):
+        with _handshake(sock, deadline):
             client.connect(
                 target.hostname,
                 target.port,
@@ -227,7 +227,7 @@ def connect(
     raise AssertionError("not reached")
 
 
-class _Patience:
+class _Deadline:
     """Deadline of one connection attempt. The caller's `stop` event ends the attempt earlier."""
 
     def __init__(self, target: Target, timeout_s: float, stop: threading.Event) -> None:
@@ -249,11 +249,11 @@ class _Patience:
             doing: Current step, for the message.
 
         Raises:
-            Stopped: `stop` is set.
+            ConnectStopped: `stop` is set.
             PoolError: The time is over. The message names the host and the step.
         """
         if self.stop.is_set():
-            raise Stopped
+            raise ConnectStopped
         if self.is_over:
             raise PoolError(
                 f"host {self.target.label}: no answer from {self.target.address} within "
@@ -262,14 +262,14 @@ class _Patience:
 
 
 @contextmanager
-def _turn(patience: _Patience) -> Iterator[None]:
+def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
     """Wait until fewer than `_AT_ONCE` other threads connect to this sshd, then run the block.
 
     Without the limit, all threads that go through one jump host would connect to its sshd at once.
     """
-    turn = _turns.setdefault(patience.target.address, threading.Semaphore(_AT_ONCE))
+    turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
-        patience.check("waiting for other connections to it")
+        deadline.check("waiting for other connections to it")
     try:
         yield
     finally:
@@ -277,17 +277,17 @@ def _turn(patience: _Patience) -> Iterator[None]:
 
 
 @contextmanager
-def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[None]:
+def _handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[None]:
     """Run the block, which does an SSH handshake over `sock`; raise its errors as PoolError.
 
     At the deadline, or when `stop` is set, another thread closes `sock`. Then the blocked handshake
     fails.
     """
-    target, done = patience.target, threading.Event()
+    target, done = deadline.target, threading.Event()
 
     def watch() -> None:
         while not done.wait(_TICK_S):
-            if patience.is_over:
+            if deadline.is_over:
                 sock.close()
                 return
 
@@ -296,7 +296,7 @@ def _handshake(sock: socket.socket | Channel, patience: _Patience) -> Iterator[N
     try:
         yield
     except _ENDED as error:
-        patience.check("SSH handshake")
+        deadline.check("SSH handshake")
         if isinstance(error, AuthFailure):
             raise PoolError(refusal(target, error)) from error
         raise PoolError(
@@ -316,8 +316,8 @@ def _close(client: SSHClient) -> None:
         transport.join(_END_S)
 
 
-def _open_way(
-    target: Target, patience: _Patience, silence_s: float, undo: ExitStack
+def _open_stream(
+    target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: a direct socket, or through a jump host or ProxyCommand.
 
@@ -326,15 +326,15 @@ def _open_way(
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
     if target.jump is None:
-        return _dial(target, patience, silence_s, undo)
-    jump = connect(target.jump, patience.stop, patience.left_s, silence_s)
+        return _dial(target, deadline, silence_s, undo)
+    jump = connect(target.jump, deadline.stop, deadline.left_s, silence_s)
     undo.callback(jump.close)
     try:
         channel = jump.transport.open_channel(
             "direct-tcpip",
             (target.hostname, target.port),
             (LOOPBACK, 0),
-            timeout=patience.left_s,
+            timeout=deadline.left_s,
         )
     except SSHException as error:
         raise jump.lost(f"it cannot connect to {target.address}", error) from error
@@ -374,7 +374,7 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
         program.wait()
 
 
-def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack) -> socket.socket:
+def _dial(target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack) -> socket.socket:
     """Open a TCP connection to the host, trying all of its addresses in turn."""
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
@@ -388,7 +388,7 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
         sock = socket.socket(family, socket.SOCK_STREAM)
         undo.callback(sock.close)
         # an address that does not answer must leave time for the next one
-        code = _connect(sock, address, patience, patience.left_s / left if left > 1 else None)
+        code = _connect(sock, address, deadline, deadline.left_s / left if left > 1 else None)
         if code == 0:
             _notice_silence(sock, silence_s)
             return sock
@@ -400,15 +400,15 @@ def _dial(target: Target, patience: _Patience, silence_s: float, undo: ExitStack
 
 
 def _connect(
-    sock: socket.socket, address: Any, patience: _Patience, limit_s: float | None = None
+    sock: socket.socket, address: Any, deadline: _Deadline, limit_s: float | None = None
 ) -> int:
-    """Connect a socket without blocking, so that `patience` can cancel it.
+    """Connect a socket without blocking, so that `deadline` can cancel it.
 
     Args:
         sock: Unconnected socket; blocking again after the call.
         address: Address from `getaddrinfo`.
-        patience: Deadline of the connection attempt.
-        limit_s: Maximum seconds for this address; if None, only `patience` limits the time.
+        deadline: Deadline of the connection attempt.
+        limit_s: Maximum seconds for this address; if None, only `deadline` limits the time.
 
     Returns:
         An error number; 0 for success.
@@ -420,7 +420,7 @@ def _connect(
         connected = select.poll()  # select(2) takes no descriptor beyond 1,023
         connected.register(sock, select.POLLOUT)
         while not connected.poll(_TICK_S * 1000):
-            patience.check("TCP connection")
+            deadline.check("TCP connection")
             if until is not None and time.monotonic() > until:
                 return errno.ETIMEDOUT
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -447,7 +447,7 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
-class KeptCommand:
+class HeartbeatCommand:
     """A running command that gets an empty line on its standard input at regular intervals.
 
     Args:

@@ -233,7 +233,7 @@ def test_a_variable_that_is_not_set_yet_is_shared_as_well() -> None:
 
 def test_what_was_undone_is_added_again_with_its_variables() -> None:
     pickler, (get, put, _) = ValuePickler(), _accessors(1)
-    with pickler.undoing() as undo:
+    with pickler.rollback() as undo:
         pickler.add(get)
         undo()
     pickler.add(put)

@@ -19,7 +19,7 @@ def nothing_registered() -> Iterator[None]:
 
 def _forget_loaders() -> None:
     registry._registered.clear()
-    pickling.STAND_INS.clear()
+    pickling.LOADER_REDUCERS.clear()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import RunState, both, duration, text
+from taas_magic.display.head import RunState, duration, mime_bundle, text
 from taas_magic.messages import Event
 from tests.events import event, new_state, parsed
 
@@ -105,14 +105,14 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_html_says_what_the_text_says(name: str) -> None:
     state = STATES[name]
-    shown = Words(both(state, 12.0)["text/html"]).words
+    shown = Words(mime_bundle(state, 12.0)["text/html"]).words
     missing = words_of_text(text(state, 12.0)) - {word.rstrip(":") for word in shown}
     assert not missing
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_html_uses_only_what_an_untrusted_notebook_keeps(name: str) -> None:
-    seen = Words(both(STATES[name], 12.0)["text/html"])
+    seen = Words(mime_bundle(STATES[name], 12.0)["text/html"])
     assert seen.tags - (set() if STATES[name].has_ended else LIVE_TAGS) <= SURVIVING_TAGS
     assert seen.attributes <= SURVIVING_ATTRIBUTES
 
@@ -130,7 +130,7 @@ def test_whatever_a_host_sends_is_escaped() -> None:
         pool=evil,
         run_dir=evil,
     )
-    shown = both(state, 12.0)["text/html"]
+    shown = mime_bundle(state, 12.0)["text/html"]
     assert "<script" not in shown
     assert "<img" not in shown
     assert evil in unescape(shown)
@@ -155,7 +155,7 @@ def test_a_failed_head_collapses_consequences() -> None:
     ]
     assert (
         "<details><summary>3 other ranks failed because of this</summary>"
-        in both(STATES["failed"], 99.0)["text/html"]
+        in mime_bundle(STATES["failed"], 99.0)["text/html"]
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from taas_magic.display import replay
 from taas_magic.display.head import RunState
-from taas_magic.display.replay import Piece, Replay
+from taas_magic.display.replay import OutputPiece, Replay
 from taas_magic.messages import Display, Event, Lines, encode
 from taas_magic.plan import DataPlan, FetcherPlan
 from tests.events import event, failure, new_state
@@ -25,7 +25,7 @@ def replayed(events: list[Event], state: RunState | None = None) -> Replay:
     return found
 
 
-def texts(pieces: list[Piece]) -> list[str]:
+def texts(pieces: list[OutputPiece]) -> list[str]:
     """Return the shown lines. A line that a rank printed becomes `RANK:TEXT`."""
     found: list[str] = []
     for piece in pieces:

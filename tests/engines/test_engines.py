@@ -80,9 +80,9 @@ def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Pa
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             [member] = await members.acquire(1)
             assert member.name and member.peer_address
-            await engine.give_back({member.agent})
+            await engine.release_hosts({member.agent})
             assert members.all() == [member]
-            await engine.give_back(())
+            await engine.release_hosts(())
             await watching.reached(0)
             [again] = await members.acquire(1)
             assert again is not member

@@ -37,7 +37,7 @@ FAILED = BatchJob("1", "FAILED", "NonZeroExitCode", ended=True)
 
 @pytest.fixture(autouse=True)
 def look_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_S", 0.0)
+    monkeypatch.setattr(waiting, "QUERY_GAP_S", 0.0)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_lost_hosts_job_is_given_time_to_settle(
     vehicles: Vehicles, system: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system.jobs["1"] = RUNNING
-    monkeypatch.setattr(waiting, "SETTLE_S", 60.0)
+    monkeypatch.setattr(waiting, "JOB_END_WAIT_S", 60.0)
 
     async def lose() -> str:
         why = asyncio.ensure_future(vehicles.why_lost("hpc-0"))

@@ -529,7 +529,7 @@ def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
     assert lines[at + 2].endswith("a lock")
     assert lines[at + 3].split()[:3] == ["0,2-3", "2", "hosts"]
     assert lines[at + 3].endswith(ALL)
-    assert "&lt;b&gt;" in head.both(state, 105.0)["text/html"]
+    assert "&lt;b&gt;" in head.mime_bundle(state, 105.0)["text/html"]
 
 
 def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from taas_magic.journal.analysis import Flow, Load, advice, advise
+from taas_magic.journal.analysis import Flow, LoaderUse, advice, advise
 from tests.events import event
 
-STORAGE = Load("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
+STORAGE = LoaderUse("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
 CPU = replace(STORAGE, cpu=0.95, cores=0.25)
 IDLE = replace(STORAGE, busy=0.3, mb_per_s=110)
-ALONE = Load("train", 0.62, ranks=2, fetchers=0, workers=0)
+ALONE = LoaderUse("train", 0.62, ranks=2, fetchers=0, workers=0)
 
 CASES = {
     "little": (replace(STORAGE, waited=0.1), ""),

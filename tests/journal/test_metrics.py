@@ -41,7 +41,7 @@ def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_pa
     assert of_1["of each"].tolist() == [2 * step for step in range(20)]
     assert of_1["loss"].isna().all() and math.isnan(of_0["odd"][0])
     assert of_0["Accuracy/test"][7] == 0.5
-    shown = head.both(state_of(outcome.run.path), 0.0)
+    shown = head.mime_bundle(state_of(outcome.run.path), 0.0)
     assert "loss: 0.05 " in shown["text/plain"]
     assert "of each: 19 " in shown["text/plain"]
     assert "20 values on each of 2 ranks" in shown["text/plain"]

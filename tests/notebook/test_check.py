@@ -7,7 +7,7 @@ from msgspec import structs
 from taas_magic.messages import Facts
 from taas_magic.notebook.pools import report
 from taas_magic.setup.facts import ERROR, WARNING, Finding, HostCheck
-from taas_magic.setup.install import what_to_bring
+from taas_magic.setup.install import needed_package_folders
 from tests.setup.test_setup_judge import FIT, KERNEL
 
 
@@ -35,7 +35,7 @@ def test_a_row_says_what_a_host_is_like() -> None:
 
 def test_where_our_packages_are_is_said() -> None:
     assert cells(row(FIT))["taas"] == "sent on first use"
-    names = tuple(parcel.name for parcel in what_to_bring(FIT, KERNEL))
+    names = tuple(package_folder.name for package_folder in needed_package_folders(FIT, KERNEL))
     assert cells(row(structs.replace(FIT, sites=names)))["taas"] == "in its cache"
 
 

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from taas_magic.capture.payload import Captured
+from taas_magic.capture.payload import CapturedVariable
 from taas_magic.journal.analysis import LoaderFlow
 from taas_magic.messages import FetcherCounts, RankCounts, Rehearsed, WrittenFile
 from taas_magic.notebook.rehearsal import Findings, estimate, flags_here, report
@@ -53,7 +53,7 @@ def test_a_whole_report() -> None:
             HostCheck("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
             HostCheck("queue", "", None, (Finding(REMARK, "no host is up"),)),
         ],
-        captured=[Captured(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
+        captured=[CapturedVariable(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,
         loader_bytes={"train": 3 << 20},
         flows={"train": flow()},

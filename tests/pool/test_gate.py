@@ -384,7 +384,7 @@ class Nowhere(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         return []
 
-    async def give_back(self, keep: Collection[str]) -> None: ...
+    async def release_hosts(self, keep: Collection[str]) -> None: ...
 
 
 @pytest.mark.fault(73)

@@ -104,8 +104,10 @@ def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
     environ = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     shell = SubShell(tmp_path / "home", environ=environ)
     cache = ask_host(shell, str(with_pip)).cache
-    parcel = PackageFolder("demo-1", ("demo==1.0",), lambda: pytest.fail("pip could have had it"))
-    install_package(parcel, shell, str(with_pip), cache)
+    package_folder = PackageFolder(
+        "demo-1", ("demo==1.0",), lambda: pytest.fail("pip could have had it")
+    )
+    install_package(package_folder, shell, str(with_pip), cache)
     assert shell.puts == [] and site_of(shell) == {"demo-1"}
     assert "pip" in (Path(cache) / "site/demo-1/demo/__init__.py").read_text()
 
@@ -114,8 +116,8 @@ def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> 
     environ = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
     shell = SubShell(tmp_path / "home", environ=environ)
     cache = ask_host(shell, str(with_pip)).cache
-    parcel = PackageFolder("demo-1", ("demo==1.0",), PARCEL.bundle)
-    install_package(parcel, shell, str(with_pip), cache)
+    package_folder = PackageFolder("demo-1", ("demo==1.0",), PARCEL.bundle)
+    install_package(package_folder, shell, str(with_pip), cache)
     assert len(shell.puts) == 1 and site_of(shell) == {"demo-1"}
 
 

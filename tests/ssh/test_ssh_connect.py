@@ -14,7 +14,7 @@ import pytest
 from paramiko import Channel
 
 from taas_magic.errors import PoolError
-from taas_magic.ssh.config import Stopped, Target, find_target
+from taas_magic.ssh.config import ConnectStopped, Target, find_target
 from taas_magic.ssh.connect import (
     _TCP_RTO_MAX_MS,
     Connection,
@@ -405,7 +405,7 @@ def test_a_connect_into_nothing_can_be_stopped(hosts: Hosts, tmp_path: Path, way
         stop = threading.Event()
         timer = threading.Timer(0.5, stop.set)
         timer.start()
-        with pytest.raises(Stopped):
+        with pytest.raises(ConnectStopped):
             connect(where, stop, timeout_s=600)
 
 

@@ -13,7 +13,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.ssh import SshEngine
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.ssh import config as settings
-from taas_magic.ssh.config import Stopped, Target, find_target
+from taas_magic.ssh.config import ConnectStopped, Target, find_target
 from tests.eventually import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh is installed")
@@ -129,7 +129,7 @@ def test_a_slow_command_of_the_configuration_is_ended(
         monkeypatch.setattr(settings, "_SSH_S", 1.0)
     else:
         threading.Timer(1.0, stop.set).start()
-    with pytest.raises(PoolError if ends_by == "time" else Stopped) as caught:
+    with pytest.raises(PoolError if ends_by == "time" else ConnectStopped) as caught:
         find_target("gpu1", str(file), stop)
     if ends_by == "time":
         assert "did not finish within 1 s" in str(caught.value)
