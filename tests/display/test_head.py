@@ -164,7 +164,7 @@ def test_a_fed_head_ends_with_advice() -> None:
     assert shown[1].startswith(
         "<train>: batches 18 of 100 · per second 2.2 · 0.2 MB/s · waited 75%"
     )
-    assert shown[2].startswith("advice: ranks waited 75% for '<train>': the ranks prepare it")
+    assert shown[2].startswith("advice: ranks waited 75% for '<train>': the run has no fetchers")
     assert "filling 3 of 40 batches" in text(STATES["filling"], 12.0)
 
 
