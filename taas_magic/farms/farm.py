@@ -590,7 +590,7 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        Passes outcomes and failures of jobs to the thread of `_collect`, appends output to the
+        Passes outcomes and failures of jobs to the thread of `_end_jobs`, appends output to the
         job's log, and applies the message to the state.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
