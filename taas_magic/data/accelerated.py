@@ -122,6 +122,6 @@ def patch_accelerate() -> None:
 
     Accelerator.prepare_data_loader = prepare_data_loader
     # This code runs during the import of accelerate. `accelerate.accelerator` has already imported
-    # the function, so it is patched there, too. The package `accelerate` imports the function later
-    # and gets the patched one.
+    # the original function, so patch that module, too. The package `accelerate` imports the
+    # function later, and so gets the patched one.
     data_loader.skip_first_batches = accelerator.skip_first_batches = skip_first_batches

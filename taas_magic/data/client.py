@@ -70,7 +70,8 @@ class Route:
 
     Args:
         loader: Name of the loader.
-        directory: Returns the current addresses of the loader's fetchers.
+        directory: Function that returns the current addresses of a loader's fetchers, for the
+            loader's name.
         key: The run's key.
         tls: TLS client context for fetchers on other hosts; None for plain TCP.
         lease: Time limits for the fetchers to start and to respond.
@@ -110,8 +111,9 @@ class Route:
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
         fetcher is paused or has not started, the result is another fetcher, if there is one.
 
-        The fetcher of a stream gets time to start. If another fetcher read the stream's first
-        batches, and the dataset is not seeded, samples would arrive twice or not at all.
+        For an iterable-style loader, first wait until the stream's fetcher has started, but not
+        longer than `start_s`. Another fetcher might read an unseeded dataset in another order. If
+        it read the stream's first batches, samples would arrive twice or not at all.
 
         Args:
             slot: Number of the batch in the epoch's order.
@@ -156,7 +158,8 @@ class Route:
         """Return a new connection to a fetcher.
 
         Raises:
-            OSError, ProtocolError: The fetcher does not respond.
+            OSError: The fetcher has no address, or cannot be reached.
+            ProtocolError: The peer is not a fetcher of this run, or it rejected this rank.
         """
         address = self._found.addresses.get(number)
         if address is None:
@@ -602,10 +605,10 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        If the response has the hash of the epoch's order, or no hash, it is stored. Otherwise
-        `_follow_up_request` returns the next request to send (the class docstring describes the
-        sequence). The response to the last request of the sequence is stored as the response to the
-        first one.
+        Store the response if it has the hash of the epoch's order, or no hash. Otherwise send the
+        request that `_follow_up_request` returns; the class docstring describes the sequence of
+        requests. The response to the last request of the sequence is stored as the response to the
+        first request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:

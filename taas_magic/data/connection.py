@@ -167,7 +167,7 @@ class FetcherLink:
             blocks: Memory to receive messages into.
 
         Yields:
-            A message and its body, which is in `blocks` or in shared memory.
+            A message and its body. The body is in `blocks` or in shared memory.
 
         Raises:
             PeerSilent: No data arrived for a tick; the connection is still usable.

@@ -1,8 +1,8 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
 All workers use this module: those of fetchers, and those of ranks in a run without fetchers. A
-batch is requested by its epoch and its slot (its number in the epoch). The batch depends only on
-(seed, epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An
+request names the epoch and the slot, which is the batch's number in the epoch. The batch depends
+only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An
 iterable-style dataset is replayed from the start of its stream, or from a saved state if the
 dataset has a `state_dict`.
 """
@@ -368,8 +368,8 @@ class BatchSource:
         """Return a batch of an iterable-style loader.
 
         If the batch is not the next one of its stream, first skip the batches before it. If the
-        stream's iterator is behind the batch already, or a later saved state exists, begin again
-        at the latest saved state (or at the stream's beginning) and skip from there.
+        stream's cursor is already past the batch, or if a saved state is nearer to the batch, begin
+        again at the saved state (or at the stream's beginning) and skip from there.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -395,7 +395,7 @@ class BatchSource:
         return self._snapshots.setdefault((epoch, stream), Snapshots())
 
     def _advance(self, cursor: "Cursor") -> Any:
-        """Return the next batch of a stream, with the random generators seeded for it."""
+        """Seed the random generators for the next batch of a stream, and return the batch."""
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
         torch_worker._worker_info = cursor.info
@@ -634,9 +634,9 @@ class UserCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class UserErrorReport:
-    """Description of an exception of the user's code, which can be sent to a rank.
+    """Description, for a rank, of an exception that the user's code raised.
 
-    The rank raises the exception again, as DataLoader does.
+    The rank raises the exception again, as DataLoader does for an exception in its worker.
 
     Attributes:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
@@ -656,7 +656,7 @@ class UserErrorReport:
 
         Args:
             error: The exception.
-            where: The process and the batch in which it occurred.
+            where: The process and the batch in which the exception occurred.
         """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)

@@ -5,7 +5,7 @@ pickle of a view would include the view's whole storage. Here the pickle contain
 of each tensor, and this module decides which memory to send. Of a view, only the bytes that belong
 to the view are sent. Memory of overlapping tensors is sent once, and the decoded tensors share
 memory again. A tensor that is not a plain dense CPU tensor (for example sparse, or with
-requires_grad) is encoded as a function call that rebuilds it from plain tensors.
+requires_grad) is encoded as a function call that rebuilds the tensor from plain ones.
 
 The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
 (`Encoded.head`) includes the pickle. The table and each buffer are aligned to 64 bytes.

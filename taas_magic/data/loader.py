@@ -142,7 +142,7 @@ class RankFeed:
     """A rank's access to the run's data service: settings, keys, and addresses of fetchers.
 
     Attributes:
-        payload: Returns the pickled loader for a name.
+        payload: Function that returns the pickled loader with a given name.
         directory: Function that returns the addresses of a loader's fetchers. In a run without
             fetchers, this attribute is None, and `own` starts servers for this rank.
         key: The run's key, which proves that the rank belongs to the run.

@@ -294,7 +294,7 @@ def _pack(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
 
 
 def _copied(indices: Any) -> Any:
-    """Return a copy of indices if they are mutable, because a sampler may reuse their memory."""
+    """Copy indices that a sampler may change afterwards; return other indices as they are."""
     if isinstance(indices, torch.Tensor):
         return indices.clone()
     if type(indices) is list:

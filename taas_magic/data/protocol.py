@@ -392,7 +392,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
 class Assembler:
     """Splitter of a received byte stream into messages with bodies.
 
-    The splitter copies the data, so only servers use it: they receive only small messages.
+    The splitter copies the data. So only servers use it, because ranks send small messages. The
+    one exception is the state of a dataset, which may be large.
 
     Args:
         state: Decodes the messages, and checks which ones are allowed.

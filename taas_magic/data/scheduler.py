@@ -125,8 +125,8 @@ class PrefetchOrder:
 
     Args:
         share: The slots whose batches this fetcher prepares ahead.
-        is_filled: Returns whether the prefetch buffer holds the minimum that must be ready before
-            ranks start (`--prefill`).
+        is_filled: Function that returns whether the prefetch buffer holds the minimum that must be
+            ready before ranks start (`--prefill`).
     """
 
     def __init__(self, share: FetcherPart, is_filled: Callable[[], bool] = lambda: True) -> None:
@@ -237,8 +237,8 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: Worker and connection whose queue has the request; None if the request is not
-            queued. The worker is a number, or None if any worker can answer the request.
+        queued: The worker and the connection whose queue contains the request; None if the request
+            is not queued. The worker is a number, or None if any worker can answer the request.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -258,7 +258,8 @@ class PrefetchBuffer:
     Args:
         budget_bytes: Memory limit of all responses.
         ahead: Order of the batches to prepare when no connection waits.
-        worker_for: Returns the number of the worker that must answer a request; None for any.
+        worker_for: Function that returns the number of the worker that must answer a request, or
+            None if any worker can.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -378,13 +379,13 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        The request then counts as being prepared. If the buffer is full, only a request whose
-        response its connection must send next can be the result.
+        The request then counts as being prepared. If the buffer is full, the result can only be a
+        request whose response a connection must send next.
 
         Args:
             worker: Number of the worker.
-            follows: Returns whether the worker can prepare a batch without restarting the batch's
-                stream; None for a map-style loader, which has no streams.
+            follows: Function that returns whether the worker can prepare a batch without restarting
+                the batch's stream; None for a map-style loader, which has no streams.
         """
         if not self._queues:
             return None
@@ -595,7 +596,7 @@ class Scheduler:
     Args:
         served: The fetcher's settings for the loader.
         selector: The selector of the server's event loop.
-        arenas: Yields numbers for the workers' arenas, each number once.
+        arenas: Iterator over numbers for the workers' arenas; it yields each number once.
         ready: Called with a connection when a response for the connection is ready.
         note: Called with a message for the user.
 
@@ -614,7 +615,7 @@ class Scheduler:
     ) -> None:
         self._served, self._ready, self._note = served, ready, note
         self._selector, self._arenas = selector, arenas
-        # Use half of the file size: spans that ranks still read fragment the arena.
+        # Use half of the file size, because spans that ranks still read leave holes in the arena.
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = PrefetchBuffer(
@@ -757,7 +758,7 @@ class Scheduler:
     def _receive_replies(self, one: WorkerHandle) -> None:
         """Handle the replies that a worker has sent."""
         if one.is_gone:
-            return  # its parent has reported the end in the same step
+            return  # the worker's parent has reported the end in the same step
         try:
             for reply in one.receive_replies():
                 self._store_reply(one, one.unanswered.pop(reply.number), reply)

@@ -502,7 +502,7 @@ class Server:
             len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
         )
         # A single unauthenticated peer stays connected. When it has authenticated, `_welcome`
-        # tells it why it cannot be served.
+        # tells the peer why this server rejects it.
         if is_tight and len(self._unproved) > 1:
             self._make_room_for_one()
         if not connection.is_greeting:
@@ -748,12 +748,13 @@ class RankServers:
     hold a lock, such as the lock of torch's random generator, and the child would wait for the lock
     forever.
 
-    `close` ends the starter process and the servers, and waits for them. Without `close`, they end
-    when the rank's process ends.
+    `close` ends the starter process and the servers, and waits for them. Without `close`, these
+    processes end when the rank's process ends.
 
     Args:
         key: The run's key, which every connection must prove.
-        load: Prepares a server's process, and returns the pickled loader; called in that process.
+        load: Function that prepares a server's process and returns the pickled loader. It is called
+            in the server's process.
     """
 
     def __init__(self, key: bytes, load: Callable[[ServedLoader], bytes]) -> None:
@@ -833,7 +834,7 @@ class RankServers:
         servers: list[Any] = []
         while True:
             ready = wait([control, life, *(server.sentinel for server in servers)])
-            servers = [server for server in servers if server.is_alive()]  # also reaps the others
+            servers = [server for server in servers if server.is_alive()]  # reaps ended servers
             if life in ready:
                 break
             if control not in ready:

@@ -174,7 +174,7 @@ def read(run_dir: Path) -> Service | None:
 
 
 Directory = Callable[[str], LoaderAddresses]
-"""Function that returns the current addresses of the fetchers of a loader, given by its name.
+"""Function that returns the current addresses of a loader's fetchers, for the loader's name.
 
 If all fetchers have failed, the result has the reason instead. Ranks call the function again
 whenever a fetcher does not respond.
@@ -217,7 +217,7 @@ def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
 def _content(file: Path) -> bytes | None:
     """Return the content of a fetcher's file; None if there is no file.
 
-    A fetcher removes its file when it ends, which may happen at any time.
+    A fetcher may end at any time, and then removes its file.
     """
     try:
         return file.read_bytes()

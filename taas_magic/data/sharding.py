@@ -35,7 +35,7 @@ VOID = -1
 UNHINTED = -2
 """Number in place of a batch's units that means: the batch has no `hints["units"]`.
 
-Such a batch counts one unit.
+Such a batch counts as one unit.
 """
 
 

@@ -1,4 +1,7 @@
-"""`taas.federation`: Flower on a pool's hosts, as a run with one rank on each host (kernel)."""
+"""`taas.federation`: run Flower on a pool's hosts, with one rank on each host.
+
+This module runs in the notebook's kernel.
+"""
 
 import contextlib
 import secrets

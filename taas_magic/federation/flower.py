@@ -8,8 +8,8 @@ SuperLink's process.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
 rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
-spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the
-function that the run calls on its ranks.
+spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the function
+that the run calls on its ranks.
 """
 
 import functools
@@ -31,7 +31,7 @@ RESULT = "TAAS_FEDERATION_RESULT"
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """The settings of a federation, which all its hosts receive.
+    """The settings of a federation; all hosts of the federation receive them.
 
     Attributes:
         certificate: The certificate that signs the SuperLink's certificate, as PEM.

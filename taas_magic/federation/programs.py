@@ -1,4 +1,4 @@
-"""Flower's programs on one host of a federation, which the host's rank starts and ends.
+"""Start and end Flower's programs on one host of a federation; runs in the host's rank.
 
 Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts. Every host runs
 a SuperNode, and the ClientApp in one process for each message. All ports require a key. The
@@ -353,7 +353,7 @@ class _HostPrograms:
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
     def _listens(self, name: str, port: int) -> bool:
-        """Wait until a program listens on a port; return False if it ends first.
+        """Wait until a program listens on a port; return False if the program ends first.
 
         Raises:
             RuntimeError: The program did nothing for `START_TIMEOUT_S` and does not listen.
