@@ -475,7 +475,13 @@ class Client:
         return LoaderRequest(kind, self._epoch, slot_request.slot, detail)
 
     def _value(self, request: LoaderRequest) -> Any:
-        """Send a request whose response is an object, and return the object."""
+        """Send a request whose response is an object, and return the object.
+
+        Raises:
+            ValueError: The response is a dataset's state that is too large to be loaded again.
+            RunLost: No fetcher responds.
+            Exception: The exception that the user's code raised.
+        """
         body = self._answer_to(request, ResponseKind.VALUE)
         if request.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
@@ -517,7 +523,13 @@ class Client:
         return response, body
 
     def _send_later(self, request: LoaderRequest) -> None:
-        """Queue a request on the connection to its fetcher; connect first if necessary."""
+        """Queue a request on the connection to its fetcher; connect first if necessary.
+
+        If no connection can be made, record the failure, and choose a fetcher again.
+
+        Raises:
+            RunLost: No fetcher can be reached.
+        """
         while True:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
             # Request the order from the fetcher that opened the epoch: others may differ.
@@ -548,7 +560,16 @@ class Client:
                 self._reroute_requests(number, error)
 
     def _receive_until(self, request: LoaderRequest) -> None:
-        """Receive responses until the one to `request` has arrived."""
+        """Receive responses until the one to `request` has arrived.
+
+        If the fetcher is silent for too long or its connection fails, send the pending
+        requests to other fetchers.
+
+        Raises:
+            CancelledError: Another thread has set `is_left`.
+            RuntimeError: The response took longer than the loader's `timeout`.
+            RunLost: No fetcher responds.
+        """
         began = received_at = time.monotonic()
         silent_s = 0.0
         while request in self._where:

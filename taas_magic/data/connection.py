@@ -198,7 +198,12 @@ class FetcherLink:
         return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
 
     def _authenticate(self, loader: str, key: bytes) -> None:
-        """Do the handshake, in which each side proves that it knows the run's key."""
+        """Do the handshake, in which each side proves that it knows the run's key.
+
+        Raises:
+            ProtocolError: The fetcher rejects this rank, or does not know the run's key.
+            TimeoutError: The fetcher does not answer in time.
+        """
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = self._receive_handshake()
         assert isinstance(challenge, protocol.Challenge)
@@ -295,7 +300,14 @@ class Inbox:
     def _receive_large_body(
         self, now: protocol.ReceivedFrame, blocks: ReceiveBlocks
     ) -> tuple[FromServer, memoryview]:
-        """Receive the rest of a large body whose beginning is in the chunk; return the message."""
+        """Receive the rest of a large body whose beginning is in the chunk.
+
+        Returns:
+            The message and the body.
+
+        Raises:
+            ProtocolError: The body's checksum is wrong.
+        """
         self._now = None
         message, _, size = now
         body, begun = blocks.allocate(size), self._end - self._start
@@ -321,7 +333,14 @@ class Inbox:
                 self._check_patience()
 
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
-        """Receive into the chunk: the rest of a body, or all frames that have arrived."""
+        """Receive into the chunk: the rest of a body, or all frames that have arrived.
+
+        First replace a chunk that has too little space left. With TLS, wait for the rest of the
+        body. Without TLS, one system call receives what has arrived.
+
+        Raises:
+            PeerSilent: No data arrived for a tick, and no frame has begun.
+        """
         now = self._now
         least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)
         if len(self._chunk) - self._start < least:

@@ -337,7 +337,10 @@ class BatchSource:
             torch_worker._worker_info = before
 
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
-        """Return a batch of a map-style loader; see `prepare`."""
+        """Return a batch of a map-style loader; `prepare` explains the arguments.
+
+        Seed the random generators for the batch, get the samples from the dataset, and collate them.
+        """
         order = self._enter(epoch)
         if indices is None:
             try:
@@ -683,7 +686,10 @@ class UserErrorReport:
         raise self._exception() from None
 
     def _exception(self) -> Exception:
-        """Return the exception that `reraise` raises."""
+        """Return the exception that `reraise` raises.
+
+        Its message, or else its note, contains the original traceback.
+        """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
             return RuntimeError(f"{text}\nA dataset must not end its process; raise an exception.")

@@ -367,7 +367,11 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _encode_any(value: object) -> Encoded:
-    """Encode a batch of any form; see `encode`."""
+    """Encode a batch of any form.
+
+    Pickle the batch with the fast pickler. If types of the notebook occur in the batch, pickle it by
+    value instead. Then choose the memory of the tensors to send.
+    """
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
         # A rank may lack the notebook's types, so the slower pickler pickles them by value. If

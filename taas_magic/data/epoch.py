@@ -408,7 +408,14 @@ class EpochRequests:
             )
 
     def _receive_step(self, step: int) -> SlotResponse | None:
-        """Return this rank's batch of a step; None at the end of the epoch."""
+        """Return this rank's batch of a step; None at the end of the epoch.
+
+        Request further batches if that is due. Receive units of other batches until the schedule
+        knows the step's slot. Then receive the batch of this slot.
+
+        Raises:
+            ProtocolError: The fetchers announced the batch, but do not have it.
+        """
         if step >= self._request_again_at:
             self._request_ahead(step)
         while (slot := self._schedule.slot_at(step)) is NoSlot.WAIT:

@@ -326,7 +326,11 @@ class RemoteLoader(DataLoader[Any]):
         return self.with_states(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return `state_dict()` without the dataset's own state; sends no request."""
+        """Return `state_dict()` without the dataset's own state; sends no request.
+
+        In the middle of a pass, this is the position after the last yielded batch. Otherwise, this
+        is the position at which the next pass begins.
+        """
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
             epoch, place, order = self._current.epoch, self._current.after, self._current.order

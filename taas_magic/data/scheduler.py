@@ -486,7 +486,11 @@ class PrefetchBuffer:
     def _next_request_for(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return the next queued request that a worker may prepare; the connections take turns."""
+        """Return the next queued request that a worker may prepare; the connections take turns.
+
+        For streams, finish the oldest epoch first. In this epoch, prefer a request for which the
+        worker need not restart the stream.
+        """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
             return None
@@ -656,7 +660,11 @@ class Scheduler:
         )
 
     def dispatch(self) -> None:
-        """Send the next commands to every worker that has room for them."""
+        """Send the next commands to every worker that has room for them.
+
+        A command answers a request of a rank, or prepares a batch ahead if there is no such
+        request.
+        """
         for one in self._workers.values():
             if not (room := one.room):
                 continue
@@ -698,7 +706,11 @@ class Scheduler:
         return request
 
     def _worker_for(self, request: LoaderRequest) -> int | None:
-        """Return the number of the worker that must prepare a request; None for any worker."""
+        """Return the number of the worker that must prepare a request; None for any worker.
+
+        Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
+        Other batches have an assigned worker (`sharding.assigned_worker`).
+        """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
             # A sampler may give a different order in each process, so only worker 0 answers.

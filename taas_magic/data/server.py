@@ -456,7 +456,10 @@ class Server:
         self._dirty[connection] = None
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept the connections that wait at a listener."""
+        """Accept the connections that wait at a listener.
+
+        If no file descriptor is free, close the oldest unauthenticated connection instead.
+        """
         for _ in range(_ACCEPT_AT_ONCE):
             try:
                 sock, _ = listener.accept()
@@ -483,7 +486,11 @@ class Server:
         return True
 
     def _greet(self, sock: socket.socket) -> None:
-        """Begin the handshake with a new peer; close the socket if another user runs the peer."""
+        """Begin the handshake with a new peer; close the socket if another user runs the peer.
+
+        If too many peers are unauthenticated, or few file descriptors are left, close the oldest
+        unauthenticated connection.
+        """
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
         if is_unix and peer_uid(sock) != os.geteuid():
@@ -516,7 +523,10 @@ class Server:
     def _close_on_error(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
     ) -> None:
-        """Call `work` with a connection, unless it is closed; if `work` fails, close it."""
+        """Call `work` with a connection, unless the connection is closed.
+
+        If `work` raises OSError or ProtocolError, close the connection.
+        """
         if connection not in self._connections:
             return
         try:
@@ -640,7 +650,10 @@ class Server:
         return why
 
     def _pump(self, connection: RankConnection) -> None:
-        """Send the responses that are ready, until the socket would block."""
+        """Send the responses that are ready, until the socket would block.
+
+        If the TLS handshake is still in progress, continue the handshake instead.
+        """
         if connection.is_greeting:
             self._receive_messages(connection)
             return
