@@ -339,7 +339,8 @@ class BatchSource:
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
         """Return a batch of a map-style loader; `prepare` explains the arguments.
 
-        Seed the random generators for the batch, get the samples from the dataset, and collate them.
+        Seed the random generators for the batch, get the samples from the dataset, and collate
+        them.
         """
         order = self._enter(epoch)
         if indices is None:

@@ -369,8 +369,9 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form.
 
-    Pickle the batch with the fast pickler. If types of the notebook occur in the batch, pickle it by
-    value instead. Then choose the memory of the tensors to send.
+    Pickle the batch with the fast pickler. If the batch may contain types of the notebook, pickle
+    it with the slower pickler, which includes these types. Then choose the memory of the tensors to
+    send.
     """
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
