@@ -335,8 +335,8 @@ class Inbox:
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived.
 
-        First replace a chunk that has too little space left. With TLS, wait for the rest of the
-        body. Without TLS, one system call receives what has arrived.
+        First replace a chunk that has too little space left. With TLS, if a body has begun, wait
+        for its rest. Otherwise, one system call receives what has arrived.
 
         Raises:
             PeerSilent: No data arrived for a tick, and no frame has begun.
