@@ -8,8 +8,8 @@ SuperLink's process.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
 rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
-spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the function
-that the run calls on its ranks.
+spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the
+function that the run calls on its ranks.
 """
 
 import functools
