@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 
-import hold
+import protection
 import psutil
 from contestants import COLD, CONTESTANTS, TOKEN, Figures
 from kernel_client import CellError
@@ -66,7 +66,7 @@ def main() -> int:
     rounds = measure(asked.only, asked.rounds)
     for block in (table(rounds), ratios(rounds), aims(rounds)):
         print("", *block, sep="\n", flush=True)
-    print("", *hold.table(), "", machine(), sep="\n")
+    print("", *protection.table(), "", machine(), sep="\n")
     return end_leftovers()
 
 

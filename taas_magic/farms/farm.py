@@ -63,7 +63,7 @@ from taas_magic.plan import new_run_id
 from taas_magic.pool.client import disconnect
 from taas_magic.shared_files import lock
 from taas_magic.store import rule as store
-from taas_magic.store.tree import why_astray
+from taas_magic.store.tree import why_invalid
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -706,7 +706,7 @@ def _below(folder: Path, name: str) -> Path:
     Raises:
         ProtocolError: The path may be outside the job's folder.
     """
-    if why := why_astray(name):
+    if why := why_invalid(name):
         raise ProtocolError(f"a farm's node sent {name!r} for a job's folder: {why}")
     return folder / name
 

@@ -222,7 +222,7 @@ class AgentWorker(ClosedWorker):
         self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], RequestHandler] = {
-            Greet: self.hello,
+            Greet: self.greet,
             GetFacts: self.facts,
             StartShare: self.start_run,
             Halt: self.forward_command,
@@ -235,7 +235,7 @@ class AgentWorker(ClosedWorker):
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
-    async def hello(self, asked: Greet) -> HostHello:
+    async def greet(self, asked: Greet) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; return facts about the host.
 
         Raises:

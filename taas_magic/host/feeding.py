@@ -187,7 +187,7 @@ class SessionFeeds:
         if served is None:
             return
         names = [loader.name for loader in served.loaders]
-        kept = self._keep(number, run_dir, names)
+        kept = self._copy_loaders(number, run_dir, names)
         share, agreement, directory = self._share, None, _directory(served, self._base)
         if share.plan.world_size > 1 and directory is None:
             run = f"{share.plan.run_id}/{number}"
@@ -241,7 +241,7 @@ class SessionFeeds:
     def _loaders(self) -> list[RemoteLoader]:
         return self._feed.loaders if self._feed is not None else []
 
-    def _keep(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
+    def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
         """Copy a cell's pickled loaders from the cell's run folder to a folder of the session.
 
         Also writes the settings of all cells so far to the folder. The loaders' servers read the

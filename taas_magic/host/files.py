@@ -42,7 +42,7 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
-from taas_magic.store.ownership import RunsFiles
+from taas_magic.store.ownership import RunFileRecord
 from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 
@@ -478,7 +478,7 @@ class HostFiles:
         with suppress(OSError):
             folder = state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            RunsFiles(folder).record_written(rule.path, [it.path for it in receipt.written])
+            RunFileRecord(folder).record_written(rule.path, [it.path for it in receipt.written])
 
     def _note(self, text: str) -> None:
         self._emit(Note(text=text))

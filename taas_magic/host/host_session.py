@@ -68,7 +68,7 @@ class SessionAttempt(Attempt):
         if not self._was_told_to_end:
             self._was_told_to_end = True
             for rank in self._spec.ranks:
-                link.order(self.folder, rank, CellOrder(number=0))
+                link.send_cell_order(self.folder, rank, CellOrder(number=0))
 
 
 class CellAttempt(Attempt):
@@ -102,7 +102,7 @@ class CellAttempt(Attempt):
                 out=list(spec.plan.out),
                 colors=spec.run.origin.colors,
             )
-            link.order(self.folder, rank, cell)
+            link.send_cell_order(self.folder, rank, cell)
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
@@ -148,33 +148,36 @@ class CellAttempt(Attempt):
         self._called_back_at = since if self._called_back_at is None else self._called_back_at
         if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
             self._cut_at = now
-            for state in self._away():
+            for state in self._ranks_in_cell():
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell, and wait until they are at their prompt.
 
-        Then kill the ranks that are not at their prompt within the time limit (`_patience_s`).
+        Then kill the ranks that are not at their prompt within the time limit (`_return_limit_s`).
 
         Args:
-            grace_s: Not used, because `_patience_s` returns the time limit.
+            grace_s: Not used, because `_return_limit_s` returns the time limit.
         """
         if self._called_back_at is None:
             self._called_back_at = time.monotonic()
-        while self._away() and time.monotonic() < self._called_back_at + self._patience_s():
+        while (
+            self._ranks_in_cell()
+            and time.monotonic() < self._called_back_at + self._return_limit_s()
+        ):
             self._interrupt(self._called_back_at)
             connection.wait(self.sentinels, _LOOK_S)
             self._poll_ends()
-        if lost := [state for state in self._away() if state.rank not in self._killed]:
+        if lost := [state for state in self._ranks_in_cell() if state.rank not in self._killed]:
             self._kill(lost)
 
-    def _patience_s(self) -> float:
+    def _return_limit_s(self) -> float:
         """Return the seconds after an interrupt within which ranks must be back at their prompt.
 
         The limit is `RETURN_S`, or `REPORT_S` if all ranks that still run the cell have raised an
         exception. These ranks need the longer limit to format their tracebacks.
         """
-        has_heard = all(state.failed_at is not None for state in self._away())
+        has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
@@ -189,7 +192,7 @@ class CellAttempt(Attempt):
         )
         self._emit(Note(text=text))
 
-    def _away(self) -> list[RankState]:
+    def _ranks_in_cell(self) -> list[RankState]:
         """Return the ranks that still run the cell."""
         return [state for state in self.ranks.states() if not state.is_over]
 

@@ -100,7 +100,7 @@ def _send_request(folder: Path, rank: int, what: bytes) -> None:
             asked.write(what)
 
 
-def order(folder: Path, rank: int, cell: CellOrder) -> None:
+def send_cell_order(folder: Path, rank: int, cell: CellOrder) -> None:
     """Send a rank of a session the order to run a cell, or the order to end."""
     _write_line(rank_file(folder, rank, "cells"), cell)
 

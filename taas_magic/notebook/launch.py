@@ -76,7 +76,7 @@ _pruned_at = float("-inf")
 """Monotonic time of the last search for old runs to remove."""
 
 _told: set[str] = set()
-"""Lasting notes (see `_news`) that this kernel has shown and does not repeat."""
+"""Lasting notes (see `_notes_to_show`) that this kernel has shown and does not repeat."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
@@ -117,7 +117,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     if session is not None:
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
     differences = (*modules.differences(captured.modules, captured.work.python), *captured.notes)
-    plan = structs.replace(plan, notes=_news(plan.notes, differences))
+    plan = structs.replace(plan, notes=_notes_to_show(plan.notes, differences))
     driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
         _run_in_session(driver, spec, pool, config, session, captured)
@@ -245,7 +245,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     return folder
 
 
-def _news(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
+def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     """Return the notes to show in the status header of a run; leave out lasting notes shown before.
 
     Notes on a missing GPU and on differing constants are lasting: they hold for many runs. A kernel

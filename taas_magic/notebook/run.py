@@ -158,7 +158,7 @@ class Background(Generic[T]):
     def __init__(self, work: Callable[[ShowLines], T]) -> None:
         self.outcome: futures.Future[T] = futures.Future()
         self._work = work
-        self._news: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._progress_lines: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         context = contextvars.copy_context()
         self.thread = threading.Thread(
             target=context.run, args=(self._run,), name="taas-background", daemon=True
@@ -186,13 +186,13 @@ class Background(Generic[T]):
             Exception: The exception that the work raised.
             KeyboardInterrupt: The user ended the wait.
         """
-        interrupts.wake = lambda: self._news.put([])
+        interrupts.wake = lambda: self._progress_lines.put([])
         said: set[str] = set()
         while interrupts.count < max_interrupts:
             # Read `is_done` before the queue: if it is True, the queue has all lines of progress.
             is_done = self.outcome.done()
             try:
-                lines = self._news.get(timeout=0 if is_done else MEANWHILE_S)
+                lines = self._progress_lines.get(timeout=0 if is_done else MEANWHILE_S)
             except queue.Empty:
                 if is_done:
                     break
@@ -209,10 +209,10 @@ class Background(Generic[T]):
     def _run(self) -> None:
         """Run the work and store its outcome (the thread's function)."""
         try:
-            self.outcome.set_result(self._work(self._news.put))
+            self.outcome.set_result(self._work(self._progress_lines.put))
         except BaseException as error:
             self.outcome.set_exception(error)
-        self._news.put([])
+        self._progress_lines.put([])
 
 
 class RunFetchers:

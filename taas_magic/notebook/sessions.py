@@ -325,7 +325,7 @@ class Session:
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
             assert connection is not None
-            request = partial(_call, connection, AllowRestarts(self.run_id))
+            request = partial(_call_if_alive, connection, AllowRestarts(self.run_id))
             threading.Thread(target=request, name="taas-restarts", daemon=True).start()
 
     def count_cell(self) -> int:
@@ -381,7 +381,7 @@ class Session:
             return
         events = [event for each in fetchers for event in each.release()]
         if not self.has_ended:
-            _call(self.connection, Relay(self.run_id, events))
+            _call_if_alive(self.connection, Relay(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
         # Rank 0 comes last, so that its report on a name replaces the reports of other ranks.
@@ -448,7 +448,7 @@ class Session:
                 self._connection.forget(self.run_id)
 
 
-def _call(connection: PoolConnection, request: Request[None]) -> None:
+def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process, and ignore a PoolError.
 
     If the pool's process has ended, the session has ended, too. The next cell reports that.

@@ -66,7 +66,7 @@ from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.store.manifest import FileRequest
-from taas_magic.store.rule import owned
+from taas_magic.store.rule import locked_store
 
 _log = logging.getLogger(__name__)
 
@@ -757,6 +757,6 @@ async def _end_of(run: PoolRun) -> RunEnded:
 async def _lock_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
     """Make the run the owner of the project store until `until_end` is closed."""
     if plan.store is not None:
-        owning = owned(plan.store.path, plan.run_id, plan.name)
-        await asyncio.to_thread(owning.__enter__)
-        until_end.push_async_callback(asyncio.to_thread, owning.__exit__, None, None, None)
+        locking = locked_store(plan.store.path, plan.run_id, plan.name)
+        await asyncio.to_thread(locking.__enter__)
+        until_end.push_async_callback(asyncio.to_thread, locking.__exit__, None, None, None)

@@ -472,7 +472,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         if ignore.is_secret(tree_entry.path):
             secrets.append(printable(tree_entry.path))
             return False
-        why = why_unsafe(tree_entry.path) or tree_entry.oddity
+        why = why_unsafe(tree_entry.path) or tree_entry.special_kind
         if not why and (other := cases.clash(tree_entry.path)):
             why = f"its name differs from {other} only by case"
         if why:

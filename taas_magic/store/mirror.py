@@ -99,7 +99,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     cache = cache or Path(probe.cache_folder()) / "projects"
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _forget_old(cache, time.time() - KEPT_S)
+        _remove_old_mirrors(cache, time.time() - KEPT_S)
         for folder in _candidates(cache, store, owner):
             folder.mkdir(mode=0o700, exist_ok=True)
             with ExitStack() as opening:
@@ -123,7 +123,7 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
         yield cache / f"{readable}-{digest}{f'-{number}' if number else ''}"
 
 
-def _forget_old(cache: Path, before: float) -> None:
+def _remove_old_mirrors(cache: Path, before: float) -> None:
     """Remove unused mirrors that were last used before the time `before`, in seconds since 1970."""
     for lock in cache.glob("*/lock"):
         with suppress(FileNotFoundError):

@@ -305,7 +305,7 @@ class _ChangeSender:
             self._queue_removal(path)
             return
         tree_entry = TreeEntry(path, status)
-        if what := tree_entry.oddity:
+        if what := tree_entry.special_kind:
             raise UnsafeError(path, what)
         was_folder = mirror.hashes.is_content(path, FOLDER)
         if path in mirror.hashes and was_folder is not tree_entry.is_folder:
@@ -494,7 +494,7 @@ class MirrorSender:
             if found.is_folder:
                 same = hashes.is_content(found.path, FOLDER)
             else:
-                same = not found.oddity and hashes.is_same(found.path, found.status)
+                same = not found.special_kind and hashes.is_same(found.path, found.status)
             if not same:
                 yield found.path
         yield from (path for path in hashes.paths() if path not in there)

@@ -25,7 +25,7 @@ from pathspec import GitIgnoreSpec
 
 from taas_magic.messages import pack, unpack
 from taas_magic.shared_files import replacing
-from taas_magic.store.tree import Tree, oddity
+from taas_magic.store.tree import Tree, special_kind
 
 KEPT_BESIDE = ".from-host"
 """Suffix of the name of rank 0's version of a user's file."""
@@ -69,7 +69,7 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 """First bytes of a program: a script, and executables of Linux, Windows and macOS."""
 
 
-def is_start_up(name: str, *, in_users_folder: bool) -> bool:
+def may_run_by_itself(name: str, *, in_users_folder: bool) -> bool:
     """Return whether some tool may run a new file of this name by itself. Such files are refused.
 
     Args:
@@ -107,7 +107,7 @@ class _Record(Struct, array_like=True):
     is_gone: bool = False
 
 
-class RunsFiles:
+class RunFileRecord:
     """List of the files and folders that runs made in a store.
 
     Each change is appended immediately to a file in the store's state folder.
@@ -185,7 +185,7 @@ class RunsFiles:
         for path in paths:
             with suppress(OSError):
                 status = os.lstat(os.path.join(store, path))
-                if not oddity(status):
+                if not special_kind(status):
                     self.record_file(path, status)
 
     def _append(self, record: _Record) -> None:
@@ -216,7 +216,7 @@ def _read(path: Path) -> Iterator[_Record]:
                 yield unpack(line, _Record)
 
 
-class Exceptions:
+class OverwriteRules:
     """Paths of the user's files that hosts may write all the same (`[store] overwrite`).
 
     Args:

@@ -216,7 +216,7 @@ class StoreOwner(Struct):
 
 
 @contextlib.contextmanager
-def owned(store: str, run_id: str, name: str = "") -> Iterator[None]:
+def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file

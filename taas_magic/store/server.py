@@ -35,10 +35,10 @@ from taas_magic.store.ownership import (
     WHY_NOT_KEPT,
     WHY_NOT_NEW,
     WHY_NOT_REMOVED,
-    Exceptions,
-    RunsFiles,
+    OverwriteRules,
+    RunFileRecord,
     is_program,
-    is_start_up,
+    may_run_by_itself,
 )
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import (
@@ -47,8 +47,8 @@ from taas_magic.store.tree import (
     Tree,
     UnsafeError,
     folders_of,
-    parted,
     printable,
+    split_path,
     why_unsafe,
 )
 
@@ -93,7 +93,7 @@ class StoreServer:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hashes = Hashes(folder / "hashes.json")
         self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
-        self._made, self._exceptions = RunsFiles(folder), Exceptions(rule.overwrite)
+        self._made, self._overwrite_rules = RunFileRecord(folder), OverwriteRules(rule.overwrite)
         self._beside: set[str] = set()
         """Paths of the user's files that rank 0 wrote in this run.
 
@@ -268,7 +268,7 @@ class StoreServer:
 
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders."""
-        if self._exceptions.has(path):
+        if self._overwrite_rules.has(path):
             return
         parts = path.split("/")
         for depth, name in enumerate(parts):
@@ -279,7 +279,9 @@ class StoreServer:
             # __init__.py must be allowed in the folder that contains the package.
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
-            if is_start_up(normal_form(name), in_users_folder=not self._is_runs_folder(folder)):
+            if may_run_by_itself(
+                normal_form(name), in_users_folder=not self._is_runs_folder(folder)
+            ):
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
@@ -303,7 +305,7 @@ class StoreServer:
         regular file is there.
         """
         status = self._tree.status(path)
-        if status is None or not stat.S_ISREG(status.st_mode) or self._exceptions.has(path):
+        if status is None or not stat.S_ISREG(status.st_mode) or self._overwrite_rules.has(path):
             return True
         is_notebook = normal_form(path).endswith(".ipynb")  # the user may have the notebook open
         return not is_notebook and self._made.has_file(self._tree, path, status)
@@ -339,7 +341,7 @@ class StoreServer:
         for (entry, incoming), flushed in zip(whole, flushing, strict=True):
             more = entry, incoming, flushed
             answers[entry.path] = self._try(self._install_file, host_rank, entry.path, *more)
-        for folder in {parted(entry.path)[0] for entry, _ in whole}:
+        for folder in {split_path(entry.path)[0] for entry, _ in whole}:
             self._tree.flush_folder(folder)
         return answers
 
@@ -367,8 +369,8 @@ class StoreServer:
             n_open = sum(rank == host_rank for rank, _ in self._incoming)
             if not entry.sha256 and n_open >= MAX_OPEN:
                 raise UnsafeError(path, f"more than {MAX_OPEN} files are being sent already")
-            self._make_folders(parted(path)[0])
-            with self._tree.folder(parted(path)[0]) as here:
+            self._make_folders(split_path(path)[0])
+            with self._tree.folder(split_path(path)[0]) as here:
                 self._incoming[key] = IncomingFile(here)
             if normal_form(path).endswith(".pth"):
                 self._checks[key] = PathFileCheck()
@@ -411,15 +413,15 @@ class StoreServer:
             check = self._checks.pop((host_rank, path), None)
             if check is not None and not check.is_checkpoint:
                 raise UnsafeError(path, "a .pth file that is not a checkpoint: Python would run it")
-            is_exception = self._exceptions.has(path)
-            if entry.executable and is_program(incoming.begins) and not is_exception:
+            may_overwrite = self._overwrite_rules.has(path)
+            if entry.executable and is_program(incoming.begins) and not may_overwrite:
                 raise UnsafeError(path, WHY_NOT_NEW)
             may_replace = self._may_replace(path)
             if not (may_replace or self._may_replace(path + KEPT_BESIDE)):
                 raise UnsafeError(path, WHY_NOT_KEPT)
             (self._beside.discard if may_replace else self._beside.add)(path)
             self._made.record_file(self._version_path(path), os.fstat(incoming.file), entry.sha256)
-            may_run = entry.executable and is_exception
+            may_run = entry.executable and may_overwrite
             incoming.move_to(self._tree, self._version_path(path), executable=may_run)
         finally:
             incoming.discard()

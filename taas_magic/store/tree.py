@@ -43,7 +43,7 @@ _KINDS = {
 }
 
 
-def why_astray(path: str) -> str:
+def why_invalid(path: str) -> str:
     """Return why a relative path is invalid or may lead out of a folder; "" if it is safe."""
     if not path:
         return "it has no name"
@@ -58,7 +58,7 @@ def why_astray(path: str) -> str:
 
 def why_unsafe(path: str) -> str:
     """Return why a path must not be copied to another machine; "" if it may be copied."""
-    if why := why_astray(path):
+    if why := why_invalid(path):
         return why
     try:
         encoded = path.encode()
@@ -75,13 +75,13 @@ def printable(path: str) -> str:
     return path.encode(errors="backslashreplace").decode()
 
 
-def parted(path: str) -> tuple[str, str]:
+def split_path(path: str) -> tuple[str, str]:
     """Return the parent folder and the last part of a path.
 
     Raises:
         UnsafeError: The path is invalid, or may lead out of a tree.
     """
-    if why := why_astray(path):
+    if why := why_invalid(path):
         raise UnsafeError(path, why)
     folder, _, name = path.rpartition("/")
     return folder, name
@@ -150,19 +150,19 @@ class TreeEntry:
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
-    def oddity(self) -> str:
+    def special_kind(self) -> str:
         """Kind of an entry that is neither a regular file nor a folder; "" for these two."""
-        return "" if self.is_folder else oddity(self.status)
+        return "" if self.is_folder else special_kind(self.status)
 
 
-def oddity(status: os.stat_result) -> str:
+def special_kind(status: os.stat_result) -> str:
     """Return the kind of an entry that is not a regular file; "" for a regular file."""
     kind = stat.S_IFMT(status.st_mode)
     return "" if kind == stat.S_IFREG else _KINDS.get(kind, "no regular file")
 
 
-def _refuse_odd(path: str, status: os.stat_result) -> None:
-    if what := oddity(status):
+def _refuse_special(path: str, status: os.stat_result) -> None:
+    if what := special_kind(status):
         raise UnsafeError(path, what)
 
 
@@ -197,7 +197,7 @@ class Tree:
             NotADirectoryError: A part of the path is a file.
             FileNotFoundError: The folder does not exist.
         """
-        if path and (why := why_astray(path)):
+        if path and (why := why_invalid(path)):
             raise UnsafeError(path, why)
         here = os.dup(self._descriptor)
         try:
@@ -219,12 +219,12 @@ class Tree:
             UnsafeError: The path is unsafe, or the entry is not a regular file.
             OSError: The file does not exist, or cannot be read.
         """
-        folder, name = parted(path)
+        folder, name = split_path(path)
         with self.folder(folder) as here:
-            _refuse_odd(path, os.stat(name, dir_fd=here, follow_symlinks=False))
+            _refuse_special(path, os.stat(name, dir_fd=here, follow_symlinks=False))
             descriptor = os.open(name, _FILE, dir_fd=here)
         try:
-            _refuse_odd(path, os.fstat(descriptor))
+            _refuse_special(path, os.fstat(descriptor))
         except UnsafeError:
             os.close(descriptor)
             raise
@@ -236,7 +236,7 @@ class Tree:
         Raises:
             UnsafeError: The path is unsafe, or one of its parent folders is a link.
         """
-        folder, name = parted(path)
+        folder, name = split_path(path)
         try:
             with self.folder(folder) as here:
                 return os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -259,7 +259,7 @@ class Tree:
         Returns:
             True if nothing is at the path now; False if a folder there is not empty and stays.
         """
-        status, (folder, name) = self.status(path), parted(path)
+        status, (folder, name) = self.status(path), split_path(path)
         if status is None:
             return True
         remove = os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink
@@ -318,7 +318,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        kind = oddity(os.stat(part, dir_fd=here, follow_symlinks=False))
+        kind = special_kind(os.stat(part, dir_fd=here, follow_symlinks=False))
         if not kind:
             raise NotADirectoryError(errno.ENOTDIR, f"{part} is a file", path) from error
         raise UnsafeError(path, f"{part} on its path is {kind}") from error
@@ -402,13 +402,13 @@ class IncomingFile:
             OSError: The file cannot be moved.
         """
         old = tree.status(path)
-        if old is not None and (what := oddity(old)):
+        if old is not None and (what := special_kind(old)):
             raise UnsafeError(path, f"{what} of this name exists")
         # If there is no old file, use the permissions that the umask has given to the new file.
         mode = (old or os.fstat(self.file)).st_mode & 0o777
         may_run = (mode & 0o444) >> 2
         os.fchmod(self.file, mode | may_run if executable else mode & ~0o111)
-        folder, name = parted(path)
+        folder, name = split_path(path)
         with tree.folder(folder, make=True) as here:
             os.replace(self.name, name, src_dir_fd=self._staging, dst_dir_fd=here)
         self._close()

@@ -14,7 +14,7 @@ import tempfile
 import numpy
 import torch
 
-from tests.rig.held import INHERITED
+from tests.rig.protected import INHERITED
 
 OUTSIDE = pathlib.Path("../outside")
 

@@ -115,8 +115,8 @@ def test_a_program_that_the_cell_starts_cannot_write_to_the_store(kernel: Fronte
 
 def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Frontend) -> None:
     kernel.run(
-        "from taas_magic.store.rule import owned\n"
-        "another_run = owned(os.path.realpath('.'), 'another run')\n"
+        "from taas_magic.store.rule import locked_store\n"
+        "another_run = locked_store(os.path.realpath('.'), 'another run')\n"
         "another_run.__enter__()"  # another run owns the store from now on
     )
     _, error = failed(kernel, "%%taas --gpus 1\npass")

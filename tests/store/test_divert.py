@@ -9,8 +9,8 @@ import pytest
 from taas_magic.store import redirect
 from taas_magic.store.guard import StoreProtection, strongest_protection
 from tests.children import sights
-from tests.rig import held
-from tests.rig.held import Held, Raised, Setting
+from tests.rig import protected
+from tests.rig.protected import ProtectedProcess, Raised, Setting
 from tests.store.travel_rig import tree_of
 
 pytestmark = pytest.mark.usefixtures("forkserver")
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    with held.new_store(None) as folder:
+    with protected.new_store(None) as folder:
         yield folder
 
 
 @pytest.fixture
-def rank(base: Path) -> Iterator[Held]:
-    with held.held(
+def rank(base: Path) -> Iterator[ProtectedProcess]:
+    with protected.protected_process(
         Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON)
     ) as process:
         yield process
 
 
-def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: Held) -> None:
+def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: ProtectedProcess) -> None:
     rank.call(sights.saves, "m.pt", 1.0)
     assert rank.call(sights.loads, "m.pt") == 1.0
     sights.saves(base / "store" / "m.pt", 0.0)
@@ -39,7 +39,7 @@ def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: Held) -> None:
     assert rank.call(sights.loads, "m.pt") == 0.0
 
 
-def test_what_every_rank_does_fails_on_none(base: Path, rank: Held) -> None:
+def test_what_every_rank_does_fails_on_none(base: Path, rank: ProtectedProcess) -> None:
     """If rank 0 was faster, the folder already exists and the files are already gone."""
     rank.call(os.mkdir, "folder")
     rank.call(os.remove, "gone.pt")
@@ -49,14 +49,16 @@ def test_what_every_rank_does_fails_on_none(base: Path, rank: Held) -> None:
     assert sorted(os.listdir(base / "store")) == ["data.bin", "folder", "numbers.bin"]
 
 
-def test_writing_elsewhere_is_not_led_anywhere(base: Path, rank: Held) -> None:
+def test_writing_elsewhere_is_not_redirected(base: Path, rank: ProtectedProcess) -> None:
     rank.call(sights.saves, base / "outside" / "m.pt", 1.0)
     assert (base / "outside" / "m.pt").exists()
-    assert rank.call(held.kept_out) == []
+    assert rank.call(protected.kept_out) == []
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_libraries_that_open_files_themselves_are_led(base: Path, rank: Held) -> None:
+def test_libraries_that_open_files_themselves_are_redirected(
+    base: Path, rank: ProtectedProcess
+) -> None:
     """This rank has only Python's protection, so a write that is not redirected would succeed."""
     pytest.importorskip("transformers")
     before = tree_of(base / "store")
@@ -68,7 +70,9 @@ def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
     protection = strongest_protection()
     if protection is StoreProtection.PYTHON:
         pytest.skip("the system holds nothing here")
-    with held.held(Setting(str(base / "store"), str(base / "scratch"), protection)) as process:
+    with protected.protected_process(
+        Setting(str(base / "store"), str(base / "scratch"), protection)
+    ) as process:
         *refused, elsewhere = process.call(sights.is_refused_by_the_system)
     assert len(refused) == 2 and "project store" not in elsewhere
     for told in refused:
@@ -76,13 +80,13 @@ def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
         assert "`if rank == 0:`" in told and "--shared-writes" in told
 
 
-def test_a_path_is_noted_once(base: Path, rank: Held) -> None:
+def test_a_path_is_noted_once(base: Path, rank: ProtectedProcess) -> None:
     for value in range(3):
         rank.call(sights.saves, "m.pt", value)
-    assert rank.call(held.kept_out) == [str(base / "store" / "m.pt")]
+    assert rank.call(protected.kept_out) == [str(base / "store" / "m.pt")]
 
 
-def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: Held) -> None:
+def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: ProtectedProcess) -> None:
     with (base / "store" / "huge.bin").open("wb") as file:
         file.truncate(redirect.COPY_LIMIT_BYTES + 1)
     with pytest.raises(Raised, match="open it for reading") as caught:
@@ -92,10 +96,10 @@ def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: Held) -> None
 
 def test_rank_0_writes_and_is_noted(base: Path) -> None:
     setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
-    with held.held(setting) as rank:
+    with protected.protected_process(setting) as rank:
         rank.call(sights.saves, "m.pt", 2.0)
         rank.call(os.rename, "data.bin", "renamed.bin")
-        noted = rank.call(held.kept_out)
+        noted = rank.call(protected.kept_out)
     assert sights.loads(base / "store" / "m.pt") == 2.0
     written = [path for path in noted if os.path.exists(path)]
     assert written == [str(base / "store" / name) for name in ("m.pt", "renamed.bin")]
@@ -103,6 +107,6 @@ def test_rank_0_writes_and_is_noted(base: Path) -> None:
 
 def test_torchs_pathless_error_gets_its_path(base: Path) -> None:
     setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
-    with held.held(setting) as rank, pytest.raises(Raised) as caught:
+    with protected.protected_process(setting) as rank, pytest.raises(Raised) as caught:
         rank.call(sights.writes_by_torch, str(base / "outside" / "missing" / "m.pt"))
     assert str(base / "outside" / "missing" / "m.pt") in caught.value.text

@@ -15,8 +15,8 @@ import pytest
 from taas_magic.store import guard
 from taas_magic.store.guard import StoreProtection
 from tests.children import attempts
-from tests.rig import held
-from tests.rig.held import Held, Raised, Setting, hash_of
+from tests.rig import protected
+from tests.rig.protected import ProtectedProcess, Raised, Setting, hash_of
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="mounts and Landlock are Linux's"),
@@ -49,25 +49,27 @@ def user(request: pytest.FixtureRequest) -> User:
 
 @pytest.fixture
 def base(user: User) -> Iterator[Path]:
-    with held.new_store(user) as folder:
+    with protected.new_store(user) as folder:
         yield folder
 
 
-def means_of(user: User, which: str) -> StoreProtection:
+def protection_of(user: User, which: str) -> StoreProtection:
     root = user is None and os.geteuid() == 0
     return guard.possible_protections(0 if root else 1)[0 if which == "mount" else 1]
 
 
 @contextmanager
-def hold(base: Path, user: User, protection: StoreProtection, **more: Any) -> Iterator[Held]:
+def protected_rank(
+    base: Path, user: User, protection: StoreProtection, **more: Any
+) -> Iterator[ProtectedProcess]:
     setting = Setting(str(base / "store"), str(base / "scratch"), protection, user=user, **more)
-    with held.held(setting) as rank:
+    with protected.protected_process(setting) as rank:
         if rank.protection is not protection:
             pytest.skip(f"this system offers no {protection.value}")
         yield rank
 
 
-def refused_of(rank: Held, tried: list[Callable[[], None]], store: Path) -> list[str]:
+def refused_of(rank: ProtectedProcess, tried: list[Callable[[], None]], store: Path) -> list[str]:
     """Run attempts to write, check that none changes the store, and return the refused ones."""
     before, refused = hash_of(store), []
     for attempt in tried:
@@ -88,14 +90,14 @@ def test_discard_lets_python_go_on_and_the_system_refuses_the_rest(
     base: Path, user: User, which: str
 ) -> None:
     tried = [*attempts.PYTHON, *attempts.SYSTEM]
-    with hold(base, user, means_of(user, which)) as rank:
+    with protected_rank(base, user, protection_of(user, which)) as rank:
         assert refused_of(rank, tried, base / "store") == names(attempts.SYSTEM)
 
 
 @pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
     tried = [*attempts.PYTHON, *attempts.SYSTEM]
-    with hold(base, user, means_of(user, which), writes="refuse") as rank:
+    with protected_rank(base, user, protection_of(user, which), writes="refuse") as rank:
         assert refused_of(rank, tried, base / "store") == names(tried)
 
 
@@ -105,19 +107,19 @@ def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> Non
     """The system's protection is complete without the redirection of Python's functions."""
     exempt = [attempts.chmod, attempts.utime] if which == "landlock" else []
     tried = [it for it in [*attempts.PYTHON, *attempts.SYSTEM] if it not in exempt]
-    with hold(base, user, means_of(user, which), writes="none") as rank:
+    with protected_rank(base, user, protection_of(user, which), writes="none") as rank:
         assert refused_of(rank, tried, base / "store") == names(tried)
 
 
 @pytest.mark.parametrize("writes", ["discard", "refuse"])
 def test_python_alone_holds_what_is_python(base: Path, user: User, writes: str) -> None:
-    with hold(base, user, StoreProtection.PYTHON, writes=writes) as rank:
+    with protected_rank(base, user, StoreProtection.PYTHON, writes=writes) as rank:
         refused = refused_of(rank, attempts.PYTHON, base / "store")
     assert refused == (names(attempts.PYTHON) if writes == "refuse" else [])
 
 
 def test_a_mount_holds_attributes_too(base: Path, user: User) -> None:
-    with hold(base, user, means_of(user, "mount")) as rank:
+    with protected_rank(base, user, protection_of(user, "mount")) as rank:
         refused = refused_of(rank, attempts.ATTRIBUTES, base / "store")
     assert refused == names(attempts.ATTRIBUTES)
 
@@ -128,7 +130,9 @@ def test_caches_stay_writable_when_the_store_is_the_home_folder(
 ) -> None:
     home = base / "store"
     shared = (str(home / "hf/cache"),)
-    with hold(base, user, means_of(user, which), home=str(home), shared=shared) as rank:
+    with protected_rank(
+        base, user, protection_of(user, which), home=str(home), shared=shared
+    ) as rank:
         rank.call(attempts.writes_caches, str(home))
         with pytest.raises(Raised):
             rank.call(attempts.by_libc)
@@ -138,16 +142,19 @@ def test_caches_stay_writable_when_the_store_is_the_home_folder(
 @pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_a_shared_folder_is_open_to_all(base: Path, user: User, which: str) -> None:
     shared = (str(base / "store" / "folder"),)
-    with hold(base, user, means_of(user, which), shared=shared) as rank:
+    with protected_rank(base, user, protection_of(user, which), shared=shared) as rank:
         rank.call(attempts.pathlib_write)
-        assert rank.call(held.kept_out) == []
+        assert rank.call(protected.kept_out) == []
         with pytest.raises(Raised):
             rank.call(attempts.by_libc)
     assert (base / "store/folder/inner.txt").read_text() == "mine"
 
 
 def test_a_shard_of_a_checkpoint_is_never_lost_in_silence(base: Path, user: User) -> None:
-    with hold(base, user, StoreProtection.PYTHON) as rank, pytest.raises(Raised) as caught:
+    with (
+        protected_rank(base, user, StoreProtection.PYTHON) as rank,
+        pytest.raises(Raised) as caught,
+    ):
         rank.call(attempts.writes_a_shard)
     assert caught.value.etype == "PermissionError"
     assert "rank 1" in caught.value.text and "--shared-writes folder" in caught.value.text
@@ -160,7 +167,7 @@ def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid", "none", inner], check=True)
     try:
         with (
-            hold(base, None, StoreProtection.MOUNT, writes="none") as rank,
+            protected_rank(base, None, StoreProtection.MOUNT, writes="none") as rank,
             pytest.raises(Raised) as caught,
         ):
             rank.call(Path(inner, "new").write_text, "mine")
@@ -171,7 +178,7 @@ def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
 
 def test_the_guard_leaves_no_mount_and_keeps_the_tie_to_the_parent(base: Path, user: User) -> None:
     before = mounts_in(base)
-    with hold(base, user, means_of(user, "mount")) as rank:
+    with protected_rank(base, user, protection_of(user, "mount")) as rank:
         assert rank.call(attempts.parent_death_signal) == signal.SIGKILL
         assert rank.call(os.getuid) == (user[0] if user else os.getuid())
         assert mounts_in(base) == before
@@ -186,13 +193,13 @@ def mounts_in(folder: Path) -> list[str]:
     ]
 
 
-def test_the_strongest_means_is_found_by_trying() -> None:
+def test_the_strongest_protection_is_found_by_trying() -> None:
     found = guard.strongest_protection()
     assert found in guard.possible_protections(os.geteuid())
     assert guard.strongest_protection() is found
 
 
-def test_a_second_thread_would_not_be_held(tmp_path: Path) -> None:
+def test_a_second_thread_would_not_be_protected(tmp_path: Path) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
@@ -206,7 +213,7 @@ def test_a_second_thread_would_not_be_held(tmp_path: Path) -> None:
 
 def test_a_refusal_names_rank_path_and_rule(base: Path, user: User) -> None:
     with (
-        hold(base, user, means_of(user, "mount"), writes="refuse", rank=3) as rank,
+        protected_rank(base, user, protection_of(user, "mount"), writes="refuse", rank=3) as rank,
         pytest.raises(Raised) as caught,
     ):
         rank.call(attempts.torch_save_zip)

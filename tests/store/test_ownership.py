@@ -17,8 +17,8 @@ from taas_magic.store.ownership import (
     WHY_NOT_KEPT,
     WHY_NOT_NEW,
     WHY_NOT_REMOVED,
-    RunsFiles,
-    is_start_up,
+    RunFileRecord,
+    may_run_by_itself,
 )
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
@@ -135,14 +135,14 @@ def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
 
 
 def test_records_of_many_runs_stay_few(tmp_path: Path) -> None:
-    made = RunsFiles(tmp_path)
+    made = RunFileRecord(tmp_path)
     (tmp_path / "file").touch()
     for _ in range(1500):
         made.record_file("file", (tmp_path / "file").stat())
     made.record_folder("folder")
-    RunsFiles(tmp_path)
+    RunFileRecord(tmp_path)
     assert len((tmp_path / "made-by-runs").read_bytes().splitlines()) == 2
-    assert RunsFiles(tmp_path).has_folder("folder")
+    assert RunFileRecord(tmp_path).has_folder("folder")
 
 
 IN_THE_USERS_FOLDERS = (
@@ -238,7 +238,7 @@ def test_what_runs_by_itself_is_known_by_its_name() -> None:
         "build",
         "test_results",
     ):
-        assert not is_start_up(name, in_users_folder=True)
-    assert not is_start_up("train.py", in_users_folder=False)
+        assert not may_run_by_itself(name, in_users_folder=True)
+    assert not may_run_by_itself("train.py", in_users_folder=False)
     for name in ("conftest.py", "sitecustomize.py", "activate", "activate.fish", "test_x.py"):
-        assert is_start_up(name, in_users_folder=False)
+        assert may_run_by_itself(name, in_users_folder=False)

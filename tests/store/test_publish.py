@@ -14,8 +14,8 @@ import torch
 from taas_magic.errors import StoreError
 from taas_magic.store.publish import SAVES, save
 from tests.children import saver
-from tests.rig.held import start
 from tests.rig.main_module import CONTEXT
+from tests.rig.protected import start
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 

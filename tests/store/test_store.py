@@ -13,12 +13,12 @@ import pytest
 from taas_magic.errors import StoreError
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import pack, unpack
-from taas_magic.store.rule import StoreRule, choose, owned, prepare, warnings
+from taas_magic.store.rule import StoreRule, choose, locked_store, prepare, warnings
 
 OWN = """
 import sys
-from taas_magic.store.rule import owned
-with owned(sys.argv[1], "run-1", "first"):
+from taas_magic.store.rule import locked_store
+with locked_store(sys.argv[1], "run-1", "first"):
     print("owned", flush=True)
     sys.stdin.read()
 """
@@ -117,7 +117,10 @@ def another_owner(store: Path) -> Iterator[subprocess.Popen[str]]:
 def test_the_second_run_is_refused_by_the_owners_name(folder: Path, wanted: str) -> None:
     (folder / "inside").mkdir()
     with another_owner(folder) as owner:
-        with pytest.raises(StoreError) as caught, owned(os.path.realpath(folder / wanted), "run-2"):
+        with (
+            pytest.raises(StoreError) as caught,
+            locked_store(os.path.realpath(folder / wanted), "run-2"),
+        ):
             pass
         for part in ("run-1 (first)", str(owner.pid), str(folder), "--store PATH"):
             assert part in str(caught.value)
@@ -125,7 +128,7 @@ def test_the_second_run_is_refused_by_the_owners_name(folder: Path, wanted: str)
 
 def test_a_store_beside_it_is_free(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "project-2").mkdir()
-    with another_owner(folder), owned(str(tmp_path / "project-2"), "run-2"):
+    with another_owner(folder), locked_store(str(tmp_path / "project-2"), "run-2"):
         pass
 
 
@@ -133,15 +136,15 @@ def test_a_dead_owner_is_taken_over(folder: Path) -> None:
     with another_owner(folder) as owner:
         owner.kill()
         owner.wait()
-        with owned(str(folder), "run-2"):
+        with locked_store(str(folder), "run-2"):
             pass
     assert os.listdir(folder) == []
 
 
 def test_the_store_is_free_after_the_run(folder: Path) -> None:
     for run_id in ("run-1", "run-2"):
-        with owned(str(folder), run_id), pytest.raises(StoreError, match=run_id):
-            owned(str(folder), "run-3").__enter__()
+        with locked_store(str(folder), run_id), pytest.raises(StoreError, match=run_id):
+            locked_store(str(folder), "run-3").__enter__()
     assert [path.name for path in (state_dir() / "stores").iterdir()] == ["all"]
 
 

@@ -12,8 +12,8 @@ import torch
 
 from taas_magic.display import head
 from taas_magic.errors import RankFailed, StoreError
-from taas_magic.store.ownership import RunsFiles
-from taas_magic.store.rule import owned, state_folder
+from taas_magic.store.ownership import RunFileRecord
+from taas_magic.store.rule import locked_store, state_folder
 from taas_magic.store.tree import Tree
 from tests.cellfiles import cells_of
 from tests.events import new_state, parsed
@@ -273,7 +273,7 @@ def test_a_run_resumes_after_a_killed_rank_to_the_same_weights(notebook: Noteboo
 
 @pytest.mark.fault(43)
 def test_the_second_run_on_a_store_is_refused_by_name(notebook: Notebook) -> None:
-    with owned(str(notebook.project), "20260101-000000-abcdef", "first try"):
+    with locked_store(str(notebook.project), "20260101-000000-abcdef", "first try"):
         outcome = notebook.run("print(1)", gpus=1)
     assert isinstance(outcome.error, StoreError)
     assert "20260101-000000-abcdef (first try)" in outcome.shown
@@ -332,7 +332,10 @@ def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook)
     (notebook.project / "mine.txt").write_text("mine")
     outcome = notebook.run("open('m.txt', 'w').write('x')")
     assert outcome.error is None
-    made, tree = RunsFiles(state_folder(os.path.realpath(notebook.project))), Tree(notebook.project)
+    made, tree = (
+        RunFileRecord(state_folder(os.path.realpath(notebook.project))),
+        Tree(notebook.project),
+    )
     for name, is_of_a_run in (("m.txt", True), ("mine.txt", False)):
         status = tree.status(name)
         assert status is not None and made.has_file(tree, name, status) == is_of_a_run

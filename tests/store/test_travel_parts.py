@@ -27,13 +27,13 @@ from taas_magic.store.manifest import (
 )
 from taas_magic.store.receipt import Receipt
 from taas_magic.store.rule import Identity
-from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, UnsafeError, why_astray, why_unsafe
+from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, UnsafeError, why_invalid, why_unsafe
 from tests.store.travel_rig import Travel, wired
 
 
 @given(st.text(max_size=40))
 def test_a_safe_path_stays_below_its_root(path: str) -> None:
-    if not why_astray(path):
+    if not why_invalid(path):
         assert os.path.normpath(f"/root/{path}").startswith("/root/")
 
 

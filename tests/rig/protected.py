@@ -33,7 +33,7 @@ def start(target: Any, *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a held process.
+    """Settings of a protected process.
 
     Attributes:
         protection: Protection of the store by the operating system.
@@ -53,8 +53,8 @@ class Setting:
     user: tuple[int, int] | None = None
 
 
-class Held:
-    """Proxy of a held process: `call` runs a function there and raises its errors as `Raised`."""
+class ProtectedProcess:
+    """Proxy of a protected process. `call` runs a function there, and raises errors as `Raised`."""
 
     def __init__(self, setting: Setting) -> None:
         self._connection, theirs = CONTEXT.Pipe()
@@ -78,7 +78,7 @@ class Held:
 
 
 class Raised(Exception):
-    """Error of a function in the held process, with its type's name, text and traceback."""
+    """Error of a function in the protected process, with its type's name, text and traceback."""
 
     def __init__(self, etype: str, text: str, trace: str) -> None:
         super().__init__(f"{etype}: {text}\n{trace}")
@@ -86,10 +86,10 @@ class Raised(Exception):
 
 
 KEPT_OUT: list[str] = []
-"""In the held process: paths that `apply_rule` reported to `on_write`."""
+"""In the protected process: paths that `apply_rule` reported to `on_write`."""
 
 INHERITED: dict[str, int] = {}
-"""In the held process: file descriptors that were opened before the protection."""
+"""In the protected process: file descriptors that were opened before the protection."""
 
 
 def kept_out() -> list[str]:
@@ -147,8 +147,8 @@ def become(user: int, group: int) -> None:
 
 
 @contextmanager
-def held(setting: Setting) -> Iterator[Held]:
-    rank = Held(setting)
+def protected_process(setting: Setting) -> Iterator[ProtectedProcess]:
+    rank = ProtectedProcess(setting)
     try:
         yield rank
     finally:

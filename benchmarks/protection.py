@@ -1,6 +1,6 @@
 """Measure how long a rank takes to apply the protection of the project store.
 
-    python benchmarks/hold.py
+    python benchmarks/protection.py
 
 Each figure is the median over new ranks. These ranks are forks of a process that has imported
 torch, as an agent's ranks are. `launch.py` prints the same table.
@@ -23,7 +23,7 @@ RANKS = 15
 AIM_MS = 10.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "numpy", "hold"])
+_context.set_forkserver_preload(["torch", "numpy", "protection"])
 
 
 def table() -> list[str]:
