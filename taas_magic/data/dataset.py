@@ -235,7 +235,11 @@ class BatchSource:
         return EpochDescription(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
-        """Return the hash of this worker's order of an epoch; 0 for an iterable-style loader."""
+        """Return a hash of the indices that this worker's sampler gave for an epoch.
+
+        By this hash, a rank notices that the samplers of two workers gave different orders. The
+        hash is 0 for an iterable-style loader.
+        """
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def indices(self, epoch: int, slot: int) -> Any:

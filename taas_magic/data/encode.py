@@ -566,7 +566,12 @@ def _contents(head: bytes) -> _TableOfContents:
 
 
 def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
-    """Return the tensors of a body; they are views of the body if possible, else copies."""
+    """Return the tensors of an encoded batch.
+
+    Args:
+        locations: Location of each tensor in the body.
+        body: The encoded batch. The tensors are views of this memory if possible, else copies.
+    """
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
     for at, values, storage, dtype, shape, stride, is_packed in locations:

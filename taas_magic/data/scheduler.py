@@ -110,7 +110,7 @@ class PreparedResponse:
         self._holders += 1
 
     def release(self) -> None:
-        """Remove a holder. If no holder remains, free the body's memory."""
+        """End one holder's use of this response; the last such call frees the body's memory."""
         self._holders -= 1
         if not self._holders and self.worker is not None and self.reply.body_bytes:
             self.worker.frees.append(self.reply.offset)

@@ -280,7 +280,10 @@ class _PastOutput:
                 self._kept.append((self._numbers, event))
 
     def pieces(self, state: RunState) -> list[OutputPiece]:
-        """Return the past output in the order of the journal.
+        """Return the past output; of a long log, return a part, with a line that says so.
+
+        Of a run that has not ended, the earlier lines are left out. Of an ended run, the middle is
+        left out, except for lines that look like errors. Displays and restarts are always included.
 
         Args:
             state: The run's state after the whole journal.

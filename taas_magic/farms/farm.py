@@ -771,14 +771,15 @@ def farm(
 
 
 def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes.
+    """Return the smallest and the largest number of nodes; check that the hosts suffice.
 
     Args:
-        nodes: The argument of `farm`.
+        nodes: The argument of `farm`: a fixed number, or both numbers. None: from 0 to all hosts.
         hosts: Number of hosts of all pools.
 
     Raises:
-        UsageError: The numbers are impossible.
+        UsageError: The smallest number is below 0 or exceeds the largest, or the largest is below
+            1 or exceeds `hosts`.
     """
     least, most = (
         (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes

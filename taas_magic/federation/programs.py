@@ -226,7 +226,9 @@ class _HostPrograms:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Register this host's name and key with the SuperLink, and start this host's SuperNode.
+        """Register this host with the SuperLink by name and new key; start this host's SuperNode.
+
+        Then start the SuperNode's SuperExec, which starts the ClientApps.
 
         Args:
             superlink: The SuperLink's address.

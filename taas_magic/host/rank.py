@@ -789,9 +789,13 @@ class _CellCompiler(CachingCompiler):
         return name
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """Return the label and number of a file in tracebacks, as in `Cell In[5]`.
+        """Return how tracebacks name a cell, for example `("Cell", "In[5]")`.
 
-        Return None for a file that is no cell.
+        Args:
+            name: File name under which the code was compiled.
+
+        Returns:
+            The two parts of the name; None if the code is not a cell.
         """
         if name in self.labels:
             label, _, number = self.labels[name].partition(" ")

@@ -491,8 +491,8 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
     Attributes:
         peak_bytes: Largest resident memory of the rank so far, without its child processes.
-        written: Files that a run would have written to the project store. All ranks see the same
-            files.
+        written: Files that a run would have written to the project store. The ranks share one
+            folder for these files, so each rank reports the files of all ranks.
         outside: Files that this rank wrote outside the project store.
     """
 

@@ -277,7 +277,8 @@ class RunFetchers:
 
         Args:
             connection: Connection to that process.
-            run_id: Run that gets the events. "" for the fetchers' own run.
+            run_id: Run to which that process adds the events, for example the run of a session. ""
+                for the run that started these fetchers.
         """
         self._listen = lambda event: None
         self._relay = threading.Thread(

@@ -318,9 +318,10 @@ class Session:
         fetchers.forward_events(self.connection, self.run_id)
 
     def _allow_restarts(self) -> None:
-        """Allow the session's fetchers one restart during the cell that begins now.
+        """Allow the fetchers of each earlier cell one restart during the cell that begins now.
 
-        Background threads send the requests.
+        Background threads send this message to the processes of the ranks' pool and the fetchers'
+        pools, so that the cell need not wait for the responses.
         """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:

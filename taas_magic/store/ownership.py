@@ -217,7 +217,10 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class OverwriteRules:
-    """Paths of the user's files that hosts may write all the same (`[store] overwrite`).
+    """The setting `[store] overwrite`: exceptions to the rules that protect the user's files.
+
+    Unless a pattern matches its path, a host with a mirror may not replace a file of the user, or
+    create a file that tools run by themselves, such as a script.
 
     Args:
         patterns: Patterns in gitignore's syntax.
