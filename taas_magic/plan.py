@@ -185,7 +185,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
         federated: Whether each host runs one rank, and the run continues if a host other than the
-            first fails or is lost.
+            first fails or is lost when all hosts have taken part.
         session: Name of the session that the cell runs in; "" for none.
         ranks: Numbers of the session's ranks that run the cell; empty for all.
     """

@@ -52,9 +52,10 @@ class Federation:
         Blocks until the run has ended.
 
         Args:
-            server_app: A Flower `ServerApp`, which runs on the first host. The loss of any other
-                host does not end the run. Flower's settings (`min_available_nodes`, ...) decide
-                whether the training continues without that client.
+            server_app: A Flower `ServerApp`, which runs on the first host. When all hosts have
+                started to take part, the loss of any other host does not end the run. Flower's
+                settings (`min_available_nodes`, ...) decide whether the training continues without
+                that client.
             client_app: A Flower `ClientApp`, which runs on every host.
             config: The `context.run_config` of both apps.
             timeout_s: Seconds after which taas-magic ends the run; None for no limit.

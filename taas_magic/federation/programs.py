@@ -50,9 +50,11 @@ from taas_magic.federation.executor import IMPORTS, needed_modules
 from taas_magic.federation.flower import KEY_FILE, RESULT, FederationSettings
 from taas_magic.host.activity import IdleTimer
 from taas_magic.host.cell_main import PAYLOAD
+from taas_magic.host.rank import RankShell
 from taas_magic.host.spec import HOST
 from taas_magic.host.system import LOOPBACK, spawn_command
 from taas_magic.leases import START_TIMEOUT_S
+from taas_magic.messages import FederationStarted
 
 STORE_CONNECT_S = 120.0
 """Seconds to wait for a connection to the run's TCPStore, which exists before any rank starts."""
@@ -121,6 +123,9 @@ def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
     """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result."""
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
+    link = RankShell.instance().link
+    assert link is not None
+    link.send(FederationStarted())
     address = host.start_superlink(os.environ["MASTER_ADDR"])
     tcp_store.set(_SUPERLINK, address)
     host.start_supernode(address)
@@ -130,9 +135,9 @@ def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
 def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait has no time limit. If rank 0 fails, the run ends, and so does the wait. If another rank
-    fails before it has set its key, rank 0 waits until the run is interrupted or reaches its
-    `timeout_s`.
+    The wait has no time limit, because a host may copy a large store before its rank starts. If
+    rank 0 fails, the run ends, and so does the wait. If another rank fails before all ranks have
+    set their keys, the run ends, too (`PoolRun._report`).
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)

@@ -501,6 +501,13 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
     outside: list[WrittenFile] = []
 
 
+class FederationStarted(RankEvent, tag="federated", kw_only=True):
+    """Rank 0 of a federation reports that all hosts take part.
+
+    Until then, a failure of any host ends the run, because rank 0 waits for all hosts.
+    """
+
+
 class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 

@@ -15,6 +15,7 @@ from taas_magic.messages.events import (
     ClearOutput,
     Display,
     Event,
+    FederationStarted,
     FetcherReport,
     FetcherStarted,
     InputRequested,
@@ -172,6 +173,7 @@ class CellOrder(Struct, kw_only=True):
 of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaf_subclasses(RankMessage), *leaf_subclasses(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
+    | FederationStarted
 ).decode
 """Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
 

@@ -38,6 +38,7 @@ from taas_magic.messages import (
     EndRun,
     Event,
     Failure,
+    FederationStarted,
     FetcherEnded,
     FetcherReport,
     FetcherStack,
@@ -743,6 +744,9 @@ class PoolRun(Share):
 
         self._open_requests: dict[int, int] = {}
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
+        self._has_federation = False
+        """Whether this is a federation, and all hosts have taken part in the current attempt."""
+
         self._tunnels = contextlib.AsyncExitStack()
         self._started = time.monotonic()
         self._clock = RunClock()
@@ -930,6 +934,8 @@ class PoolRun(Share):
             self._report(part, event.state, "host", event.failures)
             self._record_part_ended(part)
             self._tasks.start(self._close_requests(self._numbers(part)))
+        elif isinstance(event, FederationStarted):
+            self._has_federation = self.plan.federated and part.host_rank == 0
         elif isinstance(event, InputRequested):
             self._open_requests[event.rank] = event.number
             self._tasks.start(self._on_input_requested())
@@ -946,10 +952,11 @@ class PoolRun(Share):
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended, unless the host has a report for this attempt already.
 
-        In a federation, the run fails only if the host with number 0 fails or is lost. A failure of
-        another host is published as a note, and this host counts as succeeded.
+        After all hosts of a federation have taken part (`FederationStarted`), the run fails only if
+        the host with number 0 fails or is lost. A failure of another host is published as a note,
+        and this host counts as succeeded.
         """
-        if self.plan.federated and part.host_rank and state in ("FAILED", "LOST"):
+        if self._has_federation and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
             text = f"host {part.host.name} no longer takes part: {why}"
             self.publish(Note(host=part.host.name, text=text))
@@ -1007,6 +1014,7 @@ class PoolRun(Share):
         fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
+        self._has_federation = False
         running = set(self._running_addresses())
         first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]
         self._parts = {part.host.address: part for part in parts}

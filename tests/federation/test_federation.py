@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.errors import UsageError
+from taas_magic.errors import RankFailed, UsageError
 from taas_magic.federation.federation import Federation
 from taas_magic.federation.flower import RESULT, _with_saved_result
 from taas_magic.notebook import launch
@@ -135,6 +135,30 @@ def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Host
     listed = f'the hosts of pool "sites" are {", ".join(hosts.names)}'
     with pytest.raises(UsageError, match=f"per_host names elsewhere; {listed}"):
         federate(sites, {"elsewhere": {"data": "/etc/hosts"}}, rounds=1, timeout=60)
+
+
+FAILS_ON_ONE_HOST = """
+import os
+class ReadsItsData:
+    def __reduce__(self):
+        return read_data, (client_app,)
+def read_data(app):
+    if os.environ.get("RANK") == "1":
+        raise OSError("the data of this host is broken")
+    return app
+federation = taas.federation(pool="sites")
+federation.run(server_app, ReadsItsData(), {"rounds": 1, "timeout": 60}, timeout_s=100)
+"""
+
+
+@pytest.mark.network
+@pytest.mark.timeout(400)
+def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) -> None:
+    """The host fails when its rank loads the apps. The first host waits for it."""
+    with without_pytests_filter(), pytest.raises(RankFailed, match="data of this host is broken"):
+        sites.define(FAILS_ON_ONE_HOST)
+    assert (run := launch.last_run) is not None and run.state == "FAILED"
+    assert [failure.host for failure in run.failures] == [run.hosts[1]]
 
 
 @pytest.mark.network
