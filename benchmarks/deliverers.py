@@ -23,7 +23,12 @@ from taas_magic.data.loader import LoaderShape, RankFeed, RemoteLoader
 from taas_magic.data.service import Tls
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherReport, FetcherStarted, LoaderAddresses, of_fetcher
+from taas_magic.messages import (
+    FetcherReport,
+    FetcherStarted,
+    LoaderAddresses,
+    decode_fetcher_message,
+)
 from taas_magic.plan import FetcherPlan
 
 Take = Callable[[], object]
@@ -147,7 +152,7 @@ class Service:
         for control in self.controls:
             before, ready = -1, 0
             while before != ready or not ready:
-                said = of_fetcher(control.recv_bytes())
+                said = decode_fetcher_message(control.recv_bytes())
                 if isinstance(said, FetcherReport):
                     before, ready = ready, said.loaders["train"].ready
 
@@ -192,7 +197,7 @@ def service(
         theirs.close()
         running.append((process, control))
     for _, control in running:
-        assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
+        assert isinstance(decode_fetcher_message(control.recv_bytes()), FetcherStarted)
     client = tls.client if tls else None
     near = services.FolderDirectory(services.addresses_folder(folder), range(fetchers))
 

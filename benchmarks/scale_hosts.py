@@ -38,8 +38,8 @@ from taas_magic.messages import (
     RanksEnded,
     RanksStarted,
     RunEnded,
+    decode_event,
     encode,
-    event_of,
     from_bytes,
     send_request,
     to_bytes,
@@ -206,7 +206,7 @@ class Kernel:
         self._changed = asyncio.Condition()
 
     async def take(self, pair: tuple[float, tuple[str, bytes]]) -> None:
-        kind = type(event_of(pair[1][1]))
+        kind = type(decode_event(pair[1][1]))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         async with self._changed:
             self._changed.notify_all()

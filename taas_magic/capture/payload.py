@@ -50,7 +50,7 @@ from taas_magic.capture.work import (
 )
 from taas_magic.config import size_text
 from taas_magic.errors import CaptureError
-from taas_magic.messages import unpack
+from taas_magic.messages import from_json
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -529,7 +529,7 @@ def read(path: Path) -> LoadedPayload:
         CaptureError: The file is no payload.
     """
     mapped = read_archive(path)
-    about = unpack(mapped.meta, PayloadDescription)
+    about = from_json(mapped.meta, PayloadDescription)
     return LoadedPayload(**structs.asdict(about), archive=mapped)
 
 

@@ -47,7 +47,7 @@ from taas_magic.capture.reducers import (
     torch_reducers,
 )
 from taas_magic.errors import CaptureError
-from taas_magic.messages import pack
+from taas_magic.messages import to_json
 from taas_magic.shared_files import replacing
 
 _MAGIC = b"TAASPAY2"
@@ -78,7 +78,7 @@ class Archive:
     """An archive that is mapped into memory. Nothing in the archive is decoded yet.
 
     Attributes:
-        meta: Description of the content, as `messages.pack` encodes it.
+        meta: Description of the content, as `messages.to_json` encodes it.
         mapped: The mapped file.
         pickle_at: Offset of the pickle.
         pickle_bytes: Size of the pickle.
@@ -112,7 +112,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
-    described = pack(meta) if meta is not None else b"{}"
+    described = to_json(meta) if meta is not None else b"{}"
     pieces: list[bytes | memoryview] = [
         described,
         pickled.data,

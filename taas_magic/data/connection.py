@@ -127,9 +127,9 @@ class FetcherLink:
 
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages with their bodies, and report released spans of shared memory."""
-        parts = [protocol.pack(message, len(body)) + body for message, body in messages]
+        parts = [protocol.encode_header(message, len(body)) + body for message, body in messages]
         if gone := self.borrowed.pop_released():
-            parts.insert(0, protocol.pack(protocol.Free(gone)))
+            parts.insert(0, protocol.encode_header(protocol.Free(gone)))
         if self._is_tls:
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
@@ -207,13 +207,13 @@ class FetcherLink:
         place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = self._receive_handshake()
         assert isinstance(challenge, protocol.Challenge)
-        mac = protocol.prove(key, Role.RANK, challenge.nonce, place)
+        mac = protocol.make_proof(key, Role.RANK, challenge.nonce, place)
         self.send([(protocol.Proof(nonce, mac, loader), b"")])
         response = self._receive_handshake()
         if isinstance(response, protocol.Rejected):
             raise ProtocolError(f"{self.address} refused: {response.why}")
         assert isinstance(response, protocol.Welcome)
-        if not protocol.proven(key, Role.SERVER, nonce, place, response.mac):
+        if not protocol.is_proof(key, Role.SERVER, nonce, place, response.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _receive_handshake(self) -> FromServer:

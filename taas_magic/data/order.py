@@ -99,7 +99,7 @@ class EpochOrders:
         if not _has_length(sampler):
             unsized = UnsizedBatches(lambda: self._begin(number)[2])
             return EpochOrder(unsized, None, unsized.digest)
-        packed, digest = _pack(indices)
+        packed, digest = _pack_batches(indices)
         self._save_state_after(number, sampler, generator)
         return EpochOrder(packed, len(packed), digest)
 
@@ -189,7 +189,7 @@ class UnsizedBatches:
         self._raised: Exception | None
         self._restart()
         self._draw()
-        self.digest = _pack(self._recent)[1]
+        self.digest = _pack_batches(self._recent)[1]
 
     def __getitem__(self, batch: int) -> Any:
         """Return the indices of a batch's samples.
@@ -268,7 +268,7 @@ class PackedBatches:
         return True
 
 
-def _pack(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
+def _pack_batches(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
     """Pack the indices of all batches that a sampler draws.
 
     Args:

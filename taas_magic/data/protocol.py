@@ -243,7 +243,7 @@ FromServer = Challenge | Welcome | Rejected | Response | Alive | Cancelled
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def pack(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
+def encode_header(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
     """Return the header of a message, to be followed by a body of `body_bytes` bytes."""
     packed = _encode(message)
     prefix = _PREFIX.pack(len(packed), body_bytes, zlib.crc32(packed))
@@ -427,7 +427,7 @@ class Assembler:
             yield message, body
 
 
-def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
+def make_proof(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     """Return the MAC that proves that `role` knows the run's key.
 
     Args:
@@ -441,9 +441,9 @@ def prove(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     return hmac.new(key, signed, hashlib.sha256).digest()
 
 
-def proven(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Return whether `mac` is the proof of `role` (compared in constant time); see `prove`."""
-    return hmac.compare_digest(prove(key, role, nonce, place), mac)
+def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
+    """Return whether `mac` is the proof of `role` (compared in constant time); see `make_proof`."""
+    return hmac.compare_digest(make_proof(key, role, nonce, place), mac)
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):

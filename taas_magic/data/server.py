@@ -181,7 +181,7 @@ class RankConnection:
 
     def queue_message(self, message: protocol.FromServer) -> None:
         """Queue a message that has no body."""
-        self.add(protocol.pack(message))
+        self.add(protocol.encode_header(message))
 
     def send(self) -> bool:
         """Send queued output until the socket would block; return whether everything was sent."""
@@ -348,7 +348,7 @@ def _packed(
     """Return the header of a response as bytes; see `Response` for the arguments."""
     kind, epoch, units, order, head_bytes = form
     about = kind, epoch, slot, units, order, head_bytes
-    return protocol.pack(Response(*about, body_sum, shared, more), body_bytes)
+    return protocol.encode_header(Response(*about, body_sum, shared, more), body_bytes)
 
 
 class Server:
@@ -616,7 +616,7 @@ class Server:
         """
         key, place = self._key, self.addresses[2]
         why = ""
-        if not protocol.proven(key, Role.RANK, connection.nonce, place, proof.mac):
+        if not protocol.is_proof(key, Role.RANK, connection.nonce, place, proof.mac):
             why = "this peer does not know the run's key"
         elif proof.loader not in self._loaders:
             why = f'loader "{proof.loader}" is not served here'
@@ -630,7 +630,7 @@ class Server:
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]
         connection.queue_message(
-            protocol.Welcome(protocol.prove(key, Role.SERVER, proof.nonce, place))
+            protocol.Welcome(protocol.make_proof(key, Role.SERVER, proof.nonce, place))
         )
 
     def _reason_when_full(self) -> str:

@@ -80,7 +80,7 @@ _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LOOK_S = 1.0
 """Seconds between checks whether a worker has been stopped (SIGSTOP)."""
 
-_pack = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 _read_commands = msgspec.msgpack.Decoder(protocol.CommandBatch).decode
 _read_replies = msgspec.msgpack.Decoder(list[Reply]).decode
 
@@ -190,7 +190,7 @@ class WorkerHandle:
         commands, self._commands = self._commands, []
         files, self._files = self._files, []
         frees, self.frees = self.frees[:_MOST_FREES], self.frees[_MOST_FREES:]
-        message = _pack(protocol.CommandBatch(commands, frees, oldest_epoch))
+        message = _encode(protocol.CommandBatch(commands, frees, oldest_epoch))
         try:
             if files:
                 socket.send_fds(self.socket, [message], files)
@@ -328,7 +328,7 @@ class Worker:
         """Send the queued replies to the server."""
         if self._replies:
             replies, self._replies = self._replies, []
-            self._socket.send(_pack(replies))
+            self._socket.send(_encode(replies))
 
     def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
         """Return the response to a request.
@@ -382,7 +382,7 @@ class Worker:
                 with suppress(NoBatch, UserCodeFailed):
                     counted = own_units(source.prepare(epoch, 0)) is not None
                     opened = msgspec.structs.replace(opened, counted=counted)
-            return ResponseKind.OPENED, encode.raw(_pack(opened)), 1, 0
+            return ResponseKind.OPENED, encode.raw(_encode(opened)), 1, 0
         value, order = None, 0
         if kind is RequestKind.SAMPLE:
             value = source.sample(encode.from_bytes(detail))
@@ -487,7 +487,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
                     ended = protocol.WorkerChange(
                         number, process.pid, process.exitcode, was_stopped
                     )
-                    control.send(_pack(ended))
+                    control.send(_encode(ended))
             stopped.end(process.pid for process in processes.values())
     except (BrokenPipeError, ConnectionResetError):
         return  # the server has ended

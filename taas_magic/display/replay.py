@@ -24,7 +24,7 @@ from taas_magic.messages import (
     Restart,
     RunEnded,
     StateChanged,
-    event_of,
+    decode_event,
 )
 from taas_magic.plan import Plan
 
@@ -383,5 +383,5 @@ def _errors_of(
 
 def _decoded(line: bytes) -> Event | None:
     with suppress(msgspec.DecodeError):
-        return event_of(line)
+        return decode_event(line)
     return None

@@ -18,7 +18,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments
 from taas_magic.leases import HOST_END_S
-from taas_magic.messages import AgentSettings, pack
+from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 
 START_FAILED_S = 1.5
@@ -117,7 +117,7 @@ class _LocalHost(Host):
         self._supervisor = supervisor = engine.take_supervisor()
         assert supervisor.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the supervisor has ended; the log says why
-            supervisor.stdin.write(pack(settings) + b"\n")
+            supervisor.stdin.write(to_json(settings) + b"\n")
             supervisor.stdin.flush()
         well_at, has_joined = time.monotonic(), False
         timer = IdleTimer(supervisor.pid)

@@ -18,7 +18,7 @@ from taas_magic.engines.base import Host, HostsEngine
 from taas_magic.errors import PoolError, TaasError
 from taas_magic.host.system import LOOPBACK, entry_code, supervisor_arguments
 from taas_magic.leases import HOST_END_S, SSH_BEATS_PER_LEASE
-from taas_magic.messages import AgentSettings, pack
+from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell, ask_host
 from taas_magic.setup.install import prepare
@@ -315,7 +315,7 @@ class _SshHost(Host):
         self._command = HeartbeatCommand(
             connection,
             shell_words(pool.python, arguments, environ),
-            pack(settings) + b"\n",
+            to_json(settings) + b"\n",
             pool.lease_s / SSH_BEATS_PER_LEASE,
             lambda line: _log.warning("[%s] %s", host, line),
         )

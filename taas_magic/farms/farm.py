@@ -825,7 +825,7 @@ def _start(settings: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes
         )
     assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(messages.pack(settings) + b"\n")
+        process.stdin.write(messages.to_json(settings) + b"\n")
         process.stdin.flush()
         has_answered = wait_for_start(process, process.stdout.fileno(), START_TIMEOUT_S)
         line = process.stdout.readline() if has_answered else b""
@@ -839,7 +839,7 @@ def _start(settings: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes
         process.communicate()
         why = "did not start" if has_answered else f"did nothing for {START_TIMEOUT_S:g} s"
         raise PoolError(f"the farm's process {why}:\n{log_tail(path)}")
-    return process, messages.unpack(line, FarmAddress)
+    return process, messages.from_json(line, FarmAddress)
 
 
 def _connect(address: FarmAddress) -> "Client":

@@ -112,7 +112,7 @@ def run_node(settings: NodeSettings) -> None:
     os.close(writer)
     assert node.stdin is not None
     try:
-        node.stdin.write(messages.pack(process_state) + b"\n")
+        node.stdin.write(messages.to_json(process_state) + b"\n")
         node.stdin.flush()
         if not wait_for_start(node, reader, settings.start_timeout_s):
             limit = f"start_timeout_s = {settings.start_timeout_s:g}"
@@ -141,7 +141,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
     os.set_inheritable(starting, False)
-    process_state = messages.unpack(sys.stdin.buffer.readline(), NodeProcessState)
+    process_state = messages.from_json(sys.stdin.buffer.readline(), NodeProcessState)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="node-", dir=process_state.folder))
     try:

@@ -86,7 +86,7 @@ def main() -> int:
     Returns:
         The exit code of the process.
     """
-    settings = messages.unpack(sys.stdin.buffer.readline(), FarmSettings)
+    settings = messages.from_json(sys.stdin.buffer.readline(), FarmSettings)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(DASK_SETTINGS)
@@ -111,7 +111,7 @@ async def _run_farm(settings: FarmSettings) -> None:
             loop.call_soon_threadsafe(keeping.cancel)
 
         address = FarmAddress(scheduler.address, keys.kernel(), nodes.slots)
-        sys.stdout.write(messages.pack(address).decode() + "\n")
+        sys.stdout.write(messages.to_json(address).decode() + "\n")
         sys.stdout.flush()
         threading.Thread(target=wait_for_end, name="taas-lease", daemon=True).start()
         with contextlib.suppress(asyncio.CancelledError):

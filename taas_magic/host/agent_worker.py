@@ -67,10 +67,10 @@ from taas_magic.messages import (
     StartingHost,
     encode,
     escaped,
+    from_json,
     handlers,
-    pack,
     send_request,
-    unpack,
+    to_json,
 )
 from taas_magic.store import guard
 from taas_magic.store.manifest import FileRequest
@@ -353,7 +353,7 @@ class AgentWorker(ClosedWorker):
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
             if not self._warming.done():
                 name, for_s = forkserver.importing()
-                beat["starting"] = pack(
+                beat["starting"] = to_json(
                     StartingHost(host=self._host_address.host, imports=name, for_s=for_s)
                 )
             self.batched_send(beat)
@@ -446,7 +446,7 @@ async def serve(packed_settings: bytes) -> None:
     Raises:
         PoolError: The forkserver could not import a module that ranks need.
     """
-    settings = unpack(packed_settings, AgentSettings)
+    settings = from_json(packed_settings, AgentSettings)
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(system.CALM_DASK)
     use_steady_clock()

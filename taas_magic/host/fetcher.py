@@ -116,8 +116,9 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
     The fetcher sends a message to the agent when it begins to listen for ranks, every `REPORT_S`
-    seconds, when it had to restart a worker, and when it fails. `messages.of_fetcher` decodes these
-    messages. The fetcher ends when the agent sends any message or closes the connection.
+    seconds, when it had to restart a worker, and when it fails. `messages.decode_fetcher_message`
+    decodes these messages. The fetcher ends when the agent sends any message or closes the
+    connection.
 
     Args:
         spec: The fetcher's specification.

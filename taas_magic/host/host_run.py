@@ -820,7 +820,7 @@ class HostFetchers(HostShare):
             if not isinstance(control, connection.Connection):
                 continue
             try:
-                said = messages.of_fetcher(control.recv_bytes())
+                said = messages.decode_fetcher_message(control.recv_bytes())
             except (EOFError, OSError):
                 ended.append(control)
                 continue

@@ -547,7 +547,7 @@ class _MessageStream:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
         try:
-            return messages.of_rank(b"".join(parts))
+            return messages.decode_rank_message(b"".join(parts))
         except DecodeError:
             is_first, self._is_broken = not self._is_broken, True
         text = f"a process of rank {self.rank} wrote to the pipe of taas-magic's own messages"

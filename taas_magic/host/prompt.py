@@ -23,7 +23,7 @@ import msgspec
 
 from taas_magic.host import tracebacks
 from taas_magic.host.link import LineReader, Link, rank_file
-from taas_magic.messages import CellOrder, RankFinished, RankReturned, RankTakesInterrupts
+from taas_magic.messages import CellOrder, RankFinished, RankIdle, RankTakesInterrupts
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _SHELLS_OWN = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|In|Out|_ih|_oh|_dh|__taas\w*")
@@ -76,7 +76,7 @@ class Prompt:
             report()
             if has_succeeded:
                 self._link.send(RankFinished())
-            self._link.send(RankReturned(was_cut=self._was_cut))
+            self._link.send(RankIdle(was_cut=self._was_cut))
         self._link.send(RankFinished())
 
     def cut_connections(self, cell: int) -> None:

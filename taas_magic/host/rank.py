@@ -74,11 +74,11 @@ from taas_magic.messages import (
     Note,
     RankBeat,
     RankErrorSent,
+    RankExited,
     RankFinished,
-    RankLeft,
     RankRaised,
     RankReport,
-    RankShowed,
+    RankShowedError,
     RankStackSample,
     RankTakesInterrupts,
     Rehearsed,
@@ -544,7 +544,7 @@ def _report(
         tracebacks.send_failure(link, failure)
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
-        link.send(RankLeft(tracebacks.frames(result.error_in_exec)))
+        link.send(RankExited(tracebacks.frames(result.error_in_exec)))
     for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
         link.send(Note(text=text))
     if link.is_own and result.error_before_exec is None:
@@ -1044,7 +1044,7 @@ class RankShell(InteractiveShell):
         if ends_cell and self.link.is_own:
             self.link.send(self.failure or shown)
         elif self.link.is_own:
-            self.link.send(RankShowed())
+            self.link.send(RankShowedError())
         # IPython shows the frames of an exception group but not its exceptions. TaasErrors format
         # themselves.
         is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)

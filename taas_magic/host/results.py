@@ -32,7 +32,7 @@ from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
 from taas_magic.host.spec import HOST
-from taas_magic.messages import unpack
+from taas_magic.messages import from_json
 from taas_magic.plan import ALL, is_from, name_of, split_name
 
 _ERROR_CHARS = 300
@@ -166,7 +166,7 @@ def _load(
     names: list[str] = []
     try:
         mapped = pickling.read_archive(path)
-        about = unpack(mapped.meta, ResultsHeader)
+        about = from_json(mapped.meta, ResultsHeader)
         missing = about.missing
         received.missing |= {name: missing[name] for name in expected if name in missing}
         names = [name for name in about.names if name in expected]

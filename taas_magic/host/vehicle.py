@@ -20,7 +20,7 @@ from distributed import Worker, WorkerPlugin
 
 from taas_magic.host.system import spawn_command, supervisor_arguments
 from taas_magic.leases import HOST_END_S
-from taas_magic.messages import AgentSettings, GetAgentKeys, pack, send_request
+from taas_magic.messages import AgentSettings, GetAgentKeys, send_request, to_json
 
 _MARK = "@"
 
@@ -119,7 +119,7 @@ class Vehicle(WorkerPlugin):
             lease_s=self._lease_s,
             start_timeout_s=self._start_timeout_s,
         )
-        self._supervisor.stdin.write(pack(settings) + b"\n")
+        self._supervisor.stdin.write(to_json(settings) + b"\n")
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:

@@ -28,13 +28,13 @@ from taas_magic.messages import (
     Note,
     RankBeat,
     RankErrorSent,
+    RankExited,
     RankFinished,
-    RankLeft,
+    RankIdle,
     RankMessage,
     RankRaised,
     RankReport,
-    RankReturned,
-    RankShowed,
+    RankShowedError,
     RankStackSample,
     RankTakesInterrupts,
     StackFrame,
@@ -566,15 +566,15 @@ class Ranks:
                     state.etype, state.message = message.etype, message.message
                     state.etype_module = message.etype_module
                     state.traceback = message.traceback
-                case RankShowed():
+                case RankShowedError():
                     state.showed_at = state.showed_at or now
-                case RankLeft():
+                case RankExited():
                     state.left_at, state.stack = now, message.stack
                 case RankErrorSent():
                     state.is_reporting = False
                 case RankFinished():
                     state.finished = True
-                case RankReturned():
+                case RankIdle():
                     state.has_returned, state.takes_interrupt = True, False
                     state.was_cut = message.was_cut
                 case RankStackSample():

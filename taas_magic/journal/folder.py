@@ -213,7 +213,7 @@ class RunFolder:
         with folder.whole():
             (folder.path / "logs").mkdir(mode=0o700, parents=True)
             folder.path.chmod(0o700)
-            (folder.path / "plan.json").write_bytes(messages.pack(plan, indent=1))
+            (folder.path / "plan.json").write_bytes(messages.to_json(plan, indent=1))
             folder._cell.write_text(messages.escaped(cell), encoding="utf-8")
         return folder
 
@@ -241,12 +241,12 @@ class RunFolder:
             OSError: The plan cannot be read.
             ValueError: The file is not a plan.
         """
-        return messages.unpack((self.path / "plan.json").read_bytes(), PlanHead)
+        return messages.from_json((self.path / "plan.json").read_bytes(), PlanHead)
 
     def context(self) -> RunContext:
         """Return the run's context; an empty one if an older version created the run."""
         try:
-            return messages.unpack((self.path / "run.json").read_bytes(), RunContext)
+            return messages.from_json((self.path / "run.json").read_bytes(), RunContext)
         except FileNotFoundError:
             return RunContext()
 
@@ -257,7 +257,7 @@ class RunFolder:
             OSError: The folder cannot be written.
         """
         with replacing(self.path / "run.json") as file:
-            file.write(messages.pack(context))
+            file.write(messages.to_json(context))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -303,7 +303,7 @@ class RunFolder:
         for chunk in JournalReader(self.events).chunks():
             for line in chunk.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):
-                    yield messages.event_of(line)
+                    yield messages.decode_event(line)
 
 
 KEPT_FREE_BYTES = 64 << 20

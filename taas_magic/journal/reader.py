@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from taas_magic.messages import Event, RunEnded, StateChanged, event_of
+from taas_magic.messages import Event, RunEnded, StateChanged, decode_event
 
 _T = TypeVar("_T", bound=Event)
 
@@ -76,7 +76,7 @@ class JournalReader:
         """Return the last readable event; None if there is none."""
         for line in self._lines_backwards():
             with contextlib.suppress(msgspec.DecodeError):
-                return event_of(line)
+                return decode_event(line)
         return None
 
     def _events_of(self, kind: str, wanted: type[_T]) -> Iterator[_T]:
@@ -86,7 +86,7 @@ class JournalReader:
             for line in chunk.splitlines() if mark in chunk else ():
                 if mark in line[:40]:
                     with contextlib.suppress(msgspec.DecodeError):
-                        if isinstance(event := event_of(line), wanted):
+                        if isinstance(event := decode_event(line), wanted):
                             yield event
 
     def _lines_backwards(self) -> Iterator[bytes]:

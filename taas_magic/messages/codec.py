@@ -1,8 +1,8 @@
 """Codecs of messages between processes: JSON lines, JSON files, and msgpack. Pure.
 
-`encode` makes one line of JSON, for the pipe of a rank or for the journal. `pack` and `unpack`
-convert any value to and from ASCII JSON, for files. `to_bytes` and `from_bytes` convert requests
-and responses, which may contain the bytes of files, to and from msgpack.
+`encode` makes one line of JSON, for the pipe of a rank or for the journal. `to_json` and
+`from_json` convert any value to and from ASCII JSON, for files. `to_bytes` and `from_bytes` convert
+requests and responses, which may contain the bytes of files, to and from msgpack.
 """
 
 import json
@@ -39,13 +39,13 @@ def escaped(value: Any) -> Any:
     return value
 
 
-def pack(value: object, indent: int | None = None) -> bytes:
+def to_json(value: object, indent: int | None = None) -> bytes:
     """Encode a value as ASCII JSON, which keeps even paths and strings that are not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 
-def unpack(packed: bytes, kind: type[_T]) -> _T:
-    """Decode a value that `pack` encoded.
+def from_json(packed: bytes, kind: type[_T]) -> _T:
+    """Decode a value that `to_json` encoded.
 
     Raises:
         ValueError: `packed` is not a value of this type.
@@ -60,8 +60,8 @@ def to_bytes(value: object) -> bytes:
     """Encode a request or a response, which may contain bytes, any strings and any integers."""
     try:
         return msgspec.msgpack.encode(value)
-    except (UnicodeEncodeError, OverflowError):  # `pack` is ten times slower, and rarely needed
-        return pack(value)
+    except (UnicodeEncodeError, OverflowError):  # `to_json` is ten times slower, and rarely needed
+        return to_json(value)
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
@@ -74,6 +74,8 @@ def from_bytes(packed: bytes, kind: type[_T]) -> _T:
         # `to_bytes` may have written JSON. The first byte of a JSON text is below 0x80. A msgpack
         # value whose first byte is below 0x80 is a small number, which has no further bytes.
         is_json = len(packed) > 1 and packed[0] < 0x80
-        return unpack(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
+        return (
+            from_json(bytes(packed), kind) if is_json else msgspec.msgpack.decode(packed, type=kind)
+        )
     except (TypeError, RecursionError) as error:
         raise ValueError(f"it is no message: {error}") from error

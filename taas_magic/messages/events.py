@@ -562,16 +562,16 @@ else:
     AnyEvent = reduce(or_, leaf_subclasses(Event))
 
 
-_event_of: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
+_decode_event: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 
 
-def event_of(packed: bytes) -> Event:
+def decode_event(packed: bytes) -> Event:
     """Decode an event and clean it of control sequences (`cleaned`).
 
     Raises:
         msgspec.DecodeError: `packed` is no event.
     """
     try:
-        return cleaned(_event_of(packed))
+        return cleaned(_decode_event(packed))
     except RecursionError as error:
         raise msgspec.DecodeError("it is nested too deeply") from error

@@ -79,7 +79,7 @@ class RankRaised(RankMessage, tag="raised"):
     etype_module: str = ""
 
 
-class RankShowed(RankMessage, tag="showed"):
+class RankShowedError(RankMessage, tag="showed"):
     """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
     For example, the cell uses `%run` for a script that raises. A cell without `%%taas` would
@@ -91,7 +91,7 @@ class RankErrorSent(RankMessage, tag="reported"):
     """The rank reports that it has sent everything about the exception that the cell raised."""
 
 
-class RankLeft(RankMessage, tag="left"):
+class RankExited(RankMessage, tag="left"):
     """The rank reports that it ends by `sys.exit(0)`; `stack` has the lines of the call."""
 
     stack: list[str]
@@ -101,7 +101,7 @@ class RankFinished(RankMessage, tag="finished"):
     """The rank reports that the cell ran to its end."""
 
 
-class RankReturned(RankMessage, tag="returned", kw_only=True):
+class RankIdle(RankMessage, tag="returned", kw_only=True):
     """A session's rank reports that it waits for its next cell.
 
     Attributes:
@@ -170,7 +170,7 @@ class CellOrder(Struct, kw_only=True):
     colors: str = "neutral"
 
 
-of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
+decode_rank_message: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.Decoder(
     reduce(or_, [*leaf_subclasses(RankMessage), *leaf_subclasses(StoreMessage)])
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
     | FederationStarted
@@ -178,7 +178,7 @@ of_rank: Callable[[bytes], Event | RankMessage | StoreMessage] = msgspec.json.De
 """Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
 
 
-of_fetcher: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
+decode_fetcher_message: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
     FetcherStarted | FetcherReport | Note | FetcherFailed
 ).decode
 """Decode a message from a fetcher to its agent; raise msgspec.DecodeError for any other bytes."""

@@ -15,7 +15,7 @@ from taas_magic.display.view import View
 from taas_magic.errors import interrupted
 from taas_magic.journal.folder import RunFolder
 from taas_magic.journal.reader import JournalReader
-from taas_magic.messages import event_of
+from taas_magic.messages import decode_event
 from taas_magic.notebook import heads
 from taas_magic.notebook.run import Interrupts
 from taas_magic.notebook.runs import Run, still_active_message
@@ -82,5 +82,5 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
 def _feed(view: View, chunk: bytes) -> None:
     for line in chunk.splitlines():
         with suppress(DecodeError):
-            event = event_of(line)
+            event = decode_event(line)
             view.feed(event, event.time)

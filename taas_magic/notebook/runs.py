@@ -104,7 +104,7 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """Plan of the run at its start: its options, its ranks, and the hosts that run them."""
-        return messages.unpack((self.path / "plan.json").read_bytes(), Plan)
+        return messages.from_json((self.path / "plan.json").read_bytes(), Plan)
 
     @cached_property
     def context(self) -> RunContext:

@@ -34,8 +34,8 @@ from taas_magic.messages import (
     Relay,
     Request,
     RunEnded,
-    pack,
-    unpack,
+    from_json,
+    to_json,
 )
 from taas_magic.notebook import runs
 from taas_magic.notebook.run import Interrupts, RunFetchers
@@ -533,13 +533,13 @@ def live() -> list[Session]:
 def flags_of(run: Run) -> Flags | None:
     """Return the flags of the session whose own run is `run`; None if `run` is any other run."""
     with suppress(FileNotFoundError):
-        return unpack((run.path / _FLAGS_FILE).read_bytes(), Flags)
+        return from_json((run.path / _FLAGS_FILE).read_bytes(), Flags)
     return None
 
 
 def _write_flags(folder: RunFolder, flags: Flags) -> None:
     with replacing(folder.path / _FLAGS_FILE) as file:
-        file.write(pack(flags))
+        file.write(to_json(flags))
 
 
 def detached_sessions() -> Iterator[tuple[Run, Flags]]:

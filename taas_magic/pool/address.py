@@ -5,7 +5,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from taas_magic.engines.keys import SecurityOptions
-from taas_magic.messages import unpack
+from taas_magic.messages import from_json
 from taas_magic.setup.facts import KernelVersions
 
 
@@ -30,6 +30,6 @@ class PoolAddress(Struct):
 def read_address(folder: Path) -> PoolAddress | None:
     """Return the contents of `pool.json` in a pool's folder; None if there is no such file."""
     try:
-        return unpack((folder / "pool.json").read_bytes(), PoolAddress)
+        return from_json((folder / "pool.json").read_bytes(), PoolAddress)
     except FileNotFoundError:
         return None

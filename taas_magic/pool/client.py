@@ -36,7 +36,7 @@ from taas_magic.messages import (
     TakeSession,
     WaitForHosts,
     cleaned,
-    event_of,
+    decode_event,
     send_request,
 )
 from taas_magic.plan import HostCapacity
@@ -495,7 +495,7 @@ class PoolConnection:
         run_id, line = pair[1]
         listener = self._listeners.get(run_id)
         if listener is not None:
-            listener(event_of(line))
+            listener(decode_event(line))
 
     def _watch(self) -> None:
         """Wait until the connection has ended, then close the Dask client (a thread's function)."""

@@ -54,8 +54,8 @@ from taas_magic.messages import (
     TakeFetchers,
     TakeSession,
     WaitForHosts,
+    decode_event,
     encode,
-    event_of,
     handlers,
     leaf_subclasses,
     make_handler,
@@ -712,7 +712,7 @@ class Controller(SchedulerPlugin):
         """Pass a host's event to its run. Ignore and count invalid or forbidden events."""
         run = self._runs.get(run_id)
         try:
-            is_taken = run is not None and run.on_event(worker, event_of(event))
+            is_taken = run is not None and run.on_event(worker, decode_event(event))
         except (TypeError, DecodeError):
             is_taken = False
         if not is_taken:

@@ -15,7 +15,7 @@ from distributed import Client, Security
 from taas_magic.errors import PoolError
 from taas_magic.host.spec import topic
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, event_of, send_request
+from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, decode_event, send_request
 from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import Tasks
 
@@ -66,7 +66,7 @@ async def take_fetchers(
     )
 
     def on_message(pair: tuple[float, tuple[str, bytes]]) -> None:
-        tasks.start(relay([event_of(pair[1][1])]))
+        tasks.start(relay([decode_event(pair[1][1])]))
 
     async def end() -> None:
         try:

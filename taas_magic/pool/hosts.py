@@ -27,8 +27,8 @@ from taas_magic.messages import (
     Greet,
     Request,
     StartingHost,
+    from_json,
     to_bytes,
-    unpack,
 )
 from taas_magic.setup.facts import refuse, this_kernel
 
@@ -469,7 +469,7 @@ class PoolHosts(SchedulerPlugin):
             return
         if starting and not host.name:
             try:
-                host.starting = unpack(starting, StartingHost)
+                host.starting = from_json(starting, StartingHost)
             except ValueError:
                 self.refused += 1
         host.last_message_at, host.excused_s = time.monotonic(), 0.0

@@ -30,7 +30,7 @@ from taas_magic.engines.base import LOG, Engine, find_engine
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.pool.address import PoolAddress, read_address
 from taas_magic.setup.facts import this_kernel
 from taas_magic.shared_files import is_free, replacing, take_lock
@@ -211,7 +211,7 @@ class PoolFolder:
             os.close(lock)
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # already ended; the caller notices this later
-            child.stdin.write(pack(settings) + b"\n")
+            child.stdin.write(to_json(settings) + b"\n")
             child.stdin.close()
         return PoolProcess(child)
 
@@ -246,7 +246,7 @@ class PoolFolder:
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
         for path in self.path.parent.glob(f"{folders}/pool.json"):
             with contextlib.suppress(OSError, ValueError):  # the process is just ending
-                pool_address = unpack(path.read_bytes(), PoolAddress)
+                pool_address = from_json(path.read_bytes(), PoolAddress)
                 made_of = pool_address.made_of
                 is_other = made_of != this_kernel() and pool_address.project == str(self._project)
                 if is_other and not is_free(path.with_name("lock")):
@@ -263,7 +263,7 @@ class PoolFolder:
 def main() -> int:
     """Run the pool's process until a kernel ends the pool, or no kernel and no run is left."""
     gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
-    settings = unpack(sys.stdin.buffer.readline(), PoolSettings)
+    settings = from_json(sys.stdin.buffer.readline(), PoolSettings)
     folder = Path(settings.folder)
     os.set_inheritable(settings.lock, False)
     os.write(settings.lock, str(os.getpid()).encode())
@@ -300,7 +300,7 @@ async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> Non
         path = folder / "pool.json"
         try:
             with replacing(path) as file:
-                file.write(pack(pool_address))
+                file.write(to_json(pool_address))
             await controller.over.wait()
         finally:
             path.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from packaging.version import InvalidVersion, Version
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError, TaasError
-from taas_magic.messages import Facts, unpack
+from taas_magic.messages import Facts, from_json
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -214,7 +214,7 @@ def ask_host(
     arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
     output = call_probe(shell, python, probe.main.__name__, arguments, PROBE_TIMEOUT_S)
-    return unpack(output, Facts).of(shell.host, begin)
+    return from_json(output, Facts).of(shell.host, begin)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from packaging.version import Version
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts, unpack
+from taas_magic.messages import Facts, from_json
 from taas_magic.setup.facts import (
     KernelVersions,
     RequiredPackage,
@@ -217,7 +217,7 @@ def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, ob
     """Call `probe.install` on the host; return its error text, or "" on success."""
     arguments = {"folder": folder, **how}
     output = call_probe(shell, python, probe.install.__name__, arguments, INSTALL_LIMIT_S)
-    return unpack(output, str)
+    return from_json(output, str)
 
 
 def our_bundle() -> bytes:

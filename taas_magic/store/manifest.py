@@ -34,7 +34,7 @@ from pathspec import GitIgnoreSpec
 
 from taas_magic.config import size_text
 from taas_magic.errors import ProtocolError, StoreError
-from taas_magic.messages import Request, pack, unpack
+from taas_magic.messages import Request, from_json, to_json
 from taas_magic.shared_files import replacing
 from taas_magic.store.tree import ARRIVING, CaseChecker, Tree, TreeEntry, printable, why_unsafe
 
@@ -273,7 +273,7 @@ class Hashes:
         self._file = file
         self._known: dict[str, tuple[Key, str]] = {}
         with suppress(OSError, ValueError):  # without the cache, every file is hashed again
-            stored = unpack(file.read_bytes(), list[tuple[str, Key, str]])
+            stored = from_json(file.read_bytes(), list[tuple[str, Key, str]])
             self._known = {path: (key, sha256) for path, key, sha256 in stored}
 
     def __contains__(self, path: str) -> bool:
@@ -341,7 +341,7 @@ class Hashes:
     def save(self) -> None:
         """Write the cache to its file for the next run."""
         with replacing(self._file) as file:
-            file.write(pack([(path, *known) for path, known in self._known.items()]))
+            file.write(to_json([(path, *known) for path, known in self._known.items()]))
 
 
 def blocks(file: FileIO) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from msgspec import Struct
 from pathspec import GitIgnoreSpec
 
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.shared_files import replacing
 from taas_magic.store.tree import Tree, special_kind
 
@@ -205,7 +205,7 @@ def file_key(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _line(record: _Record) -> bytes:
-    return pack(record) + b"\n"
+    return to_json(record) + b"\n"
 
 
 def _read(path: Path) -> Iterator[_Record]:
@@ -213,7 +213,7 @@ def _read(path: Path) -> Iterator[_Record]:
     with suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
-                yield unpack(line, _Record)
+                yield from_json(line, _Record)
 
 
 class OverwriteRules:

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from taas_magic.errors import StoreError, reason_of
 from taas_magic.journal.folder import state_dir
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.shared_files import boot_id, locked
 
 WRITES = ("discard", "refuse")
@@ -244,7 +244,7 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
                 _refuse_overlap(store, other)
             held.enter_context(locked(path, wait=True))
             try:
-                path.write_bytes(pack(owner))
+                path.write_bytes(to_json(owner))
             except OSError as error:
                 raise StoreError(
                     f"the project store cannot be marked as used by this run in {folder}: "
@@ -268,7 +268,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
         if free:
             path.unlink(missing_ok=True)
             return
-        owner = unpack(path.read_bytes(), StoreOwner)
+        owner = from_json(path.read_bytes(), StoreOwner)
     if is_below(store, owner.store) or is_below(owner.store, store):
         named = f" ({owner.name})" if owner.name else ""
         raise StoreError(

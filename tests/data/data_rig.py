@@ -34,7 +34,7 @@ from taas_magic.data.protocol import (
     Response,
     Role,
     Welcome,
-    pack,
+    encode_header,
 )
 from taas_magic.data.server import RankServers
 from taas_magic.data.service import Directory, FolderDirectory, Tls
@@ -42,7 +42,7 @@ from taas_magic.data.sharding import Uneven
 from taas_magic.host.fetcher import fetcher_main
 from taas_magic.host.spec import FetcherSpec
 from taas_magic.leases import FetchLease
-from taas_magic.messages import Address, FetcherStarted, LoaderAddresses, of_fetcher
+from taas_magic.messages import Address, FetcherStarted, LoaderAddresses, decode_fetcher_message
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import RegisteredLoader
 from tests.data.ledger import Handed, read_ledgers
@@ -197,7 +197,7 @@ class Service:
             process.start()
             theirs.close()
         started = process, control
-        assert isinstance(of_fetcher(control.recv_bytes()), FetcherStarted)
+        assert isinstance(decode_fetcher_message(control.recv_bytes()), FetcherStarted)
         if number < len(self.processes):
             self.processes[number] = started
         return started
@@ -344,7 +344,7 @@ def ready(role: Role) -> ProtocolState:
     if role is Role.RANK:
         before = [Challenge(bytes(32)), Welcome(bytes(32))]
     for message in before:
-        found = state.decode(memoryview(pack(message)))
+        found = state.decode(memoryview(encode_header(message)))
         assert found is not None and found.message == message
     assert not state._later
     return state

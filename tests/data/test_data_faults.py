@@ -231,9 +231,9 @@ def test_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
         before = server.memory_info().rss
         for noise in (
             b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + bytes(64),
-            protocol.pack(PROOF)[:-1],
-            protocol.pack(Requests(RequestKind.GET, 0, (0,))),
-            protocol.pack(PROOF, 2**62),
+            protocol.encode_header(PROOF)[:-1],
+            protocol.encode_header(Requests(RequestKind.GET, 0, (0,))),
+            protocol.encode_header(PROOF, 2**62),
             b"\xff" * 4096,
         ):
             with over_tcp(running) as sock:
@@ -249,7 +249,7 @@ def test_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
 @pytest.mark.fault(25)
 def test_a_rank_closes_on_a_header_that_is_huge(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2), fetchers=2) as running:
-        huge = bytearray(protocol.pack(Response(ResponseKind.VOID, 0, 0)))
+        huge = bytearray(protocol.encode_header(Response(ResponseKind.VOID, 0, 0)))
         huge[10] ^= 255
         sent, said = dict[int, int](), list[int]()
 
@@ -287,7 +287,9 @@ def test_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
 
 @pytest.mark.fault(26)
 def test_a_batch_beyond_the_limit_is_refused() -> None:
-    header = protocol.pack(Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1)
+    header = protocol.encode_header(
+        Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1
+    )
     with pytest.raises(ProtocolError, match="the limits are"):
         ready(Role.RANK).decode(memoryview(header))
 
@@ -348,7 +350,9 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
     body = cloudpickle.dumps(os.system)
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(running) as sock:
-            sock.sendall(protocol.pack(Requests(RequestKind.SAMPLE, 0, (0,)), len(body)) + body)
+            sock.sendall(
+                protocol.encode_header(Requests(RequestKind.SAMPLE, 0, (0,)), len(body)) + body
+            )
             assert is_dropped(sock)
         assert len(stream(running)) == 2
 

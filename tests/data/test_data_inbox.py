@@ -47,7 +47,7 @@ def batch(number: int, size: int) -> bytes:
     """Return the frame of a batch whose body repeats one byte, which depends on `number`."""
     body = bytes([number % 251 + 1]) * size
     response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
-    return protocol.pack(response, size) + body
+    return protocol.encode_header(response, size) + body
 
 
 def tick(sock: socket.socket, seconds: float) -> None:
@@ -152,7 +152,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
 
 def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
-    odd = protocol.pack(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
+    odd = protocol.encode_header(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
     server.sendall(odd + batch(0, 64 << 10))
     box.receive(ReceiveBlocks(0))
     _, body = box.receive(ReceiveBlocks(0))
@@ -206,7 +206,7 @@ def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -
     shared = Response(ResponseKind.BATCH, 0, 0, shared=body)
     with open(os.devnull) as one:
         server.sendall(batch(0, 4096))
-        socket.send_fds(server, [protocol.pack(shared)], [one.fileno()])
+        socket.send_fds(server, [protocol.encode_header(shared)], [one.fileno()])
         server.sendall(batch(1, 4096))
         heard = [responded(box.receive(ReceiveBlocks(0))) for _ in range(3)]
         assert [one.shared for one in heard] == [None, body, None]
@@ -221,7 +221,7 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
     server, rank = socket.socketpair()
     with server, rank:
         response = Response(ResponseKind.BATCH, 0, 0)
-        server.sendall(protocol.pack(response, protocol.MAX_BATCH_BYTES))
+        server.sendall(protocol.encode_header(response, protocol.MAX_BATCH_BYTES))
         with pytest.raises(ProtocolError, match="is too long; the limits are 2048 and 0"):
             Inbox(rank, ProtocolState(Role.RANK), 1.0).receive(ReceiveBlocks(0))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.plan import DataPlan, FetcherPlan, choose_data_pool, place_fetchers
 
 FEW = st.integers(1, 9)
@@ -81,7 +81,7 @@ def test_every_loader_has_each_of_its_fetchers_once(
     assert all(plan.on(host) for host in range(plan.hosts))
     assert bool(note) == (cpus * loaders > hosts)
     assert plan.cores >= 1
-    assert unpack(pack(plan), DataPlan) == plan
+    assert from_json(to_json(plan), DataPlan) == plan
 
 
 def test_the_pool_is_the_one_that_is_named_else_the_one_for_data_else_the_ranks_own() -> None:

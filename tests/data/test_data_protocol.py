@@ -31,8 +31,8 @@ from taas_magic.data.protocol import (
     SharedBody,
     SharedSpan,
     Welcome,
-    prove,
-    proven,
+    is_proof,
+    make_proof,
 )
 from taas_magic.errors import ProtocolError
 from tests.data.data_rig import PROOF, ready
@@ -63,7 +63,7 @@ MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
 def heard(
     state: ProtocolState, message: FromRank | FromServer, body_bytes: int = 0
 ) -> ReceivedFrame:
-    found = state.decode(memoryview(protocol.pack(message, body_bytes)))
+    found = state.decode(memoryview(protocol.encode_header(message, body_bytes)))
     assert found is not None
     return found
 
@@ -113,12 +113,12 @@ def test_every_request_comes_back(requests: Requests) -> None:
 
 def test_a_header_has_the_size_that_most_have() -> None:
     response = Response(ResponseKind.BATCH, 100, 2**31, 1, 2**32 - 1, 2**12, 2**64 - 1)
-    assert len(protocol.pack(response, 2**32)) == protocol.HEADER_BYTES
+    assert len(protocol.encode_header(response, 2**32)) == protocol.HEADER_BYTES
 
 
 @hypothesis.given(responses(), st.integers(0))
 def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
-    damaged = bytearray(protocol.pack(response))
+    damaged = bytearray(protocol.encode_header(response))
     # Flip no bit of the padding after the message: no checksum covers it.
     size = 20 + len(msgspec.msgpack.encode(response))
     bit %= 8 * size
@@ -237,7 +237,7 @@ def test_a_stream_cut_anywhere_gives_the_same_messages(
     requests: list[tuple[Requests, bytes]], data: st.DataObject
 ) -> None:
     sent = [(Requests(RequestKind.GET, one.epoch, one.slots), body) for one, body in requests]
-    stream = b"".join(protocol.pack(message, len(body)) + body for message, body in sent)
+    stream = b"".join(protocol.encode_header(message, len(body)) + body for message, body in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     assembler, found = Assembler(ready(Role.SERVER)), list[tuple[object, bytes]]()
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
@@ -253,7 +253,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 def test_a_cut_header_waits_for_the_rest() -> None:
     message = Requests(RequestKind.GET, 0, tuple(range(200)))
-    whole = protocol.pack(message)
+    whole = protocol.encode_header(message)
     assembler = Assembler(ready(Role.SERVER))
     for at in (10, protocol.HEADER_BYTES, len(whole) - 1):
         assert list(assembler.feed(whole[:at])) == []
@@ -266,26 +266,26 @@ def test_what_may_not_be_said_is_refused_before_its_body() -> None:
     with pytest.raises(ProtocolError, match="a body of 8 bytes is too long"):
         list(
             Assembler(ProtocolState(Role.SERVER)).feed(
-                protocol.pack(Requests(RequestKind.GET, 0, (0,)), 8)
+                protocol.encode_header(Requests(RequestKind.GET, 0, (0,)), 8)
             )
         )
 
 
 def test_a_proof_holds_for_one_key_one_side_one_nonce_and_one_server() -> None:
     key, nonce = os.urandom(32), os.urandom(32)
-    mac = prove(key, Role.RANK, nonce, "taas-1")
-    assert proven(key, Role.RANK, nonce, "taas-1", mac)
-    assert not proven(os.urandom(32), Role.RANK, nonce, "taas-1", mac)
-    assert not proven(key, Role.SERVER, nonce, "taas-1", mac)
-    assert not proven(key, Role.RANK, os.urandom(32), "taas-1", mac)
-    assert not proven(key, Role.RANK, nonce, "taas-2", mac)
-    assert not proven(key, Role.RANK, nonce, "taas-1", mac[:-1])
-    assert not proven(key, Role.RANK, nonce, "taas-1", b"")
+    mac = make_proof(key, Role.RANK, nonce, "taas-1")
+    assert is_proof(key, Role.RANK, nonce, "taas-1", mac)
+    assert not is_proof(os.urandom(32), Role.RANK, nonce, "taas-1", mac)
+    assert not is_proof(key, Role.SERVER, nonce, "taas-1", mac)
+    assert not is_proof(key, Role.RANK, os.urandom(32), "taas-1", mac)
+    assert not is_proof(key, Role.RANK, nonce, "taas-2", mac)
+    assert not is_proof(key, Role.RANK, nonce, "taas-1", mac[:-1])
+    assert not is_proof(key, Role.RANK, nonce, "taas-1", b"")
 
 
 @hypothesis.given(st.text("a\0", max_size=4), st.text("a\0", max_size=4))
 def test_a_name_does_not_run_over_into_the_nonce(one: str, another: str) -> None:
     key, nonce = b"k" * 32, b"n" * protocol.NONCE_BYTES
-    assert (prove(key, Role.RANK, nonce, one) == prove(key, Role.RANK, nonce, another)) is (
-        one == another
-    )
+    assert (
+        make_proof(key, Role.RANK, nonce, one) == make_proof(key, Role.RANK, nonce, another)
+    ) is (one == another)

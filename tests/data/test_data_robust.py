@@ -35,7 +35,7 @@ from taas_magic.data.protocol import (
 from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.leases import FetchLease
-from taas_magic.messages import FetcherCounts, FetcherReport, of_fetcher
+from taas_magic.messages import FetcherCounts, FetcherReport, decode_fetcher_message
 from tests.data.data_rig import (
     PROOF,
     WAIT_S,
@@ -71,7 +71,7 @@ T = TypeVar("T")
 def stats(running: Service, until: Callable[[FetcherCounts], object]) -> FetcherCounts:
     """Return what a fetcher says of its loader, the first time that `until` holds of it."""
     while True:
-        said = of_fetcher(running.processes[0][1].recv_bytes())
+        said = decode_fetcher_message(running.processes[0][1].recv_bytes())
         if isinstance(said, FetcherReport) and until(said.loaders["train"]):
             return said.loaders["train"]
 
@@ -192,7 +192,7 @@ def strangers(running: Service, count: int) -> list[socket.socket]:
 
 def drip(crowd: Sequence[socket.socket], over: threading.Event) -> None:
     """Say the beginning of a proof, one byte at a time."""
-    said = protocol.pack(PROOF)
+    said = protocol.encode_header(PROOF)
     for byte in said * 1000:
         for sock in crowd:
             if over.wait(0.0001):

@@ -21,7 +21,7 @@ from taas_magic.data.server import RankConnection
 from taas_magic.data.worker import WorkerHandle
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import FetcherSpec
-from taas_magic.messages import FetcherCounts, FetcherReport, Note, of_fetcher
+from taas_magic.messages import FetcherCounts, FetcherReport, Note, decode_fetcher_message
 from tests.data.data_rig import (
     Rows,
     Service,
@@ -86,7 +86,7 @@ def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path: Path)
 def counted(running: Service) -> FetcherCounts:
     """Return what the fetcher says next of its loader."""
     control = running.processes[0][1]
-    while not isinstance(said := of_fetcher(control.recv_bytes()), FetcherReport):
+    while not isinstance(said := decode_fetcher_message(control.recv_bytes()), FetcherReport):
         pass
     return said.loaders["train"]
 
@@ -114,7 +114,9 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
         with pytest.raises(ProtocolError, match=f"refused: {full}"):
             while len(links) < most:
                 links.append(linked(running))
-        while not isinstance(said := of_fetcher(running.processes[0][1].recv_bytes()), Note):
+        while not isinstance(
+            said := decode_fetcher_message(running.processes[0][1].recv_bytes()), Note
+        ):
             pass
         assert re.match(full, said.text)
         assert links

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from taas_magic.data import service
 from taas_magic.data.service import Tls
 from taas_magic.errors import ProtocolError
-from taas_magic.messages import FetcherReport, of_fetcher
+from taas_magic.messages import FetcherReport, decode_fetcher_message
 from tests.data.data_proxy import Proxy
 from tests.data.data_rig import (
     Noise,
@@ -51,7 +51,7 @@ def refused(running: Service) -> int:
     """How many peers the server has refused; waits until its fetcher says of one."""
     control, count = running.processes[0][1], 0
     while not count:
-        said = of_fetcher(control.recv_bytes())
+        said = decode_fetcher_message(control.recv_bytes())
         count = said.loaders["train"].refused if isinstance(said, FetcherReport) else 0
     return count
 

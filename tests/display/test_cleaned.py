@@ -19,7 +19,7 @@ from taas_magic.messages import (
     RunStacks,
     StartResponse,
     cleaned,
-    event_of,
+    decode_event,
     leaf_subclasses,
     to_bytes,
 )
@@ -94,7 +94,7 @@ def test_no_text_of_any_field_commands_a_terminal_or_begins_a_line(kind: Any) ->
         made |= {"data": {"text/plain": HOSTILE}, "metadata": None}
     found: Any
     if issubclass(kind, Event):
-        found = event_of(msgspec.json.encode(made))
+        found = decode_event(msgspec.json.encode(made))
     else:
         found = cleaned(msgspec.convert(made, kind, str_keys=True, strict=False))
     seen = list(texts(found))
@@ -121,7 +121,7 @@ def test_what_a_host_answers_is_cleaned_where_people_read_it() -> None:
 
 def test_pictures_and_pages_stay_as_they_are() -> None:
     shown = Display(data={"text/html": HOSTILE, "text/plain": "a\nb"}, metadata={"k": HOSTILE})
-    read = event_of(messages.encode(shown))
+    read = decode_event(messages.encode(shown))
     assert isinstance(read, Display)
     assert read.data == shown.data and read.metadata == shown.metadata
 

@@ -18,7 +18,7 @@ from taas_magic.host import rendezvous
 from taas_magic.host.host_run import HostRun
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec, torchrun_variables
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.plan import Flags, HostCapacity, make_plan
 
 ADDRESS = "127.0.0.1"
@@ -107,7 +107,7 @@ def test_a_first_host_that_cannot_be_reached_is_named() -> None:
 
 
 def test_a_host_receives_only_what_it_needs() -> None:
-    mine = unpack(pack(share(1)), ShareSpec)
+    mine = from_json(to_json(share(1)), ShareSpec)
     assert (mine.n_hosts, mine.host_rank, mine.ranks) == (2, 1, range(1, 2))
     assert mine.plan == structs.replace(run().plan, hosts=())
     assert (mine.run.requires, mine.run.reach) == (None, "")

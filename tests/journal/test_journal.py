@@ -19,7 +19,7 @@ from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import PlanHead, RunContext, RunFolder, RunSummary, Writer
-from taas_magic.messages import Display, Event, encode, event_of
+from taas_magic.messages import Display, Event, decode_event, encode
 from taas_magic.notebook import pools, runs
 from taas_magic.notebook.magic import run_command
 from tests.events import event, line_of, new_state
@@ -298,7 +298,7 @@ def test_a_run_of_an_older_version_is_read_whole() -> None:
 def test_every_line_of_an_older_version_is_an_event() -> None:
     lines = (OLD / "events.jsonl").read_bytes().splitlines()
     kinds = {json.loads(line)["kind"] for line in lines}
-    assert [line_of(event_of(line))["kind"] for line in lines] == [
+    assert [line_of(decode_event(line))["kind"] for line in lines] == [
         json.loads(line)["kind"] for line in lines
     ]
     assert kinds >= {"started", "lines", "data", "fetched", "failure", "settled", "receipt"}

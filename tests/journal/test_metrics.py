@@ -14,7 +14,7 @@ from taas_magic.host.metrics import MetricBuffer
 from taas_magic.journal import metrics
 from taas_magic.journal.folder import RunFolder
 from taas_magic.journal.metrics import CURVE_POINTS, Curve, picture, sparkline
-from taas_magic.messages import MetricPoint, Metrics, encode, event_of
+from taas_magic.messages import MetricPoint, Metrics, decode_event, encode
 from tests.events import new_state
 from tests.harness import Notebook
 
@@ -112,7 +112,7 @@ def test_a_picture_has_a_line_for_each_rank_and_skips_what_is_no_number() -> Non
 
 def test_values_that_json_lacks_arrive_as_no_number() -> None:
     points = [MetricPoint("a", 0, math.nan, 1.0), MetricPoint("a", 1, math.inf, 1.0)]
-    event = event_of(encode(Metrics(points=points)))
+    event = decode_event(encode(Metrics(points=points)))
     assert isinstance(event, Metrics)
     assert [math.isnan(metrics.number(point)) for point in event.points] == [True, True]
 

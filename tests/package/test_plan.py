@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taas_magic.errors import UsageError
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.plan import (
     MAX_RANKS_PER_CPU_HOST,
     Flags,
@@ -44,7 +44,7 @@ def test_ranks_beyond_one_host_lie_on_several() -> None:
 def test_a_federation_has_a_rank_on_each_host() -> None:
     plan = make_plan(Flags(gpus=3, federated=True), GPU_HOST, "id", max_hosts=3)
     assert [host.ranks for host in plan.hosts] == [1, 1, 1] and plan.federated
-    assert unpack(pack(plan), Plan) == plan
+    assert from_json(to_json(plan), Plan) == plan
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_every_rank_lies_on_exactly_one_host(
 def test_a_plan_survives_the_wire() -> None:
     flags = Flags(gpus=2, out=("a", "b"), env={"X": "1"}, timeout_s=3.0)
     plan = make_plan(flags, CPU_HOST, new_run_id())
-    assert unpack(pack(plan), Plan) == plan
+    assert from_json(to_json(plan), Plan) == plan
 
 
 def test_run_ids_differ_and_sort_by_time() -> None:

@@ -19,7 +19,7 @@ from tornado.iostream import IOStream
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import EndPool, Event, StartResponse, pack
+from taas_magic.messages import EndPool, Event, StartResponse, to_json
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import RunDriver
 from taas_magic.pool import process as pool_process
@@ -164,7 +164,7 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
     lab, cpu = (PoolFolder(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
     place = PoolAddress("tls://a:1", {}, str(tmp_path), KernelVersions("3.9.1", "1.13.1", ""))
-    (cpu.path / "pool.json").write_bytes(pack(place))
+    (cpu.path / "pool.json").write_bytes(to_json(place))
     lock = take_lock(cpu.path / "lock")
     assert lock is not None
     assert cpu.of_other_versions() == ["Python 3.9.1, torch 1.13.1"]

@@ -12,7 +12,7 @@ import pytest
 
 from taas_magic.errors import StoreError
 from taas_magic.journal.folder import state_dir
-from taas_magic.messages import pack, unpack
+from taas_magic.messages import from_json, to_json
 from taas_magic.store.rule import StoreRule, choose, locked_store, prepare, warnings
 
 OWN = """
@@ -43,7 +43,7 @@ def test_another_folder_and_its_shared_folders(folder: Path) -> None:
     assert not (folder / "results/shards").exists()
     prepare(rule)
     assert (folder / "results/shards/now").is_dir()
-    assert unpack(pack(rule), StoreRule) == rule
+    assert from_json(to_json(rule), StoreRule) == rule
 
 
 @pytest.mark.parametrize(
