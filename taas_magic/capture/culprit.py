@@ -24,7 +24,10 @@ registered loaders to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Endings of class names, by the advice for these classes. The first match counts."""
+"""Advice on classes, each text with the endings of the class names that it applies to.
+
+If several texts apply to a class, the first one is used.
+"""
 
 _BUDGET_S = 5.0
 """Maximum seconds for the search for the culprit."""

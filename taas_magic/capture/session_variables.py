@@ -71,7 +71,7 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """The notebook's value of each name about which the user was told, as digest or id."""
+        """Digest or id of the notebook's value, by name, for each value in a note to the user."""
 
         self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""

@@ -12,7 +12,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 _COPIES = "_taas_copies"
-"""Name in `__main__` of the `_Copies` object, through which pickle finds the `Definitions`."""
+"""Name in `__main__` of the `_Copies` object.
+
+A function of a second or later copy of a loader is an attribute of a `Definitions` object. pickle
+finds that object through the `_Copies` object.
+"""
 
 
 class Definitions:

@@ -30,10 +30,10 @@ _FORGET_SLOTS = 1024
 """Minimum number of finished slots that `DynamicSchedule` drops together."""
 
 VOID = -1
-"""Number in place of a batch's units that means: this slot has no batch."""
+"""Value that replaces the number of units of a slot if the slot has no batch."""
 
 UNHINTED = -2
-"""Number in place of a batch's units that means: the batch has no `hints["units"]`.
+"""Value that replaces the number of units of a batch if the batch has no `hints["units"]`.
 
 Such a batch counts as one unit.
 """

@@ -44,7 +44,7 @@ from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES
 
 SHORT_S = 0.05
-"""Maximum seconds of a job after which its process may run another job.
+"""Maximum seconds that a job may take if its process is to run another job afterwards.
 
 After a longer job, the process ends: the start of a new process costs little in comparison.
 """

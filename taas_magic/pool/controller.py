@@ -95,7 +95,7 @@ class Kernels:
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
         self.is_ending = False
         self.over = asyncio.Event()
-        """Set when the pool is to end."""
+        """Event that is set when the pool's process must end."""
 
     def end_if_idle(self, has_runs: bool) -> None:
         """End the pool if it has had neither a kernel nor a run for `linger_s`."""

@@ -726,7 +726,7 @@ class PoolRun(Share):
         """Function that sends an encoded event to the owner."""
 
         self.stays = False
-        """Whether this is a detached session, which goes on without its kernel."""
+        """Whether this run is a detached session, which continues without its kernel."""
 
         self.why_halted = ""
         """Why the pool's process has halted the run, for the user; "" if it has not."""
