@@ -218,6 +218,8 @@ class UsedNames:
         attributes: Attribute names that the cell looks up on any object.
         stores: Names that the cell, or a function in it, sets or deletes.
         updates: Names that one statement both reads and sets, as in `total += 1`.
+        definitions: Names that the code of each function or class of the cell reads, by function or
+            class. In a session, a later cell may call the function.
     """
 
     def __init__(self, stores: frozenset[str]) -> None:
@@ -229,15 +231,7 @@ class UsedNames:
         self._defined: set[str] = set()
         self._later: dict[str, frozenset[str]] = {}
         self._awaited: set[str] = set()
-
-    @property
-    def definitions(self) -> Mapping[str, frozenset[str]]:
-        """Names that the code of each function or class of the cell reads, by function or class.
-
-        Functions and classes that a later statement of the cell loads are left out: the names in
-        their code are in `why`.
-        """
-        return self._later
+        self.definitions: dict[str, frozenset[str]] = {}
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
         """Analyse statements that run one after the other."""
@@ -296,6 +290,7 @@ class UsedNames:
         for name in _assigned(node):
             self._defined.add(name)
             self._later.pop(name, None)
+            self.definitions.pop(name, None)
         if isinstance(node, ast.Delete):
             self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
@@ -306,7 +301,8 @@ class UsedNames:
         reads_at_once = use.names if node.decorator_list else use.now
         self._read(reads_at_once)
         self._defined.add(node.name)
-        self._later[node.name] = use.later | self._later.get(node.name, frozenset())
+        for by_name in (self._later, self.definitions):
+            by_name[node.name] = use.later | by_name.get(node.name, frozenset())
         if node.name in self._awaited:
             self._read({node.name})
 

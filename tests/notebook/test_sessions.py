@@ -141,7 +141,10 @@ def test_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
 def test_names_that_a_cells_function_reads_are_kept_up_to_date(session: Frontend) -> None:
     session.run("k = 1")
     session.run("%%taas --session exp\ndef g(): return k")
+    called = printed(session, "%%taas --session exp\ndef called(): return k\nprint(called())")
+    assert called == ["1"]
     session.run("k = 2")
+    assert printed(session, "%%taas --session exp\nprint(called())") == ["2"]
     assert printed(session, "%%taas --session exp\nprint(g())") == ["2"]
 
 
