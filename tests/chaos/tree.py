@@ -63,7 +63,7 @@ class Program:
         start: Cells that run first, and again after each end of the kernel or of the session.
         cell: Cell that is running when the harm is done.
         next: Cell that must succeed afterwards.
-        way_out: Part of the one-line error that `next` may raise instead; "" if it must succeed.
+        way_out: Part of a line of the error that `next` may raise instead; "" if it must succeed.
         harms: The possible harms.
         back: Cell that runs in a new kernel after the old one was killed; "" runs `start` again.
     """
@@ -98,7 +98,7 @@ print("the next one")
     way_out="Start it",
     harms=SESSION_HARMS,
 )
-"""If the session has ended, the next cell raises a one-line error with the way to restart it."""
+"""If the session has ended, a line of the next cell's error says how to start it again."""
 
 DETACHED = replace(
     SESSION,
@@ -273,17 +273,20 @@ class Chaos:
             self.result.broken.append(f"{harm}: {error}")
 
     def _try(self, frontend: Frontend, cell: str) -> str | None:
-        """Run a cell; return its error, or None if it succeeded."""
+        """Run a cell; return the text of its error, or None if it succeeded."""
         request = frontend.send(cell)
         if frontend.finish(request)["status"] == "ok":
             return None
         [error] = frontend.contents(request, "error")
-        return str(error["evalue"])
+        return "\n".join([*map(str, error["traceback"]), str(error["evalue"])])
 
     def _has_way_out(self, error: str) -> bool:
-        """Return whether an error says in one line how to start the session again."""
+        """Return whether a line of an error says how to start the session again.
+
+        If a process of the session dies in the cell, this line is below the cell's own error.
+        """
         way_out = self._program.way_out
-        return bool(way_out) and way_out in error and "\n" not in error
+        return bool(way_out) and way_out in error
 
     def _find(self, frontend: Frontend, place: str) -> Iterator[psutil.Process]:
         if place == "kernel":
