@@ -4,11 +4,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from taas_magic.errors import UsageError
+from taas_magic.notebook import sessions
 from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import below, left_of, listening_ports
@@ -413,3 +416,15 @@ def test_a_kernel_that_ends_takes_its_sessions_along(kernel_of_its_own: Frontend
     ranks = ranks_of(kernel_of_its_own)
     kernel_of_its_own.process.send_signal(signal.SIGKILL)
     assert not left_of(ranks)
+
+
+def test_a_command_without_a_name_lists_the_running_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = [SimpleNamespace(name=name) for name in ("exp", "other")]
+    monkeypatch.setattr(sessions, "live", lambda: running)
+    with pytest.raises(UsageError, match="running; name one: exp, other"):
+        sessions.named(None)
+    running.clear()
+    with pytest.raises(UsageError, match="There is no session"):
+        sessions.named(None)
