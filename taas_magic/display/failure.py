@@ -82,9 +82,14 @@ def who_failed(failure: Failure) -> str:
 
 
 def cause(failure: Failure) -> str:
-    """Return what happened, in one line without the rank and host."""
-    message = cut(failure.message.strip())
-    first_line = message.partition("\n")[0]
+    """Return what happened, in one line without the rank and host.
+
+    If an exception passes on the traceback of another process, such as that of a DataLoader worker,
+    its first line does not say what happened there. The last line does.
+    """
+    first_line, *others = failure.message.strip().split("\n")
+    if any("Traceback (most recent call last)" in line for line in others):
+        first_line = f"{first_line} … {others[-1].strip()}"
     words = {
         "raised": failure.etype or "an exception",
         "signal": f"killed by {failure.signal or 'a signal'}",

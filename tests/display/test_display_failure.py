@@ -60,6 +60,12 @@ def ended(first: Failure | None, *rest: Failure, state: str = "FAILED") -> RunEn
         ),
         (failure(message=""), "rank 3 on host gpu1 (pid 812): ZeroDivisionError"),
         (failure(message="a\nb"), "rank 3 on host gpu1 (pid 812): ZeroDivisionError: a"),
+        (
+            failure(
+                message="in worker 0.\nOriginal Traceback (most recent call last):\n\nKeyError: 7"
+            ),
+            "rank 3 on host gpu1 (pid 812): ZeroDivisionError: in worker 0. … KeyError: 7",
+        ),
     ],
 )
 def test_headline(event: Failure, text: str) -> None:
