@@ -63,7 +63,7 @@ class Program:
         start: Cells that run first, and again after each end of the kernel or of the session.
         cell: Cell that is running when the harm is done.
         next: Cell that must succeed afterwards.
-        way_out: Part of a line of the error that `next` may raise instead; "" if it must succeed.
+        way_out: Part of a line that `next` may show instead; "" if it must succeed.
         harms: The possible harms.
         back: Cell that runs in a new kernel after the old one was killed; "" runs `start` again.
     """
@@ -98,7 +98,7 @@ print("the next one")
     way_out="Start it",
     harms=SESSION_HARMS,
 )
-"""If the session has ended, a line of the next cell's error says how to start it again."""
+"""If the session has ended, a line of the next cell's error or output says how to start it."""
 
 DETACHED = replace(
     SESSION,
@@ -273,17 +273,17 @@ class Chaos:
             self.result.broken.append(f"{harm}: {error}")
 
     def _try(self, frontend: Frontend, cell: str) -> str | None:
-        """Run a cell; return the text of its error, or None if it succeeded."""
+        """Run a cell; return its output and its error, or None if it succeeded."""
         request = frontend.send(cell)
         if frontend.finish(request)["status"] == "ok":
             return None
         [error] = frontend.contents(request, "error")
-        return "\n".join([*map(str, error["traceback"]), str(error["evalue"])])
+        return f"{frontend.text(request)}\n{error['evalue']}"
 
     def _has_way_out(self, error: str) -> bool:
-        """Return whether a line of an error says how to start the session again.
+        """Return whether a line says how to start the session again.
 
-        If a process of the session dies in the cell, this line is below the cell's own error.
+        If a process of the session has died in the cell itself, the cell's output has this line.
         """
         way_out = self._program.way_out
         return bool(way_out) and way_out in error
