@@ -85,15 +85,13 @@ def test_ranks_ask_one_after_the_other(frontend_of_module: Frontend) -> None:
         frontend.type_line(f"answer {len(boxes)}")
     assert frontend.finish(request)["status"] == "ok"
     prompts = [box["prompt"] for box in boxes]
-    decode_rank_message = [
-        [prompt for prompt in prompts if f"rank {rank} of 2" in prompt] for rank in (0, 1)
-    ]
-    assert decode_rank_message[0] == [
+    by_rank = [[prompt for prompt in prompts if f"rank {rank} of 2" in prompt] for rank in (0, 1)]
+    assert by_rank[0] == [
         "name? rank 0 of 2 > ",
         "secret? rank 0 of 2 > ",
         "rank 0 of 2 > ",
     ]
-    assert decode_rank_message[1] == [
+    assert by_rank[1] == [
         "name? rank 1 of 2 > ",
         "secret? rank 1 of 2 > ",
         "rank 1 of 2 > ",
