@@ -3,8 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
   "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$p" && break; done)
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Tests wait for about half of their time, so two cores can run five at a time.
-PYTEST_WORKERS ?= 5
+PYTEST_WORKERS ?= 4
 
 # More processes compute than there are cores: a thread of theirs that waits must not spin.
 export OMP_WAIT_POLICY := passive
