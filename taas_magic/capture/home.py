@@ -164,7 +164,7 @@ def _is_stateless(function: FunctionType) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether all results that refer to `value` must get the same copy of this object.
+    """Return whether the notebook must get only one copy of `value`, if several results contain it.
 
     True for objects that can change in place, and for functions that cannot be imported.
     """

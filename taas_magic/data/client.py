@@ -478,7 +478,8 @@ class Client:
         """Send a request whose response is an object, and return the object.
 
         Raises:
-            ValueError: The response is a dataset's state that is too large to be loaded again.
+            ValueError: The response is the state of a dataset, and has more than `MAX_STATE_BYTES`.
+                Such a state could not be loaded again.
             RunLost: No fetcher responds.
             Exception: The exception that the user's code raised.
         """

@@ -365,7 +365,10 @@ class BatchSource:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
-        """Return `dataset[index]`; if the dataset raises, add the index to the user's message."""
+        """Return `dataset[index]`.
+
+        If the dataset raises an exception, the message that the user gets names the index, too.
+        """
         try:
             return dataset[index]
         except BaseException:

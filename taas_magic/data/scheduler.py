@@ -72,7 +72,9 @@ For a small batch, these bytes are most of the memory.
 
 
 class PreparedResponse:
-    """Reference-counted response to a rank's request: a batch, a value, an error or VOID.
+    """Reference-counted response to a rank's request: a batch, a value or an error.
+
+    If the requested slot has no batch, the response is VOID (`ResponseKind`), without a body.
 
     The body of the response is the encoded batch or value. The body is in the arena of the worker,
     where ranks on this host can read it without a copy, or in `text`. The objects that use the

@@ -269,7 +269,7 @@ class NoView:
         self._state.apply(event, time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Do nothing."""
+        """Do nothing, because this view writes no output (`View.tick` does)."""
 
     def next_due(self) -> float:
         """Return infinity, because `tick` is never needed."""

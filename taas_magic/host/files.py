@@ -1,7 +1,8 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
 Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
-host sends back the files that they wrote: results, logs and ledgers.
+host sends back the files that they wrote: results, profiles, logs, and the ledgers, which count the
+batches that each rank received (`BatchLedger`).
 
 A host that shares the notebook's folders needs no transfer. On any other host, `HostFiles` in the
 agent makes copies of the two folders (`RunFolderCopy`, `StoreCopy`). The agent gets and sends the

@@ -41,7 +41,9 @@ _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).d
 
 
 class Keyboard:
-    """The source of the lines that a rank's program reads from its standard input: the user.
+    """Gives a rank's program the lines that the user types.
+
+    `install` makes the program's `input()`, `getpass` and `sys.stdin` read these lines.
 
     Args:
         link: The rank's connection to its agent.

@@ -243,9 +243,10 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Return the pid and position of the first child that runs code of a cell, as text.
+    """Find a rank's first child process that runs code of a cell.
 
-    Return "" if no child runs code of a cell.
+    Returns:
+        Text with the child's pid and the position in the cell's code; "" if there is no such child.
     """
     for child in sample.children:
         where = code_position(child.main)

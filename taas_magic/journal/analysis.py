@@ -518,7 +518,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
     Returns:
         For each loader, a list with one pair per interval: the middle of the interval, in seconds
-        since the run's first event, and the difference of the sums over the interval.
+        since the run's first event, and the increase of the ranks' counts in the interval.
     """
     flow, began = Flow(keep_points=None), None
     for event in events:

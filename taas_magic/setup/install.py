@@ -232,8 +232,9 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:
-        PoolError: The packages of this machine may not work on the host, or a package is not
-            installed here and pip cannot download it. The message says what to install there.
+        PoolError: The packages of this machine may not work on the host, or this machine can
+            neither copy a package from its own environment nor download the package with pip. The
+            message says what the user must install on the host.
     """
     if why := why_unlike(facts):
         pins = [each.pin for each in packages]

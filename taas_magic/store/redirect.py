@@ -488,7 +488,11 @@ class RehearsalView(DiscardingView):
         return os.path.join(self._folder, os.path.relpath(store_path, self.store))
 
     def _publishes(self, store_path: str) -> bool:
-        """Return whether this rank's writes to `store_path` go to the rehearsal folder."""
+        """Return whether this rank's writes to `store_path` go to the rehearsal folder.
+
+        In a real run, these writes would go to the store. All other writes of the rank go to its
+        scratch folder.
+        """
         return self._is_writer or any(is_below(store_path, folder) for folder in self._shared)
 
     def refuse_shard(self, store_path: str) -> None:
@@ -811,7 +815,18 @@ def _write(
     follow: bool = False,
     **kw: Any,
 ) -> Any:
-    """Call `real`, which changes the file or folder at one path, with the redirected path."""
+    """Call `real` with the redirected path in place of `path`.
+
+    Args:
+        view: The view of this process.
+        decide: Method that maps a path in the store to the path to use (`StoreView.resolve`).
+        real: The original function, such as `os.mkdir`. It changes the file or folder at `path`.
+        path: The path that the program passed.
+        *args: Further arguments of `real`.
+        dir_fd: As in the functions of `os`.
+        follow: Whether `real` follows a symbolic link at the end of `path`.
+        **kw: Further keyword arguments of `real`.
+    """
     to_end = follow and kw.get("follow_symlinks", True)
     redirected = _redirect_path(view, decide, path, dir_fd, follow=to_end)
     return _call_redirected(real, path, *redirected, *args, **kw)
