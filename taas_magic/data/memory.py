@@ -185,7 +185,7 @@ class BorrowedSpans:
         return places
 
     def close(self) -> None:
-        """Call `on_unused`, now or as soon as no span is in use. Spans in use stay valid."""
+        """Call `on_unused` when no span is in use, which may be now. Spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()

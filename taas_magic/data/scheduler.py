@@ -189,7 +189,7 @@ class PrefetchOrder:
     ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        A value None means that there is nothing to prepare now; the caller tries again later.
+        If a value is None, no batch can be prepared now, and the caller tries again later.
         """
         left = self._share.units
         for ahead in itertools.count():

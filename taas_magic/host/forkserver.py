@@ -265,7 +265,7 @@ class _StandIn:
     def has_failed(self) -> bool:
         """Return whether the stand-in has ended during the import or with an error.
 
-        In this case, all children of the stand-in have ended, too, because each child ends with its
+        In this case, all children of the stand-in have also ended, because each child ends with its
         parent process.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code

@@ -5,7 +5,7 @@ its agent. The kernel that runs the cell shows an input box, and sends the line 
 (`notebook/keyboard.py`). If nobody can type, the kernel refuses the request, and the call in the
 cell raises EOFError.
 
-IPython's debugger and `torch.distributed.breakpoint` work, too, because they call `input()`.
+IPython's debugger and `torch.distributed.breakpoint` also work, because they call `input()`.
 """
 
 import builtins

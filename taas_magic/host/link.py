@@ -131,7 +131,7 @@ class LineReader:
     """
 
     def __init__(self, path: Path) -> None:
-        # Open for writing, too, so that reads do not report the end when the agent closes the pipe.
+        # Also open for writing, so that reads do not report the end when the agent closes the pipe.
         self._pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._rest = b""
 
@@ -189,7 +189,7 @@ class Link:
         self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
         with suppress(OSError):  # the user's limit of pipe memory is reached: 64 KiB work, too
             fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # Open for writing, too, so that reads never report the end, and opening does not block.
+        # Also open for writing, so that reads never report the end, and opening does not block.
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
         self._running = open(folder / RUNNING, "wb", buffering=0)  # noqa: SIM115
