@@ -371,7 +371,7 @@ class RunFetchers:
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
         """Send the queued events to the pool of the ranks until `close` (the thread's function)."""
-        # `pop_events` may remove the None that ends this loop, so `_closing` ends it, too.
+        # `pop_events` may remove the None that ends this loop, so `_closing` also ends the loop.
         while not self._closing and (event := self._events.get()) is not None:
             try:
                 connection.call(Relay(run_id, [event, *self.pop_events()]))
@@ -408,7 +408,7 @@ class PrefillProgress:
 
         The ranks may start if the wanted amount is ready. They may also start if no worker can
         prepare more, because the memory is full or the data has ended. If every fetcher has ended,
-        the ranks start, too, and report the error.
+        the ranks also start, and report the error.
         """
         ended = self._flow.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:

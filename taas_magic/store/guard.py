@@ -271,7 +271,7 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
     """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder.
 
     The usual folder is unusable if it is the store. Under Landlock, a folder that contains the
-    store is unusable, too, because this process cannot make entries directly in that folder.
+    store is also unusable, because this process cannot make entries directly in that folder.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
@@ -391,8 +391,8 @@ def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
 
     Args:
-        as_user: Whether to enter a user namespace, too, in which an ordinary user may mount. In it,
-            files of all other users appear to belong to `nobody`.
+        as_user: Whether to also enter a user namespace, in which an ordinary user may mount. In
+            this user namespace, files of all other users appear to belong to `nobody`.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)

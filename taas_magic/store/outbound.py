@@ -439,7 +439,7 @@ class MirrorSender:
 
         Args:
             paths: Paths at which something has changed.
-            everything: Whether to check all other paths, too, at which the mirror differs from the
+            everything: Whether to also check all other paths at which the mirror differs from the
                 store. True if events may have been lost.
         """
         now = time.monotonic()
