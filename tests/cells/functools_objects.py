@@ -1,4 +1,4 @@
-"""Objects that functools makes, and asserts about their copies in ranks."""
+"""Two cells: the first makes objects with functools, the second checks their copies in ranks."""
 
 # %%
 import functools

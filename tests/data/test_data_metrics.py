@@ -1,4 +1,4 @@
-"""What a rank says of what it was handed, and the proof over it."""
+"""Tests of a rank's reports about received batches, and of the ledger of these batches."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
 
 
 class Handed(RankFeed):
-    """A rank that was handed so many batches."""
+    """A feed that reports `batches` received batches."""
 
     batches = 0
 
@@ -64,7 +64,15 @@ class Handed(RankFeed):
 
 
 class Busy(Link):
-    """Takes long for what the rank says now and then: until it has said its last, if it can."""
+    """A link on which the first report of the heartbeat's thread takes long.
+
+    This report lasts until the main thread has sent a report, but at most 0.2 s.
+
+    Attributes:
+        said: Numbers of batches in the sent reports, in order.
+        began: Set when the heartbeat's thread begins to send a report.
+        over: Set when a report was sent.
+    """
 
     def __init__(self) -> None:
         self.said: list[int] = []

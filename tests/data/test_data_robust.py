@@ -1,4 +1,8 @@
-"""What must not end or change a run: pauses, long calls, stopped hosts, strangers, deaths."""
+"""Tests of the data service with slow, stopped, killed and foreign processes.
+
+Pauses, long calls, foreign connections and killed workers must not change the batches. If all
+fetchers are stopped, the run must fail, and the error must name the fetchers.
+"""
 
 import contextlib
 import ctypes
@@ -69,7 +73,7 @@ T = TypeVar("T")
 
 
 def stats(running: Service, until: Callable[[FetcherCounts], object]) -> FetcherCounts:
-    """Return what a fetcher says of its loader, the first time that `until` holds of it."""
+    """Wait until `until` is true for the first fetcher's counts; return these counts."""
     while True:
         said = decode_fetcher_message(running.processes[0][1].recv_bytes())
         if isinstance(said, FetcherReport) and until(said.loaders["train"]):
@@ -77,14 +81,14 @@ def stats(running: Service, until: Callable[[FetcherCounts], object]) -> Fetcher
 
 
 def value_of(batch: torch.Tensor) -> float:
-    """Return the one value that all of a batch has."""
+    """Check that all elements of a batch are equal, and return their value."""
     value = batch.view(-1)[0]
     assert (batch == value).all()
     return value.item()
 
 
 class Large(Rows):
-    """Row n is filled with n."""
+    """A dataset whose row n is one tensor of `width` bytes; each byte is n."""
 
     def __getitem__(self, index: int) -> object:
         return torch.full((self.width,), index, dtype=torch.uint8)
@@ -93,7 +97,7 @@ class Large(Rows):
 @pytest.mark.fault(66)
 @pytest.mark.parametrize("way", ["tcp", "tls"])
 def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path, way: str) -> None:
-    """For longer than the second in which a send over TLS once had to be done."""
+    """The pause of 3 s is longer than 1 s, the time limit that a send over TLS once had."""
     certificate = service.new_certificate() if way == "tls" else None
     tls = certificate.client if certificate else None
     with data_service(tmp_path, DataLoader(Large(20, 4 << 20), 1), tls=certificate) as running:
@@ -107,7 +111,11 @@ def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path
 
 
 class TakesItsTime(Rows):
-    """For one thing, which it begins when a rank waits: when there is a file."""
+    """Base class of datasets with one long operation.
+
+    The operation begins when the file `gate` exists. The test creates the file just before a rank
+    requests batches.
+    """
 
     def __init__(self, size: int, gate: Path) -> None:
         super().__init__(size)
@@ -119,6 +127,8 @@ class TakesItsTime(Rows):
 
 
 class SlowToUnpickle(TakesItsTime):
+    """A dataset that takes LONG_S seconds to unpickle."""
+
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.await_rank()
@@ -126,7 +136,7 @@ class SlowToUnpickle(TakesItsTime):
 
 
 class HoldsTheLock(TakesItsTime):
-    """Its first item is a long call that keeps the interpreter to itself."""
+    """A dataset whose item 0 holds the GIL for LONG_S seconds."""
 
     def __getitem__(self, index: int) -> object:
         if not index:
@@ -137,7 +147,7 @@ class HoldsTheLock(TakesItsTime):
 
 @pytest.mark.fault(67)
 def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path) -> None:
-    """Two such datasets, at the same time."""
+    """One dataset unpickles slowly. At the same time, another dataset holds the GIL."""
     gates = {kind: tmp_path / kind.__name__ for kind in (SlowToUnpickle, HoldsTheLock)}
     loaders = {gate.name: DataLoader(kind(10, gate), 2) for kind, gate in gates.items()}
     with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
@@ -149,7 +159,11 @@ def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path
 
 
 def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
-    """Return the indices of all batches, and how long that took since the gate was opened."""
+    """Create the file `gate`, and receive one epoch.
+
+    Returns:
+        A tuple of two: the indices of each batch's rows, and the duration of the epoch in seconds.
+    """
     began = time.monotonic()
     gate.touch()
     return [plain(batch)[1] for batch in remote], time.monotonic() - began
@@ -183,7 +197,7 @@ def test_the_run_is_lost_when_all_fetchers_are_stopped(
 
 
 def strangers(running: Service, count: int) -> list[socket.socket]:
-    """So many connections, all of which the kernel has taken."""
+    """Open `count` non-blocking TCP connections to the first fetcher, without a handshake."""
     crowd = [over_tcp(running) for _ in range(count)]
     for sock in crowd:
         sock.setblocking(False)
@@ -191,7 +205,10 @@ def strangers(running: Service, count: int) -> list[socket.socket]:
 
 
 def drip(crowd: Sequence[socket.socket], over: threading.Event) -> None:
-    """Say the beginning of a proof, one byte at a time."""
+    """Send the header of a wrong proof repeatedly, one byte at a time on each connection.
+
+    The function returns when `over` is set, or after 1000 headers. Closed connections are skipped.
+    """
     said = protocol.encode_header(PROOF)
     for byte in said * 1000:
         for sock in crowd:
@@ -226,7 +243,7 @@ def test_thousands_of_strangers_keep_no_rank_out(
 
 
 def as_nobody(work: Callable[[], T]) -> T:
-    """Do something as another user, in a child; returns what it returned."""
+    """Call `work` in a forked child process as the user `nobody`; return its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -290,7 +307,7 @@ def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_
 
 
 class Whose(Rows):
-    """Each item says which process made it."""
+    """A dataset whose items are large tensors filled with the process id of the worker."""
 
     def __getitem__(self, index: int) -> object:
         return torch.full((LARGE,), os.getpid())
@@ -300,7 +317,7 @@ class Whose(Rows):
 def test_ready_batches_survive_the_death_of_their_worker(tmp_path: Path, direct: bool) -> None:
     with data_service(tmp_path, DataLoader(Whose(6), 1)) as running:
         (worker,) = workers_of(running)
-        # An epoch, two of the next, and the lengths of both.
+        # The worker prepares the 6 batches of an epoch and 2 batches of the next epoch.
         stats(running, lambda said: said.ready == 8)
         worker.kill()
         psutil.wait_procs([worker])
@@ -323,7 +340,7 @@ def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path: Pat
 
 
 class Gated(Rows):
-    """Gives nothing before a file is there."""
+    """A dataset whose items wait until the file `gate` exists. Row n is filled with n + 1."""
 
     def __init__(self, size: int, width: int, gate: Path) -> None:
         super().__init__(size, width)
@@ -336,7 +353,10 @@ class Gated(Rows):
 
 
 def is_lent(link: FetcherLink) -> bool:
-    """Whether the batch that comes next lies in the worker's memory; leaves it where it is."""
+    """Return whether the next response is a batch that the rank reads in shared memory.
+
+    The response stays in the socket. Messages before the response are dropped.
+    """
     while True:
         select.select([link._socket], [], [])
         header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
@@ -353,10 +373,11 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
         links = [linked(running) for _ in range(2)]
         for link in links:
             link.send([(Requests(RequestKind.GET, 0, (0,)), b"")])
-        for link in links:  # both wait, which the server says a second later
+        for link in links:  # no batch is ready, so the server sends heartbeats
             assert isinstance(heard(link)[0], Alive)
         gate.touch()
-        # Who was lent it reads first, and changes it; the other has not taken it off its socket.
+        # The rank that reads the batch in shared memory comes first, and overwrites the batch. The
+        # other rank reads its response from the socket only later.
         for link in sorted(links, key=is_lent, reverse=True):
             response, body = received(link)
             batch = encode.decode(body, response.head_bytes)
@@ -380,7 +401,7 @@ def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers: int) -> None:
-    """Also the first ones, of which nobody knows yet how large they are."""
+    """The limit also holds for the first batches, whose size is unknown until they are prepared."""
     size, loader = 4 << 20, DataLoader(Large(50, 4 << 20), 1)
     with data_service(tmp_path, loader, workers=workers, buffer_bytes=3 * size) as running:
         ready = stats(running, lambda said: said.ready_bytes >= 3 * size and said.idle)
@@ -390,7 +411,10 @@ def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers
 
 
 class Streams(IterableDataset[torch.Tensor]):
-    """Two streams; the second gives nothing before a file is there."""
+    """An iterable-style dataset with two streams, which alternate in the epoch's order.
+
+    The batch at position n is filled with n. Stream 1 waits until the file `gate` exists.
+    """
 
     def __init__(self, gate: Path, size: int) -> None:
         self.gate, self.size = gate, size
@@ -415,9 +439,9 @@ def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_p
 
 
 def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
-    """All that may lie with a worker has room in its socket."""
+    """The longest queue of commands, with many freed offsets, fits into the worker's socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)  # so that it fails instead of waiting
+    ours.setblocking(False)  # a send to a full socket then fails instead of waiting
     one = WorkerHandle(0, 1, ours, is_suspect=False)
     with ours, theirs:
         small = Reply(0, ResponseKind.BATCH, 1, body_bytes=1)
@@ -433,7 +457,7 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
 
 
 class Which(Dataset[int]):
-    """Each sample is the process that prepares it."""
+    """A dataset whose samples are the process id of the worker that prepares them."""
 
     def __len__(self) -> int:
         return 4
@@ -453,4 +477,4 @@ def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(
         assert len({int(batch) for batch in remote}) == 1
         running.start(1)
         while len({int(batch) for batch in remote}) == 1:
-            pass  # it is looked for now and then
+            pass  # the remote loader looks for new fetchers only every 0.25 s

@@ -1,4 +1,4 @@
-"""What stands for a dataset in a rank shows the dataset's attributes, whatever their names."""
+"""Tests that `RemoteDataset` shows the attributes of the real dataset, whatever their names."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Filed(Rows):
-    """A dataset with names that a stand-in could want for itself."""
+    """A dataset with private attributes whose names `RemoteDataset` could use for its own."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

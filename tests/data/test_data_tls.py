@@ -1,4 +1,8 @@
-"""TLS on the way of batches, and docs/faults.md 47 to 50 on the port they come from."""
+"""Tests of TLS between fetchers and ranks, and of faults at a fetcher's port.
+
+The faults are 47 to 50 of docs/faults.md: wrong keys, strangers, recorded messages, and very
+many connections.
+"""
 
 import contextlib
 import socket
@@ -43,12 +47,12 @@ def running(request: pytest.FixtureRequest, tmp_path: Path, ours: Tls) -> Iterat
 
 
 def handed_over_tcp(running: Service) -> list[object]:
-    """Return the batches of an epoch, by TCP on this host too."""
+    """Return the batches of an epoch, received over TCP although the fetcher is on this host."""
     return stream(running, direct=False, tls=client_of(running))
 
 
 def refused(running: Service) -> int:
-    """How many peers the server has refused; waits until its fetcher says of one."""
+    """Wait until the fetcher reports refused peers; return their number."""
     control, count = running.processes[0][1], 0
     while not count:
         said = decode_fetcher_message(control.recv_bytes())
@@ -113,7 +117,11 @@ def test_a_plain_peer_of_a_server_with_tls_is_refused(tmp_path: Path, ours: Tls)
 
 
 TLS = pytest.mark.parametrize("running", ["tls"], indirect=True)
-"""What goes plain is shown elsewhere: test_data_faults 25 and 48, test_data_robust's strangers."""
+"""Mark for tests that run only with TLS.
+
+Similar tests without TLS are those of faults 25 and 48 in test_data_faults.py, and of fault 74 in
+test_data_robust.py.
+"""
 
 
 @pytest.mark.fault(48)

@@ -1,4 +1,4 @@
-"""What may be registered, and what a registered loader becomes on its way to the ranks."""
+"""Tests of `taas.register`, and of the remote loaders that replace registered loaders."""
 
 import gc
 import threading
@@ -62,7 +62,7 @@ def test_what_cannot_be_registered(value: object, error: type[Exception], says: 
         taas.register(value, name="train")
     with pytest.raises(RegistrationError) as shown:
         taas.register(value, name="train")
-    [line] = shown.value._render_traceback_()  # without the frames of this package
+    [line] = shown.value._render_traceback_()  # one line, without a traceback
     assert line.startswith("RegistrationError: register: ") and "\n" not in line
     assert taas.registered() == {}
 
@@ -125,7 +125,11 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
 
 
 def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
-    """Its data may be all of the memory: the cell that registers it is run again and again."""
+    """The data of one loader may fill most of the memory.
+
+    Users run the cell that registers a loader many times. Then the previous loader must not stay
+    in memory.
+    """
     for _ in range(2):
         loaders = {"train": taas.register(DataLoader(Rows(4)))}
         gc.collect()

@@ -1,4 +1,4 @@
-"""What PyTorch promises of a DataLoader, kept by a registered one: a local one is beside it."""
+"""Tests that a registered loader in a rank behaves like the rank's share of a local DataLoader."""
 
 from types import ModuleType
 
@@ -9,7 +9,7 @@ from tests.data.loaders.rig import Part, Seen, all_parts, differences, parameter
 from tests.harness import Notebook
 
 pytestmark = pytest.mark.timeout(600)
-"""One cell iterates up to sixteen loaders, with processes of each."""
+"""Timeout in seconds. One cell iterates up to 16 loaders, and each may have own workers."""
 
 
 @pytest.fixture(scope="module")

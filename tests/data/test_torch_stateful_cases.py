@@ -1,4 +1,4 @@
-"""What torchdata promises of a loader's state, kept by a registered one."""
+"""Tests that a registered loader continues from a saved state exactly as a local loader does."""
 
 from types import ModuleType
 
@@ -9,7 +9,7 @@ from tests.data.loaders.rig import Part, Seen, all_parts, differences, parameter
 from tests.harness import Notebook
 
 pytestmark = pytest.mark.timeout(600)
-"""One cell iterates up to sixteen loaders, with processes of each."""
+"""Timeout in seconds. One cell iterates up to 16 loaders, and each may have own workers."""
 
 
 @pytest.fixture(scope="module")
