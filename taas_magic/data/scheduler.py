@@ -5,7 +5,9 @@ ranks' requests, chooses the next request for each worker, and notifies the conn
 responses are ready.
 
 Requests of ranks come first: the connections take turns, and each connection's requests keep their
-order. If no rank waits, workers *prepare ahead*: they prepare batches of this fetcher's share
+order. There is one exception: batches of a stream are prepared in the stream's order, whichever
+connection has requested them, because a worker would have to restart the stream to go back. If no
+rank waits, workers *prepare ahead*: they prepare batches of this fetcher's share
 (`FetcherPart`) that no rank has requested yet. The memory of prepared batches is limited. When the
 limit is reached, workers pause. There is one exception: workers always prepare the batch that a
 connection must send next, so that a slow rank cannot starve another rank.
@@ -69,6 +71,13 @@ _ANSWER_BYTES = 1280
 
 For a small batch, these bytes are most of the memory.
 """
+
+
+LATER = -1
+"""Worker of a request that waits until the first reply to OPEN tells the loader's kind."""
+
+_ALL = "all connections"
+"""Key of the queue of a stream's batches, which all connections share."""
 
 
 class PreparedResponse:
@@ -239,8 +248,9 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: The worker and the connection whose queue contains the request; None if the request
-            is not queued. The worker is a number, or None if any worker can answer the request.
+        queued: The worker and the key of the queue that contains the request; None if the request
+            is not queued. The worker is a number, None if any worker can answer the request, or
+            LATER. The key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -260,8 +270,8 @@ class PrefetchBuffer:
     Args:
         budget_bytes: Memory limit of all responses.
         ahead: Order of the batches to prepare when no connection waits.
-        worker_for: Function that returns the number of the worker that must answer a request, or
-            None if any worker can.
+        worker_for: Function that returns the number of the worker that must answer a request. It
+            returns None if any worker can, and LATER if the loader's kind must be known first.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -282,6 +292,7 @@ class PrefetchBuffer:
         # One queue for each worker, so that an idle worker need not search the others' requests.
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
+        self._has_streams = False
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -300,6 +311,17 @@ class PrefetchBuffer:
         The buffer drops unrequested batches of earlier epochs.
         """
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
+
+    def record_kind(self, has_streams: bool) -> None:
+        """Record the loader's kind, and queue the requests that have waited for it (LATER).
+
+        Args:
+            has_streams: Whether the loader is iterable-style.
+        """
+        self._has_streams = has_streams
+        for who, requests in self._queues.pop(LATER, {}).items():
+            for request in requests:
+                self._queue(who, request, self._entries[request])
 
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
@@ -490,20 +512,17 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        For streams, finish the oldest epoch first. In this epoch, prefer a request for which the
-        worker need not restart the stream.
+        Batches of streams are chosen in order. If the next batch is one for which the worker would
+        have to restart its stream, prefer a later batch of the same epoch without a restart.
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
             return None
-        chosen = next(iter(next(iter(self._queues[owners[0]].values()))))
-        if follows is not None and chosen.kind is RequestKind.GET:
-            queues = [queue for it in owners for queue in self._queues[it].values()]
-            # Finish the oldest epoch first: ranks that are behind have few requests left in it.
-            epoch = min(next(iter(queue)).epoch for queue in queues)
-            chosen = next(one for queue in queues for one in queue if one.epoch == epoch)
-            candidates = (one for queue in queues for one in queue if one.epoch == epoch)
-            chosen = next(filter(follows, candidates), chosen)
+        queue = next(iter(self._queues[owners[0]].values()))
+        first = chosen = next(iter(queue))
+        if follows is not None and first.kind is RequestKind.GET:
+            same_epoch = itertools.takewhile(lambda one: one.epoch == first.epoch, queue)
+            chosen = next(filter(follows, same_epoch), first)
         queued = self._entries[chosen].queued
         assert queued is not None
         self._queues[queued[0]].move_to_end(queued[1])
@@ -529,19 +548,24 @@ class PrefetchBuffer:
     def _queue(
         self, who: Hashable, request: LoaderRequest, entry: _RequestState, at_once: bool = False
     ) -> None:
-        """Put a request into the queue of its worker and of the connection `who`.
+        """Put a request into a queue of its worker: the queue of a connection, or of all streams.
 
         Args:
-            who: The connection in whose queue the request waits.
+            who: The connection that waits.
             request: The request.
             entry: The request's state.
             at_once: Whether to put the request first in the connection's queue.
         """
         worker = self._worker_for(request)
+        is_ordered = self._has_streams and request.kind is RequestKind.GET
+        if is_ordered:
+            who, at_once = _ALL, False
         queues = self._queues.setdefault(worker, OrderedDict())
-        queue = queues.get(who)
-        if queue is None or at_once:
-            queues[who] = {request: None, **(queue or {})}
+        queue = queues.setdefault(who, {})
+        if is_ordered and queue and request < next(reversed(queue)):
+            queues[who] = dict.fromkeys(sorted([*queue, request]))
+        elif at_once:
+            queues[who] = {request: None, **queue}
         else:
             queue[request] = None
         entry.queued = worker, who
@@ -628,6 +652,7 @@ class Scheduler:
             budget_bytes, PrefetchOrder(served.share, self._is_filled), self._worker_for
         )
         self._streams: int | None = None
+        self._knows_kind = False
         self._positions: dict[int, dict[int, int]] = {}
         self._tries: dict[LoaderRequest, int] = {}
         self._lost, self._numbers = 0, itertools.count()
@@ -711,7 +736,9 @@ class Scheduler:
         """Return the number of the worker that must prepare a request; None for any worker.
 
         Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
-        Other batches have an assigned worker (`sharding.assigned_worker`).
+        Other batches have an assigned worker (`sharding.assigned_worker`). This worker depends on
+        the loader's kind, so the result is LATER while the kind is not known. Ranks may know the
+        kind from another fetcher.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -720,6 +747,8 @@ class Scheduler:
         has_indices = kind is RequestKind.GET and request.detail
         if kind is RequestKind.SAMPLE or has_indices:
             return None
+        if not self._knows_kind:
+            return LATER
         return self._served.share.assigned_worker(request.slot, self._streams)[1]
 
     def _continues_stream(self, request: LoaderRequest) -> bool:
@@ -793,8 +822,15 @@ class Scheduler:
             if reply.kind is ResponseKind.OPENED:
                 opened = protocol.read_opened(prepared.body())
                 self._streams = opened.streams
+            self._record_kind()
             self.buffer.ahead.record_epoch(request.epoch, opened)
         self._put(request, prepared)
+
+    def _record_kind(self) -> None:
+        """Record that the loader's kind is known; without a description, it counts as map-style."""
+        if not self._knows_kind:
+            self._knows_kind = True
+            self.buffer.record_kind(self._streams is not None)
 
     def _put(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Store a response in the buffer, and notify the connections that wait for it."""
@@ -840,6 +876,8 @@ class Scheduler:
             if not at:
                 self._tries[request] = self._tries.get(request, 0) + 1
                 if self._tries[request] >= _TRIES:
+                    if request.kind is RequestKind.OPEN:
+                        self._record_kind()
                     self._put(request, _given_up(request, how_ended))
                     continue
             self.buffer.requeue(request)

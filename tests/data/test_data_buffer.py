@@ -6,7 +6,7 @@ from itertools import islice
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from taas_magic.data.protocol import (
     EpochDescription,
@@ -15,7 +15,7 @@ from taas_magic.data.protocol import (
     RequestKind,
     ResponseKind,
 )
-from taas_magic.data.scheduler import PrefetchBuffer, PrefetchOrder, PreparedResponse
+from taas_magic.data.scheduler import _ALL, LATER, PrefetchBuffer, PrefetchOrder, PreparedResponse
 from taas_magic.data.sharding import VOID, FetcherPart
 from taas_magic.data.worker import WorkerHandle
 
@@ -51,12 +51,15 @@ def buffer_of(
     batches: int = 0,
     workers: int = 1,
     worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
+    has_streams: bool = False,
 ) -> PrefetchBuffer:
     """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, None, 0))
-    return PrefetchBuffer(budget_bytes, ahead, worker_for)
+    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for)
+    buffer.record_kind(has_streams)
+    return buffer
 
 
 def entries(buffer: PrefetchBuffer) -> int:
@@ -144,7 +147,7 @@ def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> N
 
 
 def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
-    buffer = buffer_of()
+    buffer = buffer_of(has_streams=True)
     for slot in (0, 2, 4):
         buffer.add_request("rank", key(slot))
     assert buffer.choose(0, lambda key: key.slot >= 2) == key(2)
@@ -152,8 +155,35 @@ def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
     assert buffer.choose(0, lambda key: key.slot >= 5) == key(0)
 
 
+def test_batches_of_a_stream_are_prepared_in_order_whoever_requested_them() -> None:
+    buffer = buffer_of(has_streams=True)
+    for slot in range(4):
+        buffer.add_request("slow", key(slot))
+    assert chosen(buffer, 1) == [0]
+    for slot in range(6):
+        buffer.add_request("fast", key(slot))
+    assert chosen(buffer, 2) == [1, 2]
+    buffer.requeue(key(1))
+    buffer.requeue(key(2))
+    buffer.cancel_requests("slow")
+    assert chosen(buffer) == [1, 2, 3, 4, 5]
+
+
+def test_requests_wait_until_the_loaders_kind_is_known() -> None:
+    """A stream's batches may have another worker than those of a map-style loader."""
+    known = list[bool]()
+    worker_for = lambda one: 1 if known else LATER  # noqa: E731
+    buffer = PrefetchBuffer(PLENTY, PrefetchOrder(FetcherPart(workers=2)), worker_for)
+    for slot in (1, 0):
+        buffer.add_request(f"rank {slot}", key(slot))
+    assert [buffer.choose(worker) for worker in (0, 1)] == [None, None]
+    known.append(True)
+    buffer.record_kind(has_streams=True)
+    assert [buffer.choose(worker) for worker in (0, 1, 1, 1)] == [None, key(0), key(1), None]
+
+
 def test_a_worker_finishes_an_epoch_of_streams_before_the_next_one() -> None:
-    buffer = buffer_of()
+    buffer = buffer_of(has_streams=True)
     for one in (key(0, epoch=1), key(1, epoch=1)):
         buffer.add_request("ahead", one)
     buffer.add_request("behind", key(9))
@@ -478,10 +508,16 @@ class BufferMachine(RuleBasedStateMachine):
         # The buffer counts 1280 bytes for each response in addition to its body.
         budget_bytes = BUDGET_BATCHES * (BATCH_BYTES + 1280)
         self.buffer = buffer_of(budget_bytes, batches=12, worker_for=by_parity, workers=2)
+        self.follows: Callable[[LoaderRequest], bool] | None = None
         self.arena = Arena()
         self.asked: dict[str, list[LoaderRequest]] = {}
         self.doing: list[LoaderRequest] = []
         self.prepared, self.held = 0, list[PreparedResponse]()
+
+    @initialize(has_streams=st.booleans())
+    def record_kind(self, has_streams: bool) -> None:
+        self.buffer.record_kind(has_streams)
+        self.follows = (lambda request: True) if has_streams else None
 
     @rule(who=RANKS, slot=SLOTS)
     def ask(self, who: str, slot: int) -> None:
@@ -511,7 +547,10 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(ahead=st.booleans(), worker=st.sampled_from([0, 1]))
     def choose(self, ahead: bool, worker: int) -> None:
-        one = self.buffer.choose(worker)
+        is_full, one = self.buffer.is_full, self.buffer.choose(worker, self.follows)
+        if one is not None and self.follows and not is_full:
+            queued = self.buffer._queues.get(worker, {}).get(_ALL, {})
+            assert all(one < later for later in queued), "a stream is prepared in order"
         if one is None and ahead and not self.buffer.is_full:
             one = self.buffer.choose_ahead(worker)
         if one is not None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import random
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -461,3 +463,28 @@ def test_ranks_do_not_wait_for_a_fetcher_that_cannot_start(tmp_path: Path) -> No
 
         batches = list(running.loader(directory=directory))
     assert sorted(index for batch in batches for index in batch.tolist()) == list(range(20))
+
+
+class SlowStream(IterableDataset[torch.Tensor]):
+    """Yields 0 to 39 slowly; all rows of one reading have the same random token."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        token = random.SystemRandom().getrandbits(62)
+        for number in range(40):
+            time.sleep(0.01 * (number % 3))
+            yield torch.tensor([token, number])
+
+
+def test_a_slow_stream_is_read_once_for_all_ranks(tmp_path: Path) -> None:
+    """Ranks request only a few batches early, so requests of several ranks wait at any time."""
+    with service(tmp_path, DataLoader(SlowStream(), 2)) as running, ThreadPoolExecutor(3) as ranks:
+
+        def rows(rank: int) -> torch.Tensor:
+            loader = running.loader(
+                rank=rank, world_size=3, window_bytes=1, shape={"uneven": "keep"}
+            )
+            return torch.cat(list(loader))
+
+        found = torch.cat(list(ranks.map(rows, range(3))))
+    assert sorted(found[:, 1].tolist()) == list(range(40))
+    assert len(found[:, 0].unique()) == 1

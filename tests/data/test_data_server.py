@@ -1,9 +1,11 @@
 """A fetcher's server: how much it tells its workers, how they end, and to whom it lends memory."""
 
 import dataclasses
+import random
 import re
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import psutil
 import pytest
 import torch
 from msgspec import structs
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from taas_magic.data import encode
 from taas_magic.data.connection import FetcherLink
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, Requests, ResponseKind
 from taas_magic.data.scheduler import PreparedResponse
@@ -164,6 +167,44 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
             assert message.kind is ResponseKind.BATCH
             assert message.shared is None
             link.close()
+
+
+class SlowToLoad(IterableDataset[torch.Tensor]):
+    """Stream that cannot be unpickled before a file exists; each reading has a random token."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.gate = state["gate"]
+        while not self.gate.exists():
+            time.sleep(0.01)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        token = random.SystemRandom().getrandbits(62)
+        for number in range(20):
+            yield torch.tensor([token, number])
+
+
+def test_a_stream_is_read_once_if_ranks_ask_before_the_loader_is_known(tmp_path: Path) -> None:
+    """A rank may know the streams from another fetcher, which has loaded the dataset earlier."""
+    loader = DataLoader(SlowToLoad(tmp_path / "gate"), 2)
+    with service(tmp_path, loader, workers=2) as running:
+        ranks = [linked(running) for _ in range(2)]
+        for rank, slots in enumerate(([1, 3, 5, 7, 9], [0, 2, 4, 6, 8])):
+            ranks[rank].send([(Requests(RequestKind.GET, 0, tuple(slots)), b"")])
+        linked(running).close()  # the server handles the requests before this connection
+        (tmp_path / "gate").touch()
+        rows = list[torch.Tensor]()
+        for links, rank in enumerate(ranks, 1):
+            while len(rows) < 5 * links:
+                message, body = received(rank)
+                size = len(body) // (1 + message.more)
+                batches = [body[at : at + size] for at in range(0, len(body), size)]
+                rows += [encode.decode(batch, message.head_bytes) for batch in batches]
+            rank.close()
+    assert sorted(torch.cat(rows)[:, 1].tolist()) == list(range(20))
+    assert len(torch.cat(rows)[:, 0].unique()) == 1
 
 
 def test_a_connection_that_ends_releases_the_responses_it_has_not_sent() -> None:
