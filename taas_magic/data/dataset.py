@@ -19,6 +19,7 @@ import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from taas_magic.data import encode
 from taas_magic.data.definitions import Definitions
 from taas_magic.data.generators import own_generators
 from taas_magic.data.order import (
@@ -47,6 +48,9 @@ _MOST_SNAPSHOTS = 256
 
 At the same time, the number of items between snapshots is doubled.
 """
+
+_HASHED_ITEMS = 64
+"""Number of items, after those that a new cursor skips, with which `first_hash` is reported."""
 
 _LOOKS_AT_INTS = 2
 """Largest index of an item before which a `Cursor` records the dataset's int attributes.
@@ -242,6 +246,24 @@ class BatchSource:
         """
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
+    def first_hash(self, epoch: int, slot: int) -> int:
+        """Return the hash of a stream's item 0, if the stream had to be read again.
+
+        By this hash, a rank notices that the stream gives other data than before.
+
+        Args:
+            epoch: Number of the epoch.
+            slot: Slot of the batch that was prepared last.
+
+        Returns:
+            The hash; 0 if this worker skipped no items shortly before the batch, or if it began at
+            a saved state.
+        """
+        assert self.streams is not None
+        item, stream = divmod(slot, self.streams)
+        cursor = self._cursors[epoch, stream]
+        return cursor.first_hash if item < cursor.hash_until else 0
+
     def indices(self, epoch: int, slot: int) -> Any:
         """Return the indices of a batch of a map-style loader."""
         return self._enter(epoch).indices[slot]
@@ -393,9 +415,13 @@ class BatchSource:
                     del self._cursors[key]
                 cursor = self._new_cursor(epoch, stream, item)
         self._cursors[epoch, stream] = cursor  # last, because the dict is in order of use
+        if cursor.item < item:
+            cursor.hash_until = item + _HASHED_ITEMS
         while cursor.item < item:
             try:
-                self._advance(cursor)
+                batch = self._advance(cursor)
+                if cursor.item == 1:
+                    cursor.first_hash = encode.fingerprint(encode.encode(batch))
             except NoBatch:
                 raise
             except Exception:
@@ -492,6 +518,8 @@ class Cursor:
             The int has grown by one from the epoch's beginning to its end, and was the same before
             the second and the third batch. "" if there is no such attribute, or if the stream has
             not ended yet.
+        first_hash: Hash of item 0, if the cursor skipped this item; else 0.
+        hash_until: Items before this one are reported with `first_hash`.
     """
 
     loader: Any
@@ -502,6 +530,8 @@ class Cursor:
     info: Any
     snapshots: "Snapshots"
     counter: str = ""
+    first_hash: int = 0
+    hash_until: int = 0
     _samples: Iterator[Any] | None = None
     _ended: bool = False
     _ints: list[dict[str, int]] = field(default_factory=list)

@@ -29,6 +29,7 @@ from taas_magic.data.sharding import (
     RankPart,
     SlotRequest,
     StaticSchedule,
+    is_compared,
 )
 from taas_magic.errors import ProtocolError, RunLost
 from taas_magic.messages import RankCounts
@@ -96,6 +97,12 @@ _STREAMS_DIFFER = (
     "or seed the generator, for example in the dataset's set_epoch(epoch)"
 )
 
+_READ_AGAIN = (
+    'loader "{}": in epoch {}, a worker or fetcher ended, so another one read the dataset again '
+    "and got other data. Samples may come twice or not at all. The dataset uses a random "
+    "generator that is not seeded. Seed it, for example in the dataset's set_epoch(epoch)"
+)
+
 _KEPT_ORDERS = 3
 """Number of latest epochs whose order stays in the ranks' key-value store (`KeyValueStore`)."""
 
@@ -158,6 +165,7 @@ class EpochIterator(Iterator[Any]):
         self._pins = loader.pin_memory and torch.cuda.is_available()
         self._began = self._waits_since = self._stopped = 0.0
         self._yielded = 0
+        self._first_hashes: dict[int, int] = {}
         self.ended = False
 
     def __next__(self) -> Any:
@@ -300,13 +308,24 @@ class EpochIterator(Iterator[Any]):
     def _compare(self, slot: int, order: int) -> None:
         """Warn if this rank's data for a batch differ from other ranks' data for the batch.
 
-        Also warn if the epoch's first batch is not the one that the loaded state requires.
+        Also warn if the epoch's first batch is not the one that the loaded state requires, or if a
+        worker that read the stream again got another first batch.
 
         Args:
             slot: Number of the batch in the epoch's order.
-            order: Hash of the batch.
+            order: The response's hash (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
+        assert self.opened is not None
+        item, stream = divmod(slot, self.opened.streams or 1)
+        if not item:
+            self._first_hashes.setdefault(stream, order)
+        if not item or not is_compared(item):  # the hash is that of item 0
+            if self._first_hashes.get(stream, order) != order and not loader.has_warned:
+                loader.has_warned = True
+                warnings.warn(_READ_AGAIN.format(loader.name, self.epoch), stacklevel=2)
+            if item:
+                return
         if not slot:
             if self.order not in (0, order):
                 warnings.warn(_ANOTHER_STREAM.format(loader.name, self.epoch), stacklevel=2)

@@ -216,9 +216,10 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
         slot: Slot of the first request.
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
         order: Hash that shows whether ranks get the same data; 0 for none. For a map-style loader,
-            the hash of the order that the worker itself computed for the epoch. For a stream, the
-            hash of the batch, but only of item 0 of the stream and items 1, 2, 4, 8, … (BATCH,
-            PEEKED, VOID, and VALUE in reply to ORDER).
+            the hash of the order that the worker itself computed for the epoch. For items 0, 1, 2,
+            4, 8, … of a stream, the hash of the batch. For other items, the hash of item 0, if the
+            worker has just read the stream again, to get to this item (BATCH, PEEKED, VOID, and
+            VALUE in reply to ORDER).
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.

@@ -76,7 +76,7 @@ For a small batch, these bytes are most of the memory.
 LATER = -1
 """Worker of a request that waits until the first reply to OPEN tells the loader's kind."""
 
-_ALL = "all connections"
+_ALL = "all"
 """Key of the queue of a stream's batches, which all connections share."""
 
 

@@ -39,6 +39,14 @@ Such a batch counts as one unit.
 """
 
 
+def is_compared(item: int) -> bool:
+    """Return whether ranks compare the hash of this item of a stream.
+
+    Ranks compare only item 0 and items 1, 2, 4, 8, …, because hashing each batch would be slow.
+    """
+    return item & (item - 1) == 0
+
+
 def seed_of(seed: int, *place: int) -> int:
     """Return the 63-bit seed of a loader, of one of its epochs, or of one of its batches.
 

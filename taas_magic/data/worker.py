@@ -33,7 +33,7 @@ from taas_magic.data import encode, protocol
 from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, load, own_units
 from taas_magic.data.memory import Arena, ArenaMapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart
+from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart, is_compared
 from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
@@ -372,8 +372,9 @@ class Worker:
             body, units = encode.encode(batch), own_units(batch)
             units = UNHINTED if units is None else units
             order = source.digest(epoch)
-            if source.streams is not None and _is_compared(slot // source.streams):
-                order = encode.fingerprint(body)
+            if source.streams is not None:
+                is_hashed = is_compared(slot // source.streams)
+                order = encode.fingerprint(body) if is_hashed else source.first_hash(epoch, slot)
             return ResponseKind.BATCH, body, units, order
         if kind is RequestKind.OPEN:
             opened = source.open(epoch)
@@ -398,14 +399,6 @@ class Worker:
 
 _ResponseParts = tuple[ResponseKind, encode.Encoded, int, int]
 """Prepared response: kind, body, units, and order hash (`Response.order`)."""
-
-
-def _is_compared(item: int) -> bool:
-    """Return whether the ranks compare the hash of this item of a stream.
-
-    Ranks compare only item 0 and items 1, 2, 4, 8, …, because hashing each batch would be slow.
-    """
-    return item & (item - 1) == 0
 
 
 def _failed(failure: UserCodeFailed) -> _ResponseParts:

@@ -549,8 +549,9 @@ class BufferMachine(RuleBasedStateMachine):
     def choose(self, ahead: bool, worker: int) -> None:
         is_full, one = self.buffer.is_full, self.buffer.choose(worker, self.follows)
         if one is not None and self.follows and not is_full:
-            queued = self.buffer._queues.get(worker, {}).get(_ALL, {})
-            assert all(one < later for later in queued), "a stream is prepared in order"
+            queues = self.buffer._queues.get(worker)
+            queued = queues.get(_ALL) if queues else None
+            assert all(one < later for later in queued or ()), "a stream is prepared in order"
         if one is None and ahead and not self.buffer.is_full:
             one = self.buffer.choose_ahead(worker)
         if one is not None:

@@ -30,6 +30,7 @@ from tests.data.data_rig import (
     ShapeChanges,
     plain,
     service,
+    workers_of,
 )
 from tests.data.ledger import audit, missing
 
@@ -487,4 +488,20 @@ def test_a_slow_stream_is_read_once_for_all_ranks(tmp_path: Path) -> None:
 
         found = torch.cat(list(ranks.map(rows, range(3))))
     assert sorted(found[:, 1].tolist()) == list(range(40))
-    assert len(found[:, 0].unique()) == 1
+    assert len({*found[:, 0].tolist()}) == 1
+
+
+@pytest.mark.parametrize("is_fetcher", [False, True])
+def test_a_stream_that_gives_other_data_after_a_restart_is_reported(
+    tmp_path: Path, is_fetcher: bool
+) -> None:
+    loader = DataLoader(SlowStream(), 2)
+    with service(tmp_path, loader, fetchers=1 + is_fetcher) as running:
+        batches = iter(running.loader(window_bytes=1))
+        next(batches)
+        if is_fetcher:
+            running.processes[0][0].kill()
+        else:
+            workers_of(running)[0].kill()
+        with pytest.warns(UserWarning, match="read the dataset again and got other data"):
+            list(batches)
