@@ -2,15 +2,17 @@
 
 A test iterates each loader with real fetchers, or with the ranks' own servers. The batches must be
 those of a local DataLoader with the same arguments, bit for bit and each exactly once. Exceptions
-that docs/data.md lists are not drawn, or are checked in another way (`sampler == "unseeded"`).
+that docs/data.md lists are not drawn, or are checked in another way (`Draw.is_unseeded`).
 """
 
 import contextlib
 import os
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import SEED, Service, service, workers_of
 
 DATASETS = ("rows", "together", "subset", "concat")
-STREAMS = ("lines", "sized", "chain", "stateful")
+STREAMS = ("lines", "sized", "chain", "stateful", "shuffled")
 SAMPLERS = (
     *("sequential", "shuffle", "generator", "weighted", "subset", "memory", "epochs"),
     *("unsized", "unsized memory", "bunches", "nested", "unseeded"),
@@ -57,6 +59,10 @@ class Draw:
             load the states and continue. -1: no states are saved.
         cpus_after: Number of fetchers of the ranks that load the states.
         fault: Fault in the first epoch, after two steps.
+        are_threads: Whether each rank iterates in a thread of its own, not in turn with the others.
+        item_s: Maximum seconds that the dataset takes for an item.
+        load_s: Maximum seconds that a process takes to unpickle the dataset.
+        window_bytes: Size of the batches that each rank requests ahead.
     """
 
     seed: int
@@ -77,10 +83,18 @@ class Draw:
     cpus: int
     cpus_after: int
     fault: str
+    are_threads: bool
+    item_s: float
+    load_s: float
+    window_bytes: int
 
     @property
     def is_stream(self) -> bool:
         return self.dataset in STREAMS
+
+    @property
+    def is_unseeded(self) -> bool:
+        return self.sampler == "unseeded" or self.dataset == "shuffled"
 
 
 def draw(seed: int) -> Draw:
@@ -96,10 +110,14 @@ def draw(seed: int) -> Draw:
     num_workers = rng.randint(0, 2)
     world_size, epochs = rng.randint(1, 3), rng.randint(1, 3)
     cpus = rng.randint(0, 3)
+    is_unseeded = sampler == "unseeded" or dataset == "shuffled"
+    if dataset == "shuffled":
+        batch_size = 1  # so that two batches with the same sample are equal
+        world_size = world_size if cpus else 1  # each rank would read other data (docs/data.md)
     fault = rng.choice(FAULTS)
-    if not cpus or (fault and sampler == "unseeded") or (fault == "kill fetcher" and cpus < 2):
+    if not cpus or (fault and is_unseeded) or (fault == "kill fetcher" and cpus < 2):
         fault = ""  # no fetcher would be left, or the epoch would be lost (docs/data.md)
-    can_save = sampler != "unseeded"  # its order cannot be repeated
+    can_save = not is_unseeded  # its order cannot be repeated
     return Draw(
         seed=seed,
         dataset=dataset,
@@ -119,6 +137,10 @@ def draw(seed: int) -> Draw:
         cpus=cpus,
         cpus_after=rng.randint(0, 3),
         fault=fault,
+        are_threads=rng.random() < 0.5,
+        item_s=rng.choice((0.0, 0.0, 0.03)),
+        load_s=rng.choice((0.0, 0.0, 0.3)),
+        window_bytes=rng.choice((1, 4096, 1 << 20)),
     )
 
 
@@ -140,15 +162,42 @@ def value_of(index: int, kind: str) -> Any:
     return kinds[kind]()
 
 
+@dataclass
+class Pace:
+    """Random delays of a dataset, which do not change its data.
+
+    Attributes:
+        item_s: Maximum seconds of the delay before an item.
+        load_s: Maximum seconds of the delay while the dataset is unpickled.
+    """
+
+    item_s: float = 0.0
+    load_s: float = 0.0
+
+    def __setstate__(self, state: dict[str, float]) -> None:
+        self.__dict__.update(state)
+        time.sleep(self.load_s * _own.random())
+
+    def item(self, index: int, kind: str) -> tuple[int, Any]:
+        """Return the item with this index, after a delay."""
+        if self.item_s:
+            time.sleep(self.item_s * _own.random())
+        return index, value_of(index, kind)
+
+
+_own = random.SystemRandom()
+"""Source of random numbers that no seed changes."""
+
+
 class Rows(Dataset[Any]):
-    def __init__(self, size: int, kind: str) -> None:
-        self.size, self.kind = size, kind
+    def __init__(self, size: int, kind: str, pace: Pace) -> None:
+        self.size, self.kind, self.pace = size, kind, pace
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        return int(index), value_of(int(index), self.kind)
+        return self.pace.item(int(index), self.kind)
 
 
 class Together(Rows):
@@ -159,19 +208,31 @@ class Together(Rows):
 class Lines(IterableDataset[Any]):
     """Iterable dataset that is split among the workers."""
 
-    def __init__(self, first: int, size: int, kind: str) -> None:
-        self.first, self.size, self.kind = first, size, kind
+    def __init__(self, first: int, size: int, kind: str, pace: Pace) -> None:
+        self.first, self.size, self.kind, self.pace = first, size, kind, pace
 
     def __iter__(self) -> Iterator[Any]:
+        for index in self.indices():
+            yield self.pace.item(index, self.kind)
+
+    def indices(self) -> Sequence[int]:
+        """Return the indices of this worker's items, in order."""
         info = get_worker_info()
         begin, step = (info.id, info.num_workers) if info else (0, 1)
-        for index in range(self.first + begin, self.first + self.size, step):
-            yield index, value_of(index, self.kind)
+        return range(self.first + begin, self.first + self.size, step)
 
 
 class Sized(Lines):
     def __len__(self) -> int:
         return self.size
+
+
+class Shuffled(Lines):
+    """Iterable dataset whose order is different each time that it is read."""
+
+    def indices(self) -> Sequence[int]:
+        indices = super().indices()
+        return _own.sample(indices, len(indices))
 
 
 class Stateful(Lines):
@@ -184,7 +245,7 @@ class Stateful(Lines):
         begin, step = (info.id, info.num_workers) if info else (0, 1)
         while (index := begin + self.at * step) < self.size:
             self.at += 1
-            yield index, value_of(index, self.kind)
+            yield self.pace.item(index, self.kind)
         self.at = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -266,18 +327,19 @@ def named(items: Sequence[Any]) -> Any:
 
 def make(one: Draw) -> DataLoader[Any]:
     """Return a new loader as the draw describes it."""
-    size, kind = one.size, one.item
+    size, about = one.size, (one.item, Pace(one.item_s, one.load_s))
     datasets: dict[str, Callable[[], Any]] = {
-        "rows": lambda: Rows(size, kind),
-        "together": lambda: Together(size, kind),
-        "subset": lambda: Subset(Rows(2 * size, kind), range(size)),
+        "rows": lambda: Rows(size, *about),
+        "together": lambda: Together(size, *about),
+        "subset": lambda: Subset(Rows(2 * size, *about), range(size)),
         "concat": lambda: ConcatDataset(
-            [Subset(Rows(size, kind), part) for part in (range(1), range(1, size))]
+            [Subset(Rows(size, *about), part) for part in (range(1), range(1, size))]
         ),
-        "lines": lambda: Lines(0, size, kind),
-        "sized": lambda: Sized(0, size, kind),
-        "chain": lambda: ChainDataset([Lines(0, 2, kind), Lines(2, size, kind)]),
-        "stateful": lambda: Stateful(0, size, kind),
+        "lines": lambda: Lines(0, size, *about),
+        "sized": lambda: Sized(0, size, *about),
+        "chain": lambda: ChainDataset([Lines(0, 2, *about), Lines(2, size, *about)]),
+        "stateful": lambda: Stateful(0, size, *about),
+        "shuffled": lambda: Shuffled(0, size, *about),
     }
     samplers: dict[str, Callable[[], dict[str, Any]]] = {
         "": dict,
@@ -419,7 +481,7 @@ class Player:
                         world_size=one.world_size,
                         shape={"uneven": one.uneven},
                         local=not cpus,
-                        window_bytes=4096,
+                        window_bytes=one.window_bytes,
                         agreement=agreed if not cpus and one.world_size > 1 else None,
                     )
                     for rank in range(one.world_size)
@@ -429,11 +491,23 @@ class Player:
     def _pass(
         self, running: Service, ranks: Sequence[RemoteLoader], most: int, harm: str = ""
     ) -> list[list[Any]]:
-        """Iterate all ranks in turn, step by step, until they end or have made `most` steps.
+        """Iterate all ranks until they end or have made `most` steps.
+
+        The ranks make one step each in turn, or iterate in threads (`Draw.are_threads`).
 
         Returns:
             The batches of each rank.
         """
+        if self._one.are_threads and ranks:
+            with ThreadPoolExecutor(len(ranks)) as threads:
+                harms = [harm, *[""] * len(ranks)]
+                alone = lambda loader, own: self._in_turn(running, [loader], most, own)[0]  # noqa: E731
+                return list(threads.map(alone, ranks, harms))
+        return self._in_turn(running, ranks, most, harm)
+
+    def _in_turn(
+        self, running: Service, ranks: Sequence[RemoteLoader], most: int, harm: str
+    ) -> list[list[Any]]:
         passes = [iter(loader) for loader in ranks]
         handed: list[list[Any]] = [[] for _ in passes]
         left, step = set(range(len(passes))), 0
@@ -467,8 +541,8 @@ def differences(one: Draw, folder: Path) -> list[str]:
         model = dealt(expected[epoch], one)
         if one.leave >= 0 and not epoch and one.epochs > 1:
             model = [mine[: one.leave] for mine in model]
-        if one.sampler == "unseeded":
-            found += _not_once(one, epoch, handed, model)
+        if one.is_unseeded:
+            found += _not_once(expected[epoch], epoch, handed, model)
             continue
         for rank, (mine, theirs) in enumerate(zip(handed, model, strict=True)):
             found += _differing(f"epoch {epoch}, rank {rank}", mine, theirs)
@@ -486,17 +560,24 @@ def _differing(where: str, mine: list[Any], theirs: list[Any]) -> list[str]:
     ][:2]
 
 
-def _not_once(one: Draw, epoch: int, handed: list[list[Any]], model: list[list[Any]]) -> list[str]:
-    """Return the faults of an epoch of unknown order: wrong lengths, or batches that come twice."""
+def _not_once(
+    expected: list[Any], epoch: int, handed: list[list[Any]], model: list[list[Any]]
+) -> list[str]:
+    """Return the faults of an epoch of unknown order.
+
+    The faults are wrong lengths, and batches that come twice, not at all, or as wrong padding.
+
+    Args:
+        expected: Batches of a local DataLoader, in another order.
+        epoch: Number of the epoch.
+        handed: Batches that each rank has received.
+        model: Batches of a local DataLoader, as the ranks should receive them.
+    """
     if [len(mine) for mine in handed] != [len(mine) for mine in model]:
         return [f"epoch {epoch}: {[len(mine) for mine in handed]} batches"]
     steps = max(map(len, handed), default=0)
     rows = [mine[step] for step in range(steps) for mine in handed if step < len(mine)]
-    count = (
-        -(-one.size // (one.batch_size or 1))
-        if not one.drop_last
-        else one.size // (one.batch_size or 1)
-    )
+    count = len(expected)
     whole = [str(batch) for batch in rows[:count]]
     if len(set(whole)) != len(whole):
         return [f"epoch {epoch}: batches come twice"]
