@@ -1,7 +1,7 @@
-"""The project store: only rank 0 may write to it, and hosts that do not share it get a copy.
+"""The project store of a run. Only rank 0 may write to the store; some hosts have a copy of it.
 
 rule.py      chooses the store, checks that it is usable, and locks it for the run that owns it
-guard.py     enforces the rule in a rank, by mounts, Landlock, or Python alone
+guard.py     makes the store read-only for a rank, by mounts, Landlock, or Python alone
 redirect.py  redirects the Python file writes of ranks other than 0
 libraries.py redirects file writes of libraries in C, C++ and Rust
 receipt.py   records what a host's ranks wrote, and makes the receipt of a run
@@ -11,7 +11,7 @@ A host that shares no file system with the notebook has a mirror. Before the ran
 changed files are sent to the mirror. While the ranks run, each file that rank 0 closes is sent back
 immediately. Neither side trusts the names or bytes that the other side sends.
 
-tree.py      access to a folder that no link can redirect, and atomic writing of files in it
+tree.py      access to files below a folder without following links, and atomic writing of files
 manifest.py  rules for which files are copied, and the requests that copy files
 ownership.py rules for which files belong to the user, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts

@@ -1,15 +1,15 @@
 """Protect the project store from a rank: by the operating system if possible, and by Python.
 
-`apply_rule` is called in a freshly forked rank before any of the user's code. Processes that the
-rank starts inherit the protection. The strongest mechanism of the host is used: a read-only mount,
-else Landlock, else Python alone. `strongest_protection` finds this mechanism: it tries each
+`apply_rule` is called in a freshly forked rank before any of the user's code runs. Processes that
+the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
+mount, else Landlock, else Python alone. `strongest_protection` finds this mechanism: it tries each
 mechanism in a separate process. A trial in the rank itself could fail halfway: a process that has
 entered a user namespace cannot leave it.
 
-    mechanism              user        a refused change gives   not protected against
-    read-only mount        root, user  EROFS                    nothing
-    Landlock               anyone      EACCES                   chmod, utime, extended attributes
-    Python alone           anyone      PermissionError          subprocesses, C++ writers, ctypes
+    mechanism        available to  error of a refused change  changes that stay possible
+    read-only mount  root, user    EROFS                      none
+    Landlock         anyone        EACCES                     chmod, utime, extended attributes
+    Python alone     anyone        PermissionError            by subprocesses, C++ writers, ctypes
 
 Mounts are made in a private mount namespace, which disappears with its last process. Mounts need
 root, or a Linux kernel that lets ordinary users make user namespaces.
@@ -120,7 +120,10 @@ def apply_rule(
     writes: bool = False,
     rehearsal: Path | None = None,
 ) -> StoreProtection:
-    """Apply `rule` to this freshly forked process. Call once, before any of the user's code.
+    """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
+
+    For a rank other than 0, and for all ranks in a rehearsal, make the store read-only. Redirect
+    the process's writes to the store, refuse them, or only report them (see `redirect.py`).
 
     Args:
         rule: Settings of the store.
@@ -133,8 +136,8 @@ def apply_rule(
         on_write: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this process is rank 0. Rank 0 may write to the store: its writes are only
             reported by `on_write`. In a rehearsal, rank 0 may not write either.
-        rehearsal: In a rehearsal, the folder that receives all writes to the store; made if it is
-            missing. None if the run is not a rehearsal.
+        rehearsal: In a rehearsal, the folder that receives the writes that a real run would make to
+            the store; made if it is missing. None if the run is not a rehearsal.
 
     Returns:
         The mechanism that is in effect now.
@@ -193,10 +196,13 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _refusal_reasons: list[str] = [_ONLY_RANK_0]
-"""Templates of the user's explanation for a refused write. The last template is in use."""
+"""Explanations of a refused write, for the user; `{}` stands for the store. The last one is used.
+
+A rehearsal appends its own explanation.
+"""
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
-"""Folders of the system without users' files. A rehearsal does not report writes in them."""
+"""System folders, which hold no files of users. A rehearsal does not report writes in them."""
 
 _REFUSED = re.compile(
     r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
@@ -252,8 +258,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
     """Return the `writable` folders below the store, which need exceptions from the protection.
 
     Missing folders are created first. A process under Landlock cannot create entries directly in a
-    folder that contains the store. So for Landlock, this function also creates the missing
-    `writable` folders in those places, but does not return them.
+    folder that contains the store. So for Landlock, this function also creates the `writable`
+    folders that are missing there, but does not return them.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -453,7 +459,12 @@ _TRUNCATE = 1 << 14
 
 
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
-    """Permanently refuse every change below `folder` to this process and its children."""
+    """Permanently refuse this process and its children every change below `folder`.
+
+    Args:
+        folder: Absolute path without symbolic links.
+        writable: Folders inside `folder` in which changes stay allowed.
+    """
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
     rights = _WRITE_FILE | _REMOVE_AND_MAKE  # every ABI handles these
     rights |= _REFER if abi >= 2 else 0
@@ -471,7 +482,10 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
 
 
 def _neighbours(folder: str) -> list[str]:
-    """Return the siblings of `folder` and of each folder that contains it."""
+    """Return the siblings of `folder` and of each folder that contains it.
+
+    The Landlock rules allow writing below these entries (module docstring).
+    """
     found = []
     while folder != "/":
         parent, name = os.path.split(folder)

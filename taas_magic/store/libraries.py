@@ -2,8 +2,8 @@
 
 `CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
 of these functions is replaced when its module is imported. The replacement changes the path as
-`redirect.py` does for `open`, and calls the original function. Functions that only read are
-replaced only in ranks that can have their own versions of files (`redirect.DiscardingView`).
+`redirect.py` does for `open`, and calls the original function. A function that only reads is
+replaced only in a rank whose scratch folder may hold versions of files (`redirect.DiscardingView`).
 """
 
 import functools
@@ -66,7 +66,10 @@ CALLS = (
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace the functions in `CALLS`, now or when their modules are imported."""
+    """Permanently replace the functions in `CALLS` by functions that redirect paths.
+
+    A function is replaced now, or when its module is imported.
+    """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
         if call.writes is not False or isinstance(view, DiscardingView):
@@ -76,7 +79,10 @@ def install(view: StoreView) -> None:
 
 
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
-    """Replace functions of an imported module, and all references to them in other modules."""
+    """Replace functions of one imported module by functions that redirect paths.
+
+    References to these functions in other modules are replaced as well.
+    """
     for call in calls:
         holder: Any = sys.modules[call.module]
         *classes, name = call.name.split(".")
@@ -139,14 +145,14 @@ def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Calla
 
 
 def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> Any:
-    """Return the path with which to call a library's function.
+    """Return the path to pass to a library's function: the caller's path, or the redirected path.
 
     Args:
         view: The rank's view of the store, which decides about paths.
         call: The function.
         path: The caller's path.
-        mode: The caller's `mode` argument. It decides whether the call writes if `call.writes` is
-            None.
+        mode: The caller's `mode` argument. If `call.writes` is None, `mode` decides whether the
+            call writes.
     """
     if call.makes_folder:
         return library_write_path(view, view.path_to_write, path)

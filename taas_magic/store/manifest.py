@@ -2,15 +2,15 @@
 
 Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
 nor back. Some files are executed, or read as settings, by shells, ssh, git, Python or this package.
-The notebook's side never accepts such a file from a host. The rules for secrets and for such files
-ignore case and invisible characters in names, because some file systems ignore them, too.
+The notebook's side never accepts such a file from a host. Some file systems ignore case and
+invisible characters in names. So the rules for secrets and for executed files ignore both, too.
 
-A `Manifest` lists all files of a store to copy, and a regular file is identified by its hash
+A `Manifest` lists all files of a store that are to be copied, with the hash of each regular file
 (`Hashes`). Files are cut into pieces. The size of a message is adapted to the speed of the link and
 is at most `CHUNK_BYTES`.
 
-The same requests copy files of the run folder (`FileRoot`). The rules for files of the store do not
-apply to files of the run folder.
+The requests that copy files of the store also copy files of the run folder (`FileRoot`). The rules
+above do not apply to files of the run folder.
 
 Both sides check paths: a host may be hostile, and the notebook's folder may contain names that are
 impossible on a host.
@@ -112,13 +112,16 @@ RUN_BY_TOOLS = (
     r"taas\.toml",
     r"\.taasignore",
 )
-"""Patterns of names of files that tools run or read as settings without being asked."""
+"""Patterns of names of files and folders that tools run, or read as settings, by themselves."""
 
 _TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
-"""First bytes of a file from `torch.save`: a zip archive, or a pickle in its older format."""
+"""First bytes of a file from `torch.save`: a zip archive, or a pickle from an old version."""
 
 _IMPORT_LINE = re.compile(rb"[\n\r\v\f\x1c-\x1e\x85\xa8\xa9]import[ \t]")
-"""Pattern of an import line after any line separator of any version of Python."""
+"""Pattern of a line that begins with `import`, and of the separator before the line.
+
+The separators are all bytes at which some version of Python splits a path file into lines.
+"""
 
 _OVERLAP_BYTES = 16
 
@@ -132,10 +135,10 @@ _SECRET, _RUN_BY_TOOLS = _anywhere(SECRETS), _anywhere(RUN_BY_TOOLS)
 
 
 def is_run_by_tools(path: str) -> bool:
-    """Return whether a tool would, without being asked, run this file or read it as settings.
+    """Return whether a tool would run the file at `path`, or read it as settings, by itself.
 
-    The result depends only on the path. The tools are shells, ssh, git, Python and this package.
-    Files for which the result is True are not accepted from hosts.
+    The tools are shells, ssh, git, Python and this package. The result depends only on `path`. The
+    store does not accept a file from a host if the result is True.
     """
     return _RUN_BY_TOOLS.fullmatch(normal_form(path)) is not None
 
@@ -160,7 +163,7 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the file begins like one from `torch.save`, and has no line that Python runs."""
+        """Whether the file begins as files of `torch.save` do, and has no line that Python runs."""
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
@@ -199,7 +202,7 @@ class Ignore:
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_accepted(self, path: str) -> str:
-        """Return why the store does not accept a file from a host; "" if it accepts the file."""
+        """Return why the store does not accept a file at `path` from a host; "" if it does."""
         if self.is_secret(path):
             return "it may hold a secret"
         if is_run_by_tools(path):
@@ -225,9 +228,9 @@ class Ignore:
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_within(self, path: str) -> bool:
-        """Return whether an ignore rule matches `path` or a parent folder of `path`.
+        """Return whether `leaves_out` is true for `path` as a file, or for `path` as a folder.
 
-        Unlike `leaves_out`, this method assumes that `path` may be a file or a folder.
+        Use this method if the kind of the entry at `path` is unknown.
         """
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
@@ -246,9 +249,10 @@ _ALWAYS = Ignore()
 
 
 _FRESH_NS = 2_000_000_000
-"""Nanoseconds after a file's change during which a second change may keep the time stamp.
+"""Nanoseconds after a change of a file in which the file's hash is not cached.
 
-The hash of such a file is not cached. NFS may store time stamps in whole seconds.
+A second change in this time may leave the time stamp as it is, because NFS may store time stamps in
+whole seconds. The change would then go unnoticed.
 """
 
 _BLOCK_BYTES = 1 << 20
@@ -414,10 +418,10 @@ class Manifest(Struct):
 
 
 class ChangeList(Struct):
-    """Changes that other hosts have made, oldest first.
+    """Changes of the store by hosts other than the one that asked (`ListChanges`), oldest first.
 
     Attributes:
-        number: Number of the last change.
+        number: Number of the last change of any host; the next request passes it as `since`.
         entries: Changed files and folders as they are now. A path that was a file may now be a
             folder, and the other way round.
         removed: Paths that were removed; a folder comes after its contents.
@@ -444,10 +448,11 @@ def ignore_of(tree: Tree) -> Ignore:
 
 
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
-    """Search a store for all files to copy to hosts, and remove leftovers of killed writers.
+    """Search a store for all files and folders to copy to hosts, and hash the changed files.
 
-    Files that cannot be copied are listed as skipped. Only files that changed since their hash was
-    recorded are hashed. A file that disappears during the search is left out.
+    The manifest lists files that cannot be copied as skipped. A file that disappears during the
+    search is left out. The search removes temporary files of killed writers
+    (`Tree.remove_leftover`).
 
     Args:
         tree: The store.
@@ -455,8 +460,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         limit_bytes: Maximum total size of the files.
 
     Returns:
-        The checker for names that differ only by case, which knows all names found; and the
-        manifest.
+        A checker that knows all paths found, and the manifest.
 
     Raises:
         StoreError: The files are too large or too many, or a line of `.taasignore` is not a valid
@@ -581,13 +585,13 @@ class FileRoot(Enum):
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """Request for files of the project store or run folder, from a host that does not share them.
+    """Request of a host to copy files from or to the project store or the run folder.
 
-    The requests to list, read and write files work for both folders. `MakeToken` and `ListChanges`
-    work for the store only.
+    The host does not share this folder with the notebook's machine. The requests to list, read and
+    write files work for both folders. `MakeToken` and `ListChanges` work for the store only.
 
     Attributes:
-        run_id: Id of the run or of its fetchers; set by the agent.
+        run_id: Id of the run, or of the run's fetchers; set by the agent.
         root: Folder of the request. Paths in the request are relative to this folder.
     """
 
@@ -640,7 +644,11 @@ class ReadFiles(FileRequest[list[bytes | None]]):
 
 
 class ListChanges(FileRequest[ChangeList]):
-    """Request for the changes that other hosts have made after change number `since`."""
+    """Request for the changes that other hosts have made after change number `since`.
+
+    Attributes:
+        since: `number` of the last `ChangeList`; 0 in the first request.
+    """
 
     since: int
 

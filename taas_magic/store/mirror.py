@@ -58,10 +58,11 @@ class Mirror:
         path: Path of the copy; the ranks' working directory.
         tree: Safe access to the files of the copy.
         staging: Descriptor of the folder in which arriving files are written.
-        hashes: Files and folders known to be the same in the copy and in the store.
+        hashes: Folders, and hashes of files, that were last known to be equal in the copy and in
+            the store.
 
     Args:
-        folder: Folder of the mirror, whose lock the caller holds.
+        folder: Folder with the copy and its lock file. The caller holds the lock.
         until_end: Exit stack that releases the lock.
     """
 
@@ -145,8 +146,8 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
     Args:
         mirror: Mirror to update.
         send_request: Sends requests to the notebook's side.
-        fresh: Whether to search the store again. If False, the mirror gets the content that the
-            last search for this run has found.
+        fresh: Whether the notebook's side must search the store again. If False, the mirror first
+            gets the files that the run's last search of the store found.
 
     Returns:
         Manifest of the mirror's new content.
@@ -387,7 +388,7 @@ class StoreUpdater:
             entry: The new file or folder.
 
         Returns:
-            Whether the new file or folder can be made.
+            Whether the new file or folder can be made. If not, the user gets a note.
         """
         for path in (*reversed([*folders_of(entry.path)]), entry.path):
             status = self._mirror.tree.status(path)

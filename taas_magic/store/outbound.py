@@ -4,8 +4,7 @@ An event of inotify(7) only marks a path to be checked. Later, `_ChangeSender` c
 sends the file that is then at the path. This has four consequences:
 
 - A file that is rewritten a thousand times is not sent a thousand times, because `_ChangeSender`
-  sends
-  only the version that it finds.
+  sends only the version that it finds.
 - A temporary file that was renamed before the check is not sent under its temporary name.
 - A file that is still being written is sent after it is closed.
 - If events were lost, or inotify is not available, all paths are checked, so no change is missed.
@@ -46,7 +45,7 @@ from taas_magic.store.rule import is_below
 from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, printable, why_unsafe
 
 BLIND_S = 0.5
-"""Seconds between two checks of all paths if there are no inotify events."""
+"""Seconds between two checks of all paths if inotify cannot watch all folders."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -369,9 +368,8 @@ class _ChangeSender:
         self._receipt_builder.record_refused(path, why)
         if why not in self._noted_reasons:
             self._note(f"{printable(path)} was not copied to the project store: {why}")
-        self._noted_reasons.add(
-            why
-        )  # one note for each reason, because there may be thousands of files
+        # Show one note for each reason, because thousands of files may have the same reason.
+        self._noted_reasons.add(why)
 
 
 SETTLE_S = 0.05

@@ -70,7 +70,9 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def may_run_by_itself(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether some tool may run a new file of this name by itself. Such files are refused.
+    """Return whether a tool may run a new file with this name without a request of the user.
+
+    If the result is True, the store does not accept the file from a host.
 
     Args:
         name: Last part of the path, as normalized by `manifest.normal_form`.
@@ -200,7 +202,7 @@ class RunFileRecord:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and modification time: a change to the file changes at least one."""
+    """Return inode, size and modification time; normally, a change of the file changes one."""
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -219,8 +221,8 @@ def _read(path: Path) -> Iterator[_Record]:
 class OverwriteRules:
     """The setting `[store] overwrite`: exceptions to the rules that protect the user's files.
 
-    Unless a pattern matches its path, a host with a mirror may not replace a file of the user, or
-    create a file that tools run by themselves, such as a script.
+    A host with a mirror may replace a file of the user only if a pattern matches the file's path.
+    The same is true of a new file that tools run by themselves, such as a script.
 
     Args:
         patterns: Patterns in gitignore's syntax.

@@ -19,7 +19,10 @@ from taas_magic.errors import StoreError
 from taas_magic.shared_files import lock
 
 SAVES = "TAAS_SAVES"
-"""Environment variable with the folder for files that a farm's job saves by `taas.save`."""
+"""Name of the environment variable that holds a job's folder for files from `taas.save`.
+
+The variable is set only in the process of a farm's job.
+"""
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
@@ -78,7 +81,7 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary path. If the block ends without error, the file there replaces `path`.
+    """Yield a temporary path. If the block ends without error, move the file there to `path`.
 
     If `path` is a symbolic link, the link's target is replaced. The new file gets the permissions
     of the old file.

@@ -40,8 +40,8 @@ from taas_magic.store.tree import Tree, TreeEntry, printable
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
 
-If the search ends early, the receipt lists a changed file that the search has not found only if
-rank 0 reported the file.
+After this time, the receipt may miss files that rank 0's subprocesses or C++ writers changed. Files
+that rank 0 reported are always listed.
 """
 
 _NOTEBOOK = ".ipynb"

@@ -1,14 +1,14 @@
-"""Redirect Python's own file calls in a rank, according to the rule of the project store.
+"""Redirect Python's own file calls in a rank, so that only rank 0 writes to the project store.
 
 All Python code opens files through `open` and the functions of `os`. This includes pathlib, shutil,
 tempfile, numpy, and the Python part of torch. `install` replaces these functions in the rank before
 user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
 `guard.py` stops writes that bypass both modules, such as those of subprocesses and ctypes.
 
-A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`: rank 0 writes
-to the store, and the object records each written path. The other ranks have a `DiscardingView` or a
-`RefusingView` (`--store-writes`). In a rehearsal, all ranks have a `RehearsalView`, and no rank
-writes to the store.
+A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`, which redirects
+no call and records each path that rank 0 writes. Another rank has a `DiscardingView`, which
+redirects writes to a scratch folder, or a `RefusingView`, which refuses writes; `--store-writes`
+selects the view. In a rehearsal, all ranks have a `RehearsalView`, and no rank writes to the store.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ The rank changes a copy in its scratch folder. For a larger file, the rank gets 
 _SHARDS = (".distcp",)
 """Suffixes of shards: every rank writes one shard of a checkpoint, and loading needs all shards.
 
-So a shard must not go to a rank's scratch folder.
+A shard in a rank's scratch folder would be lost. So a write of such a file raises PermissionError.
 """
 
 Path = Any
@@ -145,7 +145,7 @@ class StoreView:
         )
 
     def record_outside(self, path: Path, folder: int | None = None) -> None:
-        """Record a path outside the store that a call writes or changes; only for rehearsals."""
+        """Do nothing. In a rehearsal, `RehearsalView` records paths outside the store."""
 
     def to_store_path(self, path: Path) -> Path:
         """Return the path in the store that corresponds to a path in the rank's scratch folder.
@@ -381,8 +381,8 @@ class RehearsalView(DiscardingView):
     """View of a rank in a rehearsal (`--rehearse`): no rank writes to the store.
 
     All ranks see a file in the rehearsal folder in place of the store's file with the same relative
-    path. Rank 0 writes to the rehearsal folder, and so do other ranks for paths below `shared`. All
-    other writes of these ranks go to their private scratch folders.
+    path. All writes of rank 0, and the other ranks' writes below `shared`, go to the rehearsal
+    folder. The other ranks' writes elsewhere go to their private scratch folders.
 
     Args:
         *args: See `StoreView`. `open_folders` must not contain the shared folders of the run.
@@ -521,11 +521,11 @@ def begin_run() -> None:
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace Python's file calls in this process. Call once in a rank.
+    """Permanently replace Python's file calls in this process by redirecting calls.
 
-    Calls that only read are replaced only for a `DiscardingView`, because only such ranks can have
-    their own versions of files. This function imports torch and numpy, which a rank has already
-    imported.
+    Call once in a rank. Calls that only read are replaced only for a `DiscardingView`, because only
+    a rank with this view can have its own versions of files. This function imports torch and numpy,
+    which a rank has already imported.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -615,9 +615,11 @@ def _redirected(real: _Call, redirect: _Call) -> _Call:
 
 
 def _replace(name: str, redirect: _Call) -> None:
-    """Replace a function in `os`, if this system has the function, and in `posix`.
+    """Replace the function `name` of `os` and of `posix` by a function that calls `redirect`.
 
-    If a notebook runs `from os import listdir`, the function arrives in the rank as posix.listdir.
+    `posix` matters because pickle names the functions of `os` by this module: `listdir` from a
+    notebook's `from os import listdir` is loaded in the rank as `posix.listdir`. If this system
+    lacks the function, do nothing.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -659,10 +661,10 @@ def _replace_open(call: _Call) -> None:
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a function where pathlib or glob holds a copy of the reference to it.
+    """Replace a function in the class of pathlib or glob that keeps its own reference to `real`.
 
-    At import, pathlib copies functions in Python 3.10 (where `open` is `io.open`), and glob copies
-    functions for pathlib in Python 3.13.
+    In Python 3.10, such a class is in pathlib, and its `open` is `io.open`. In Python 3.13, the
+    class is in glob; pathlib uses this class. Both classes get the references at import.
     """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
@@ -691,7 +693,7 @@ def _redirect_path(
 def _own_path(
     view: StoreView, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
-    """Return the path of the rank's own version of a file, or None if it has none."""
+    """Return the path of the rank's own version of a file; None if there is no own version."""
     return view.resolve(view.own_path, path, folder, follow=follow) if view.has_own_files else None
 
 
@@ -969,7 +971,10 @@ def _redirect_torch_reader(view: DiscardingView) -> None:
 
 
 def _redirect_profiler(view: StoreView) -> None:
-    """Redirect torch.profiler's C++ trace writer, which reports no error if a write fails."""
+    """Redirect the trace files of torch.profiler.
+
+    torch's C++ code writes these files, and reports no error if a write is refused.
+    """
     import torch
 
     def export(real: _Call, profiled: Any, path: Path, *args: Any, **kw: Any) -> Any:
@@ -1042,10 +1047,11 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
 
 
 def _redirect_torch_maps(view: StoreView) -> None:
-    """Redirect `torch.from_file`.
+    """Redirect `torch.from_file`, which maps a file into memory.
 
-    tensordict reads all files by this function, and maps the files as writable. For a
-    `DiscardingView` view, a file of the store is mapped privately, as in `_map_privately`.
+    If the map is shared, its writes would change the file. With a `DiscardingView`, a file of the
+    store is therefore mapped privately, as in `_map_privately`. tensordict reads all its files by
+    `torch.from_file`, with shared maps.
     """
     import torch
 

@@ -40,8 +40,8 @@ class StoreRule(Struct, frozen=True):
         writes: Handling of writes by ranks other than 0. `discard` writes to a private scratch
             folder of the rank; `refuse` raises PermissionError.
         shared: Folders in the store that every rank may write (`--shared-writes`).
-        limit_bytes: Maximum total size of the files that are copied to a host without the store.
-        overwrite: Patterns of the user's files that a host without the store may overwrite.
+        limit_bytes: Maximum total size of the files that are copied to a host with a mirror.
+        overwrite: Patterns of the user's files that a host with a mirror may overwrite.
     """
 
     path: str
@@ -119,7 +119,11 @@ def prepare(rule: StoreRule) -> None:
 
 
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
-    """Return warnings for the user about the store of a run, one line each."""
+    """Return warnings for the user about the store of a run, one line each.
+
+    There are two warnings: the store contains the home folder; a symbolic link in the store leads
+    to a writable file or folder outside the store.
+    """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
         found.append(
@@ -139,7 +143,7 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
-    The search skips hidden folders, and ends after `_LOOK_S`.
+    The search skips hidden folders, and ends after `_LOOK_S` seconds.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:
@@ -186,9 +190,9 @@ def user_name() -> str:
 
 
 def state_folder(store: str) -> Path:
-    """Return the folder for data about a store that must stay after a run.
+    """Return the store's state folder, for data about the store that must stay after a run.
 
-    The folder is below the state folder. This function does not make the folder.
+    The result is a folder inside the state folder of taas-magic; it may not exist yet.
     """
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 

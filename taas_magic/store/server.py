@@ -79,7 +79,9 @@ class _Change(NamedTuple):
 
 
 class StoreServer:
-    """Handles the requests of a run's hosts, one request at a time.
+    """Handler of the requests that a run's hosts send for files of the store.
+
+    The caller must not call `answer` again before the last call has returned.
 
     Args:
         rule: Settings of the store.
@@ -311,7 +313,10 @@ class StoreServer:
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
     def _version_path(self, path: str) -> str:
-        """Return the path at which the store keeps this run's version of the file `path`."""
+        """Return the path of the file that the run's ranks see at `path`.
+
+        The result is `path`, or the path of rank 0's version beside the user's file.
+        """
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:

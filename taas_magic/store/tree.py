@@ -1,4 +1,4 @@
-"""Access to a folder that no symbolic link can redirect, and atomic writing of received files.
+"""Access to the files below a folder without following links, and atomic writing of received files.
 
 Paths are relative, with parts joined by `/`. A path is checked, and then opened part by part
 (openat(2) with O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a
@@ -57,7 +57,10 @@ def why_invalid(path: str) -> str:
 
 
 def why_unsafe(path: str) -> str:
-    """Return why a path must not be copied to another machine; "" if it may be copied."""
+    """Return why a path must not be copied to another machine; "" if it may be copied.
+
+    In addition to `why_invalid`, this function refuses names that are not UTF-8 or are too long.
+    """
     if why := why_invalid(path):
         return why
     try:
@@ -94,22 +97,21 @@ def folders_of(path: str) -> Iterator[str]:
 
 
 class CaseChecker:
-    """The known paths of a tree, with a check whether a new path differs from one only by case.
+    """Set of paths of a tree in which no two paths differ only by case.
 
     Some file systems treat paths that differ only by case as the same path.
-
-    The checker accepts a path unless a known path differs from the new path only by case. Accepted
-    paths are added to the known paths.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Find a known path that differs from `path` or one of its parents only by case.
+        """Find a path in the set that differs from `path` or one of its parents only by case.
+
+        If there is no such path, add `path` and its parents to the set.
 
         Returns:
-            The known path. "" if there is no such path; `path` is then accepted.
+            The path found; "" if there is none.
         """
         ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
         prefixes = {_folded(path[:end]): path[:end] for end in ends}
@@ -121,7 +123,7 @@ class CaseChecker:
         return ""
 
     def forget(self, path: str) -> None:
-        """Remove `path`, but no path below it, from the known paths."""
+        """Remove `path` from the set. Paths below `path` stay."""
         self._known.pop(_folded(path), None)
 
 
@@ -249,7 +251,7 @@ class Tree:
             pass
 
     def flush_folder(self, path: str) -> None:
-        """Force a folder's list of entries to the disk, so that files moved into it stay there."""
+        """Force a folder's list of entries to the disk, so that it survives a power cut."""
         with suppress(FileNotFoundError), self.folder(path) as here:
             os.fsync(here)
 
@@ -367,8 +369,8 @@ class IncomingFile:
         """Append the file's next bytes.
 
         Raises:
-            OSError: The bytes cannot be written, for example because the disk is full; the caller
-                must discard the arrival.
+            OSError: The bytes cannot be written, for example because the disk is full. The caller
+                must call `discard`.
         """
         view = memoryview(data)
         self.begins += bytes(view[: _BEGINS_BYTES - len(self.begins)])
@@ -414,7 +416,7 @@ class IncomingFile:
         self._close()
 
     def discard(self) -> None:
-        """Remove the file; do nothing if it was already placed or discarded."""
+        """Remove the file; do nothing if the file was already moved or discarded."""
         if self._is_open:
             with suppress(FileNotFoundError):
                 os.unlink(self.name, dir_fd=self._staging)
