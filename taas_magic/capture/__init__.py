@@ -1,11 +1,11 @@
 """Find the notebook objects that a cell needs, send them to the ranks, and receive results.
 
 work.py               the two kinds of work: a cell, and the call of a function
-syntax.py             Python's parser, for several threads
-names.py              find the names and modules that a cell uses; pure
+syntax.py             parse Python source in several threads safely
+names.py              find the names and modules that a cell uses, without running it
 modules.py            send the project's own modules as source; list the needed installed modules
 pickling.py           convert values to bytes and shared memory, and back
-reducers.py           reduce objects that pickle handles badly; torch's storages; paths
+reducers.py           reduce objects that pickle handles badly, torch's storages, and paths
 culprit.py            find the path to an object that cannot be pickled
 plain.py              convert plain data to bytes that can be read without running code
 changes.py            find the captured values that a cell changed in rank 0

@@ -19,10 +19,10 @@ from taas_magic.capture.modules import is_shipped
 from taas_magic.capture.reducers import LruCache
 
 _BUDGET = 10_000
-"""Limit on the total cost of making the digests of all values, before the cell and again after it.
+"""Limit on the cost of the digests of all values; it applies once before and once after the cell.
 
-The cost is a count of objects and bytes, not a time, so that a busy machine compares the same
-values. The limit corresponds to about 10 ms.
+The cost counts objects and bytes. So a slow or busy machine compares the same values as a fast one.
+The limit corresponds to about 10 ms.
 """
 
 _TENSOR_COST = 10
@@ -49,11 +49,13 @@ State = tuple[Any, ...]
 class ChangeDetector:
     """Detector of captured values that a cell changes.
 
-    The constructor makes a digest of each value, before the cell runs. `notes` makes the digests
-    again after the cell, and compares them.
+    The constructor must be called before the cell runs; it makes digests of the values. `notes`
+    makes the digests again after the cell, and compares them. If the digests of all values would
+    cost more than `_BUDGET`, the last values get no digest, and changes in them go unnoticed.
 
     Args:
-        values: The notebook's values by name, small ones first.
+        values: The notebook's values by name. Small values come first, so that the limit on the
+            cost allows for many of them.
         out: Variables listed in `--out`. Their values return to the notebook, so the detector does
             not compare them.
         stores: Names that the cell sets.
@@ -113,7 +115,10 @@ class ChangeDetector:
 
 
 def _sentence(names: list[str]) -> str:
-    """Return the part of the note about changed values that are not classes."""
+    """Return the part of the note that names changed variables, except those that hold classes.
+
+    It also names the `--out` flag that returns the variables' values.
+    """
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -328,7 +333,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield the elements of an instance whose class is derived from a built-in container."""
+    """Yield one list of elements for each built-in container that an instance's class extends.
+
+    For a class derived from dict, the elements are (key, value) pairs.
+    """
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
         if isinstance(obj, kind):

@@ -24,9 +24,10 @@ registered loaders to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Advice on classes, each text with the endings of the class names that it applies to.
+"""Texts of advice for the user, each mapped to endings of class names.
 
-If several texts apply to a class, the first one is used.
+A text is for the classes whose names have one of its endings. If a class matches several texts, the
+first one is used.
 """
 
 _BUDGET_S = 5.0
@@ -118,10 +119,13 @@ def refusal(
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
-    The search goes from a value into its first part that cannot be pickled, and so on. It ends at a
-    value whose parts can all be pickled, after `_BUDGET_S` seconds, and after `_DEPTH` steps. It
-    also ends at objects that are refused as a whole: running objects such as a thread, compiled
-    functions, and objects that are bound to one process or to one rank's data.
+    Each step of the search goes from a value into its first part that cannot be pickled. The search
+    ends when one of these is true:
+
+    - All parts of the value can be pickled.
+    - The value is refused as a whole: a running object such as a thread, a compiled function, or an
+      object that is bound to one process or to one rank's data.
+    - The search took `_BUDGET_S` seconds or `_DEPTH` steps.
 
     Returns:
         The path to the part at which the search ended (`config['a'][3].db`), and this part.
@@ -197,7 +201,11 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, object) for a function's closure, defaults, attributes and globals."""
+    """Yield (path step, object) for each object that a function uses.
+
+    These are the values of its closure, its default arguments, its attributes, and the globals that
+    its code names.
+    """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -282,9 +290,12 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _by_name(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first of some class names that has an ending in `advice`.
+    """Return the advice for a class, or None if there is none.
 
-    Returns None if no name has such an ending.
+    Args:
+        names: Names of the class and of its base classes. The first name with an ending in `advice`
+            counts.
+        advice: The possible texts; see `Advice`.
     """
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
@@ -320,9 +331,9 @@ _PROCESS_BOUND_CLASSES = {
     },
     "transformers": {"Trainer", "TrainingArguments"},
 }
-"""For each top-level package, its classes whose instances belong to the process that made them.
+"""Classes whose instances work only in the process that made them, by top-level package.
 
-The keys are packages, because the libraries have moved these classes from module to module.
+The keys are not full module names, because libraries move these classes from module to module.
 """
 
 
@@ -336,9 +347,10 @@ _SHARDING_CLASSES = {
     "torch": {"DistributedSampler"},
     "transformers": {"IterableDatasetShard", "ShardSampler"},
 }
-"""For each top-level package, its classes that select the part of the data for one rank.
+"""Classes whose instances select one rank's part of the data, by top-level package.
 
-A registered loader must not use them: fetchers already divide its batches between the ranks.
+A registered loader must not use these classes, because fetchers already divide the loader's batches
+among the ranks.
 """
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
@@ -348,19 +360,20 @@ _RUNNING_CLASSES = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
 }
-"""For each top-level package, its classes of running objects.
+"""Classes of running objects such as threads and child processes, by top-level package.
 
-Error messages name such an object itself, not the part of the object that cannot be pickled.
+An error message names the running object, not the part of it that cannot be pickled.
 """
 
 _SHARD_CLASSES = {"datasets": {"DistributedConfig"}}
-"""For each top-level package, its classes that mark a dataset as the part of one rank."""
+"""Classes of an attribute that marks a dataset as one rank's part, by top-level package."""
 
 
 def is_process_bound(kind: type) -> bool:
-    """Return whether instances of a class work only in the process that made them.
+    """Return whether instances of a class are useful only in the process that made them.
 
-    The check imports nothing.
+    This includes classes that select one rank's part of the data, such as DistributedSampler. The
+    function compares names, so it imports no library.
     """
     return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARDING_CLASSES)
 

@@ -24,12 +24,15 @@ def plain_digest(value: Any) -> str:
 
 
 def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
-    """Return whether values are plain, and the number of objects is at most `_MOST_PARTS`.
+    """Return whether all `values` are plain and together small enough for a digest.
+
+    The values are too large if they contain more than `_MOST_PARTS` objects, or a string or bytes
+    object longer than this.
 
     Args:
-        values: The values.
-        counted: List with one number: the number of objects counted so far. The call adds the
-            objects in `values`.
+        values: Values to check.
+        counted: List with one element, the number of objects counted so far. This function adds the
+            number of objects in `values`.
     """
     for value in values:
         counted[0] += 1

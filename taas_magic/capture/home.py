@@ -70,7 +70,7 @@ class ResultPickler(ValuePickler):
     """Pickler for results. Before each result, it adds the cell's variables that the result uses.
 
     Attributes:
-        problems: Reasons why variables that a result uses could not be sent, by name.
+        problems: For each variable that a result uses and that could not be sent, the reason.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -89,9 +89,10 @@ class ResultPickler(ValuePickler):
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object. If the notebook has the same object, reduce it to its name there.
+        """Reduce an object; called by pickle.
 
-        Called by pickle.
+        If `_kept_name` finds the object in the notebook, the result of this method is a reference
+        to the notebook's variable. Otherwise the rules of `ValuePickler` apply.
         """
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
@@ -192,10 +193,11 @@ def load(
     Args:
         stream: The pickle.
         buffers: Its out-of-band buffers.
-        namespace: Namespace of the notebook. If a result came with a variable of the cell, this
-            variable is set in the namespace, unless another variable or a builtin has the name.
-        out: Names of all results. The caller sets these variables later, so there are no notes
-            about them.
+        namespace: Namespace of the notebook. The function sets the cell's variables that came with
+            a result in this namespace. It skips a variable if the name belongs to a builtin, or to
+            a variable that no earlier result has set.
+        out: Names in `--out`. The caller sets these variables later, so the function returns no
+            notes about them.
 
     Raises:
         EOFError: The pickle ends before the results.

@@ -36,7 +36,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 """Names of folders with installed packages."""
 
 _MOST_DIFFERENCES = 3
-"""Maximum number of names for which `differences`, and also `patches`, gives a note each."""
+"""Maximum number of notes on single names that `differences` returns; likewise for `patches`."""
 
 _SYSTEM = tuple(
     Path(p).resolve()
@@ -98,7 +98,11 @@ def local_folders(project: Path) -> tuple[Path, ...]:
 
 
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a file is in one of the folders and no installer put it there."""
+    """Return whether a file belongs to the user's project.
+
+    The file must be in one of the folders. It must not belong to the Python installation, and must
+    not have been installed by pip, for example with `--target`.
+    """
     if not _INSTALLED.isdisjoint(path.parts):
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
@@ -114,7 +118,10 @@ def _top_level(path: PurePath) -> str:
 
 
 def _libraries(folder: Path) -> frozenset[str]:
-    """Return the top-level modules that pip installed into a folder (`pip install --target`)."""
+    """Return the top-level modules that pip installed into a folder with `--target`.
+
+    The result is empty if the folder does not exist.
+    """
     try:
         changed_ns = folder.stat().st_mtime_ns
     except OSError:
@@ -308,8 +315,9 @@ def _find(
         package = found.get(parent)
         if package is None or not package.is_package:
             return None
-        # Search by the last part of the name only: for a folder without `__init__.py`, the spec
-        # looks up its parent in sys.modules, which fails if the notebook has not imported it.
+        # Search by the last part of the name only. With the full name, the spec of a folder without
+        # `__init__.py` looks up the parent package in sys.modules. This fails if the notebook has
+        # not imported the parent.
         tail = name.rpartition(".")[2]
         return _source(name, PathFinder.find_spec(tail, [str(Path(package.path).parent)]))
     if name in _OURS or name in sys.builtin_module_names:
@@ -329,7 +337,15 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
 
 
 def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
-    """Return the source of a module, or None if it has no Python source."""
+    """Read the source of a module, given its spec.
+
+    Returns:
+        The source, or None if the module has no Python source. A folder without `__init__.py` has
+        the source "".
+
+    Raises:
+        CaptureError: The file is not Python text.
+    """
     if spec is None:
         return None
     is_package = spec.submodule_search_locations is not None
@@ -375,7 +391,7 @@ class _ParsedModule:
 _parsed_modules: dict[tuple[str, str], _ParsedModule] = {}
 """Cache of parsed modules, by name and file.
 
-Parsing a project of a thousand modules takes a minute.
+Each cell needs the parsed modules, and parsing a thousand modules takes about a minute.
 """
 
 
@@ -427,7 +443,7 @@ def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
 
 
 _NOT_NEEDED = {"taas_magic", "taas", "cloudpickle", "__main__", "__mp_main__"}
-"""Modules that every rank has anyway, so that hosts are not asked for them."""
+"""Modules that `needed_modules` leaves out, because every rank has them."""
 
 _BRANCHES = (ast.If, ast.While, ast.Match)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
@@ -440,7 +456,7 @@ def needed_modules(
 
     Args:
         cell: The cell as Python.
-        referred: Modules that the captured values refer to or import.
+        referred: Modules that the captured values refer to, or that captured functions import.
         travelling: The project's own modules that are sent, by name.
         texts: Sources of the cells that defined captured functions. Sources that are not Python
             are ignored.
@@ -485,9 +501,10 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether an import finds a module.
+    """Return whether the import system finds a module on this machine.
 
-    The result is False for a module that the program made at run time, even if it is loaded.
+    The result is False for a module object that a program made at run time and put into
+    `sys.modules`.
     """
     try:
         return importlib.util.find_spec(name) is not None

@@ -146,7 +146,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the variables in a source; an empty set if the source is not Python.
+    """Return the names of all variables in a source; an empty set if the source is not Python.
 
     Args:
         source: The source.
@@ -307,7 +307,11 @@ class UsedNames:
             self._read({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
-        """Analyse a `with` statement; its body may end early if the context swallows exceptions."""
+        """Analyse a `with` statement.
+
+    If a context manager may swallow exceptions, the body may end early. Then the names that the
+    body sets do not count as certainly set.
+    """
         for item in node.items:
             self._evaluate(item.context_expr)
             if item.optional_vars is not None:
@@ -318,7 +322,11 @@ class UsedNames:
             self._defined |= inside
 
     def _try(self, node: ast.stmt) -> None:
-        """Analyse a `try` statement; only its `finally` block certainly runs to the end."""
+        """Analyse a `try` statement.
+
+    Only the names that the `finally` block sets count as certainly set afterwards, because an
+    exception may end every other block early.
+    """
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
         block: ast.Try = node  # type: ignore[assignment]
         done = self._branch(block.body)
@@ -396,10 +404,10 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 
 
 def _may_swallow(context: ast.expr) -> bool:
-    """Return whether a context manager may swallow exceptions.
+    """Return whether a context manager may swallow exceptions, such as `contextlib.suppress`.
 
-    If so, the body of the `with` statement may end early, without an exception. Then names that the
-    body sets may be missing.
+    Args:
+        context: The expression after `with`.
     """
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
@@ -448,7 +456,7 @@ def unknown_result(
 
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
-    """Return the message about a name in `--out` that no rank will have.
+    """Return the message about a name in `--out` that no rank will have, with suggestions.
 
     Args:
         name: The name.

@@ -84,11 +84,14 @@ class CapturedVariable:
 
 
 class _NotebookPickler:
-    """Pickler that puts each variable of the notebook after the variables that it needs.
+    """Pickler for variables of the notebook, and for the function and the arguments of a call.
+
+    Before each value, the pickler writes the variables that this value needs.
 
     Args:
         namespace: Namespace of the notebook.
-        problems: List that receives the messages of refused values. If None, a refusal is raised.
+        problems: List that receives a message for each value that cannot be sent. If None, the
+            first such value raises a CaptureError.
         to: Destination of the values.
     """
 
@@ -106,7 +109,9 @@ class _NotebookPickler:
         """Names of the only variables that are pickled; None for no restriction."""
 
     def pickle_variables(self, names: Mapping[str, str]) -> None:
-        """Pickle those variables that are not pickled yet.
+        """Pickle variables of the notebook, except those that are pickled already.
+
+        Names that are no variables of the user are skipped.
 
         Args:
             names: Reason for the capture of each variable, by name.
@@ -168,7 +173,7 @@ class _NotebookPickler:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
-        """Pickle values.
+        """Pickle values, and find the variables that they need.
 
         Args:
             values: Pairs of name and value.
@@ -231,10 +236,10 @@ class CellSource(NamedTuple):
 
 
 class PayloadDescription(Struct, frozen=True, kw_only=True):
-    """The description in a payload, which a process can read without unpickling any value.
+    """The part of a payload that a process can read without unpickling any value.
 
     Attributes:
-        work: The cell; for a function, the shape of its call.
+        work: The cell, or the description of a function call.
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
         definitions: Texts of the cells that defined captured functions, by filename.
@@ -271,8 +276,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
     Attributes:
         requires: Top-level modules that must be installed on every host that runs the work.
-        loaders: The registered loaders that the work uses, packed, by name.
-        call: The function and the arguments of a call, with their sizes; empty for a cell.
+        loaders: `PackedLoader` of each registered loader that the work uses, by name.
+        call: Names and sizes of the function and the arguments of a call; empty for a cell.
         notes: Notes for the user about changes in the notebook that do not reach the ranks.
         data: A pickle of several values, with its buffers. First comes the process state of the
             notebook, then the values in the order of `captured`. A call's function and arguments
@@ -298,7 +303,9 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class FetcherSettings:
-    """The project's modules and the notebook's process state, without the notebook's variables.
+    """The parts of a payload that a process needs to run registered loaders.
+
+    They do not include the notebook's variables.
 
     Attributes:
         modules: Modules of the project, by name.
@@ -311,7 +318,7 @@ class FetcherSettings:
     def apply(self) -> None:
         """Apply the settings to this process, which must be a fetcher.
 
-        Sets no default device of torch, because the processes of a fetcher cannot share a GPU.
+        Does not set torch's default device, because the processes of a fetcher cannot share a GPU.
         """
         install(self.modules)
         process_state.apply_filters(self.state)
@@ -494,7 +501,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return notes for the user about changes in the notebook that do not reach the ranks.
 
-    These are library functions that the notebook has replaced, and handlers of loggers.
+    Such changes are library functions that the notebook has replaced, and logging handlers that
+    cannot be copied.
     """
     pickler = gathering.pickler
     replaced = patches(

@@ -62,7 +62,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickle and its out-of-band buffers, which are the memory of the pickled values."""
+    """A pickle and its out-of-band buffers.
+
+    The buffers are the memory of arrays and tensors, which the pickle itself does not contain.
+    """
 
     data: bytes
     buffers: Sequence[PickleBuffer]
@@ -164,11 +167,11 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 Handler = Callable[[Any], Any]
 
 LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""Reducers, by type, for registered loaders: ranks get a remote loader in place of the loader.
+"""Functions that reduce registered loaders to remote loaders for the ranks, by type of the loader.
 
-`registry.py` adds a reducer for each type of registered loader. A reducer gets the value and the
-pickler's `replaced`, to which the reducer adds the packed loader. For a value that is sent
-unchanged, the reducer returns NotImplemented.
+`registry.py` adds a function for each type of registered loader. The arguments of a function are
+the loader and the pickler's `replaced`. The function adds the loader, pickled for fetchers, to
+`replaced`. If the loader is not registered, the function returns NotImplemented.
 """
 
 
@@ -241,7 +244,8 @@ class ValuePickler(cloudpickle.Pickler):
         stores: Names of the namespace that the added functions set by `global`.
         attributes: Attribute names that the added functions look up.
         classes: Classes that the pickle contains only as a name; the keys are their ids.
-        replaced: Registered loaders among the added values, packed, by name.
+        replaced: Registered loaders among the added values, pickled for fetchers
+            (`registry.PackedLoader`), by name.
         filled: Closure cells whose content is already in the pickle, by id.
         coming: Values that are being added, by name. A function that looks up some of these names
             is pickled together with their values, because loading may already call the function.
@@ -301,9 +305,10 @@ class ValuePickler(cloudpickle.Pickler):
 
     @contextmanager
     def rollback(self) -> Iterator[Callable[[], None]]:
-        """Yield a function that removes everything added since the block began.
+        """Run a `with` block that can remove everything that it added to the pickle.
 
-        If the block raises an exception, everything that was added in the block is removed too.
+        Yields a function that removes these values. If the block raises an exception, they are
+        removed without a call.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -357,7 +362,10 @@ class ValuePickler(cloudpickle.Pickler):
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce objects that need other rules than pickle's. Called by pickle."""
+        """Reduce an object by the rules of this pickler; called by pickle.
+
+        Returns NotImplemented if pickle's own rules apply.
+        """
         kind = type(obj)
         try:
             handler = self._handlers[kind]
@@ -370,7 +378,10 @@ class ValuePickler(cloudpickle.Pickler):
         return NotImplemented if handler is None else handler(obj)
 
     def _handler(self, kind: type) -> Handler | None:
-        """Return the function that reduces objects of a type; None to leave them to pickle."""
+        """Return the function that reduces objects of a type; None if pickle's own rules apply.
+
+        If objects of the type cannot be sent to the destination, the function raises an exception.
+        """
         if self._to != "notebook" and is_process_bound(kind):
             return functools.partial(_refuse, "belongs to the process that made it")
         if self._to == "fetchers" and is_shard(kind):
@@ -461,10 +472,10 @@ class ValuePickler(cloudpickle.Pickler):
         return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """Return a rule for definitions that pickle saves by name.
+        """Return a reducer for objects such as cached functions, which pickle saves by name.
 
-        If a definition can be imported under its name, the rule keeps the name. Otherwise `handler`
-        pickles the definition by value.
+        If the object can be imported under its name, the reducer leaves it to pickle. Otherwise the
+        reducer calls `handler`, which reduces the object by value.
         """
 
         def reduce(definition: Any) -> Any:
@@ -486,7 +497,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        The worker processes of a DataLoader pickle instances with the name of their class.
+        The receiver may have to pickle an instance of the class, for example in a worker process of
+        a DataLoader. pickle then looks up the class by its name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":
@@ -513,7 +525,7 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object, and keep its file name: by this name, tracebacks find the cell.
+    """Reduce a code object, and keep its file name, which tracebacks need to find the cell.
 
     cloudpickle 3.1.3 and later replace all file names by one constant name, so that equal functions
     have equal pickles.

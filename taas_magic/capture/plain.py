@@ -119,9 +119,10 @@ class PlainWriter:
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
-        """Return a simple value itself; for any other value, the number of its row in the table.
+        """Return the entry for a value in the row of its parent.
 
-        The value's row is written if the table does not have it yet.
+        The entry is the value itself if the value is None, a bool, a float, a 64-bit int or a UTF-8
+        string. Any other value gets a row of its own, and the entry is the number of this row.
         """
         kind = type(value)
         if value is None or kind is bool or kind is float:
@@ -175,7 +176,10 @@ class PlainWriter:
         raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
     def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
-        """Write a container. Number it before its parts, because these may refer to it."""
+        """Write a container and its parts. Return the number of the container's node.
+
+        The container gets its number first, because a part may refer to the container.
+        """
         number = self._append(Node(type(value).__name__))
         self._numbers[id(value)] = number
         self._nodes[number].items = self._items(parts(value))
@@ -278,7 +282,7 @@ def _resolved(item: Item, made: Sequence[Any]) -> Any:
 
     Args:
         item: The part.
-        made: Values of the nodes by number.
+        made: Values of the nodes that were rebuilt so far, by number.
     """
     if not isinstance(item, tuple):
         return item
@@ -358,7 +362,10 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
     Counter: _pairs,
     defaultdict: _parts_of_defaultdict,
 }
-"""Functions that return the parts of a mutable container, which may hold itself, by type."""
+"""For each type of mutable container, a function that returns the parts of a container.
+
+A container may be one of its own parts.
+"""
 
 
 def _instant(value: datetime | time) -> list[Any]:
@@ -383,7 +390,7 @@ _REDUCERS: dict[type, Callable[[Any], Sequence[Any]]] = {
     PosixPath: lambda value: [path_to_home(str(value))],
     PurePosixPath: lambda value: [path_to_home(str(value))],
 }
-"""Functions that return the parts of an immutable object, by type."""
+"""For each type of immutable object, a function that returns the parts of an object."""
 
 
 def _fill_dict(value: dict[Any, Any], items: list[Any]) -> None:
@@ -528,4 +535,7 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "numpy.generic": _make_scalar,
     "ndarray": _make_array,
 }
-"""Constructors by kind of node. Reading a table calls only these and those in `_CONTAINERS`."""
+"""Constructors of values, by `Node.kind`.
+
+`read_plain` calls only these constructors and the functions in `_CONTAINERS`.
+"""

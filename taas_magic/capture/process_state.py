@@ -52,7 +52,8 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 def collect() -> State:
     """Read the settings of this process (the kernel) that differ from the defaults.
 
-    Imports no library. Settings of a library that is not imported have their defaults.
+    The result also has all warning filters. The function imports no library: if a library is not
+    imported yet, its settings still have the defaults.
     """
     return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
 
@@ -150,8 +151,8 @@ class _Logger(NamedTuple):
 def _collect_loggers() -> dict[str, Any]:
     """Return the settings of all loggers whose settings differ from the defaults.
 
-    Only the root logger and loggers that no library made are returned with handlers. The result is
-    empty if there are no such loggers, and `logging.disable` was not called.
+    The result has the handlers of the root logger, and of loggers that no library made. It is empty
+    if no logger's settings differ from the defaults and `logging.disable` was not called.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -169,10 +170,10 @@ def _collect_loggers() -> dict[str, Any]:
 
 
 def lost_loggers(collected: State) -> list[str]:
-    """Return notes on loggers of which ranks show only warnings.
+    """Return a note for each logger whose messages below WARNING the ranks will not show.
 
-    The notebook shows the lines of such a logger by a handler that cannot be copied, such as one
-    that writes to a file. Ranks get the logger's level, but no handler.
+    In the notebook, a handler that cannot be copied handles the messages of such a logger. For
+    example, the handler writes to a file. Ranks get the logger's level, but no handler.
 
     Args:
         collected: The current result of `collect`.

@@ -117,11 +117,11 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Set the content of a closure cell when pickle sets its state.
+    """Set the content of a closure cell. pickle calls this function to set the cell's state.
 
     Args:
-        made: The cell; not used, because `contents` contains it.
-        contents: Pairs of a cell and its content.
+        made: The cell; not used, because `contents` contains the cell, too.
+        contents: A pair of the cell and its content; empty if the cell has no content.
     """
     for cell, content in contents:
         cell.cell_contents = content
@@ -322,7 +322,8 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
     """Reduce a storage to a buffer over its bytes.
 
     Args:
-        storage: Storage on any device. A storage on another device is copied to the CPU.
+        storage: Storage on any device. If the device is not the CPU, the storage is copied to the
+            CPU.
         storages: Storages in this pickle, by `_cdata`. Torch may have several Python objects for
             one storage; they have the same `_cdata`.
     """
@@ -476,7 +477,7 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:
-    """Reduce a learning rate scheduler so that the loaded optimizer still counts its steps.
+    """Reduce a learning rate scheduler; keep the counting of the optimizer's steps.
 
     A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
     does not save the new method. If a loaded optimizer lacked the new method, torch would warn that
@@ -577,7 +578,9 @@ def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _move_path(path: str, source: str, target: str) -> str:
-    """Convert a path below one folder to the same path below another. Leave other paths unchanged.
+    """Convert a path below one folder to the same relative path below another folder.
+
+    Any other path is returned unchanged.
 
     Args:
         path: The path.

@@ -58,8 +58,9 @@ class RankVariables:
     """The kernel's record of the variables that a session's ranks have.
 
     Attributes:
-        owned: Names that cells assigned. The value is the digest of the variable on the first rank
-            that reported it, or "" if the variable is not plain (`plain_digest`).
+        owned: Digest (`plain_digest`) of each variable that a cell assigned, by name; "" for a
+            variable that is not plain. If several ranks reported the variable, the digest is from
+            the rank with the lowest number.
     """
 
     def __init__(self) -> None:
@@ -269,7 +270,11 @@ class RankVariables:
     def _notes(
         self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
     ) -> list[str]:
-        """Return the notes about values that are not sent, and about values that are sent again."""
+        """Return the notes for the user about changed variables of the notebook.
+
+    One note names variables that are not sent, because the ranks keep their own values. Another
+    note names variables whose new values are sent again.
+    """
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
@@ -322,7 +327,10 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 
 def _with_sharers(names: set[str], sent: Mapping[str, SentValue]) -> set[str]:
-    """Return `names`, and all names whose values share an object with the values of `names`.
+    """Return `names`, and the names of all values that share an object with the values of `names`.
+
+    If the ranks get a new value of one variable, they need new values of the variables that share
+    objects with it. Otherwise the sharing would be lost.
 
     Sharing may be indirect: if `a` shares an object with `b`, and `b` shares another object with
     `c`, then `a` adds both `b` and `c`.

@@ -34,7 +34,8 @@ class CellWork(Struct, frozen=True, tag="cell"):
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if it has none yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
-        title: Name in tracebacks of a cell that is not in the notebook; "" for a notebook's cell.
+        title: Name that tracebacks show for a cell that is not in the notebook; "" for a
+            notebook's cell.
     """
 
     raw: str
