@@ -309,9 +309,9 @@ class UsedNames:
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
         """Analyse a `with` statement.
 
-    If a context manager may swallow exceptions, the body may end early. Then the names that the
-    body sets do not count as certainly set.
-    """
+        If a context manager may swallow exceptions, the body may end early. Then the names that the
+        body sets do not count as certainly set.
+        """
         for item in node.items:
             self._evaluate(item.context_expr)
             if item.optional_vars is not None:
@@ -324,9 +324,9 @@ class UsedNames:
     def _try(self, node: ast.stmt) -> None:
         """Analyse a `try` statement.
 
-    Only the names that the `finally` block sets count as certainly set afterwards, because an
-    exception may end every other block early.
-    """
+        Only the names that the `finally` block sets count as certainly set afterwards, because an
+        exception may end every other block early.
+        """
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
         block: ast.Try = node  # type: ignore[assignment]
         done = self._branch(block.body)

@@ -272,9 +272,9 @@ class RankVariables:
     ) -> list[str]:
         """Return the notes for the user about changed variables of the notebook.
 
-    One note names variables that are not sent, because the ranks keep their own values. Another
-    note names variables whose new values are sent again.
-    """
+        One note names variables that are not sent, because the ranks keep their own values. Another
+        note names variables whose new values are sent again.
+        """
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
