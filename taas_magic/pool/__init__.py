@@ -1,4 +1,4 @@
-"""A pool: a process with a Dask scheduler and the controller of runs, and the kernel's client.
+"""The process of a pool, which gets hosts and controls runs; and the kernel's client of it.
 
 client.py      the kernel's side: connect to the process, launch runs, receive events
 process.py     the pool's process and its folder: how a kernel finds, starts and ends the process
@@ -9,5 +9,5 @@ runs.py        the ranks of a run in all its attempts, and its fetchers, on all 
 restarts.py    decides whether fetchers that have ended start again
 files.py       responds to hosts' requests for files of the run folder and the project store
 hosts.py       the pool's hosts: membership, leases, requests to their agents
-detached.py    for detached runs: tasks that the kernel does for other runs
+detached.py    does for detached runs what the kernel does for the runs that it owns
 """

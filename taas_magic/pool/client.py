@@ -1,8 +1,8 @@
 """The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
 
-A `Pool` has at most one `PoolConnection`, a connection to one process. A run keeps the connection
-on which it was started, and so does a wait for hosts. When the process ends, the connection ends.
-Then all runs and waits on this connection end, too.
+A `Pool` has at most one open `PoolConnection`, a connection to one process. A run, or a wait for
+hosts, never moves to another connection. When the process ends, the connection ends. Then all runs
+and waits on this connection end, too.
 
 Every method may be called from any thread of the kernel. The Dask client runs an event loop in a
 thread of its own.
@@ -72,7 +72,7 @@ NAMED_S = 5.0
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
-_PATIENCE_S = 2.0  # after a busy time, this process needs a moment to read the beats
+_PATIENCE_S = 2.0  # a kernel that was busy needs a moment to read beats that have arrived
 _MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a new process
 
 
@@ -124,8 +124,9 @@ def disconnect(client: "Client") -> None:
     try:
         client.close(timeout=2)
     except ValueError:
-        # tornado raises this if the client was reconnecting to a scheduler that has ended. Closing
-        # the client again would raise it again, and `Client.__del__` closes a client that is open.
+        # tornado raises this error if the client was reconnecting to a scheduler that has ended.
+        # The next attempt to close the client would fail, too. Without the status "closed",
+        # `Client.__del__` would make this attempt.
         client.status = "closed"
     finally:
         logger.disabled = before
@@ -136,7 +137,8 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 
     Args:
         check: Called repeatedly while the client connects. If `check` raises PoolError, this call
-            ends. Dask itself would keep trying for `ANSWER_S`, even if the process has ended.
+            stops waiting. Dask itself would keep trying for `ANSWER_S`, even if the process has
+            ended.
 
     Raises:
         OSError: The process does not respond.
@@ -276,7 +278,9 @@ class PoolConnection:
     def wait_for_hosts(
         self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
     ) -> StartResponse:
-        """Wait until `hosts` hosts can start ranks. For the arguments, see `Pool.open`.
+        """Ask the process for `hosts` hosts, and wait until they can start ranks.
+
+        For the arguments, see `Pool.open`.
 
         Returns:
             The response of the pool's process, with an error if the hosts are not available.
@@ -337,7 +341,7 @@ class PoolConnection:
     ) -> list[str]:
         """Send a request to start ranks or fetchers, and return the names of the hosts.
 
-        If no host starts any of them, no further events go to `on_event`.
+        If the start fails, `on_event` gets no further events.
         """
         self._listeners[run_id] = on_event
         answer = StartResponse()
@@ -508,7 +512,7 @@ class PoolConnection:
         disconnect(self._client)
 
     def _end(self, why: str) -> None:
-        """Mark the connection as ended. Store the reason `why` unless another one is stored."""
+        """Mark the connection as ended, for the reason `why` unless it has ended already."""
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -594,15 +598,15 @@ class Pool:
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
                 client. Its argument is a list with one line for each host that is not ready.
-            wait: Cancels this call (`Wait.cancel`).
+            wait: Object whose method `cancel` cancels this call.
             has_run: Whether a run is to start on the hosts. False if the user only starts the
                 pool in advance (`%taas warm`).
 
         Returns:
-            The connection to the pool's process. The process has the hosts.
+            The connection to the pool's process, which has at least `hosts` hosts.
 
         Raises:
-            ConnectionEnded: The process that requested the hosts has ended.
+            ConnectionEnded: The pool's process ended while it was getting the hosts.
             PoolError: The process could not be started, or hosts are not available.
         """
         wait = wait or Wait(self)
@@ -627,7 +631,7 @@ class Pool:
 
         Args:
             on_wait: Called with lines for the user who waits.
-            wait: Cancels this call (`Wait.cancel`).
+            wait: Object whose method `cancel` cancels this call.
 
         Raises:
             PoolError: The process could not be started. The message ends with the last lines of
@@ -670,7 +674,8 @@ class Pool:
         """Connect to the pool's process. The caller holds `_joining`.
 
         A process may end before it accepts this kernel. Then no run is lost, and this call tries
-        the next process. The failure of a process that this kernel started is an error.
+        the next process, up to `_MAX_PROCESSES` in total. A process that does not respond is
+        killed. If a process that this kernel started fails, this call raises PoolError.
 
         Args:
             starts: Whether to start a process if none is running.

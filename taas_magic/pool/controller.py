@@ -1,8 +1,9 @@
 """The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
-The controller is a Dask scheduler plugin in the pool's own process and runs on its event loop.
-Kernels send requests to it (`Launch`, `Halt`, … are calls of the scheduler). Agents send events to
-it. Dask calls the controller when a client or a host is gone.
+The controller is a Dask scheduler plugin in the pool's own process and runs on the process's event
+loop. Kernels send requests such as `Launch` and `Halt` as calls of the Dask scheduler, which calls
+the controller. Agents send events to the controller. Dask calls the controller when a client or a
+host is gone.
 """
 
 import asyncio
@@ -78,7 +79,9 @@ _ANSWERED_S = 2.0
 
 
 class Kernels:
-    """The kernels that are connected to a pool, and their waits for hosts.
+    """Registry of the kernels that are connected to a pool, and of their waits for hosts.
+
+    The registry also decides when the pool ends because nobody uses the pool.
 
     Args:
         linger_s: Seconds for which the pool continues without a kernel and without a run.
@@ -248,7 +251,10 @@ BEAT_S = 1.0
 `PoolMeter`. It is also the precision of the measured host hours."""
 
 END_S = 10.0
-"""Maximum seconds to write the journal and release the project store at a run's end."""
+"""Maximum seconds to write the journal and release the project store at a run's end.
+
+After this time, the kernel gets the run's end event, although the work continues.
+"""
 
 
 class Controller(SchedulerPlugin):
@@ -313,6 +319,9 @@ class Controller(SchedulerPlugin):
 
     async def launch(self, request: Launch) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
+
+        First wait for interrupted runs, lock the project store, and open the run's journal. After
+        the start, a background task follows the run to its end (`_carry_out`).
 
         Returns:
             The response for the kernel: the names of the hosts, or the error.
@@ -401,6 +410,9 @@ class Controller(SchedulerPlugin):
         """Make the requesting kernel the owner of a detached session.
 
         If another kernel owned the session, that kernel receives `Detached` and loses the session.
+
+        Returns:
+            The session's state. If the kernel cannot take the session over, only `error` is set.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
@@ -507,8 +519,8 @@ class Controller(SchedulerPlugin):
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
         The kernel gets the end event when the event is in the journal and the project store is free
-        for the next run. If the clean-up takes longer than `END_S`, the kernel gets the event
-        earlier. At last, this method ends the run's fetchers, and runs `notify` for a detached run.
+        for the next run, but at the latest after `END_S`. Finally, this method ends the run's
+        fetchers, and runs the `notify` command for a detached run.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal. This
@@ -529,13 +541,14 @@ class Controller(SchedulerPlugin):
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
-        """Wait for the end of interrupted runs that belong to `owner` or to no connected kernel.
+        """Wait until all interrupted runs have ended, except runs of other connected kernels.
 
-        These runs may still own the project store. The wait is bounded, because the pool drops a
-        host whose lease runs out or that does not end its ranks within `HALT_S`.
+        An interrupted run may still own the project store. The wait is bounded: the pool drops each
+        host whose lease has run out, or which does not end its ranks within `HALT_S`.
 
         Args:
-            send_event: Sends a note about the wait to the kernel.
+            owner: Dask client id of the kernel that starts the next run.
+            send_event: Sends a note about the wait to this kernel.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):

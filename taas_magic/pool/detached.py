@@ -37,8 +37,8 @@ async def take_fetchers(
 ) -> EndFetchers:
     """Take over fetchers that run on another pool.
 
-    The other pool ends the fetchers when the connection that this function opens ends. So the
-    fetchers also end when this process ends.
+    This function opens a connection to the other pool's process. When this connection breaks, that
+    process ends the fetchers. So the fetchers also end when the calling process ends.
 
     Args:
         folder: The other pool's folder.
@@ -92,8 +92,8 @@ async def take_fetchers(
 def notify(folder: RunFolder, ended: RunEnded) -> None:
     """Run the user's `notify` command after a detached run, if taas.toml sets this command.
 
-    The command's output goes to `notify.log` in the run folder. This
-    call blocks until the command has ended. After `NOTIFY_S`, the command is killed.
+    The command's output goes to `notify.log` in the run folder. This call blocks until the command
+    has ended. After `NOTIFY_S`, the command is killed.
     """
     context = folder.context()
     if not context.notify:

@@ -54,6 +54,9 @@ class OwnedFiles:
     def has(self, name: str, fetches: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
+        The host may write the logs of its own ranks or fetchers, and its ranks' results, profiles
+        and records of read batches (`data/ledger`).
+
         Args:
             name: Path of the file, relative to the run folder.
             fetches: True if the host runs fetchers of the run, False if the host runs ranks.
@@ -103,7 +106,7 @@ class FileServer:
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
-        """Refuse further requests about the store, and wait for those that have begun."""
+        """Refuse further requests about the store, and wait until the begun requests are done."""
         self._is_closed = True
         if self._store_server is not None:
             loop = asyncio.get_running_loop()
@@ -195,7 +198,8 @@ class FileServer:
             rule = self._run.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
-            # While these ranks or fetchers run, other runs may use the store too.
+            # Another run may use the store at the same time, with the state folder `folder`. So a
+            # share without rank 0 of a normal run uses a subfolder, and has no writer.
             if self._run.reads_only or self._run.is_session:
                 self._store_server = StoreServer(rule, folder / "readers", writer=-1)
             elif self._fetches:

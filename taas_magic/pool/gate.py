@@ -299,7 +299,7 @@ STREAM_HANDLERS = (
 """
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
-"""Fields that `add_worker` uses from a worker's registration. It replaces all other fields."""
+"""Fields that `add_worker` uses from a worker's registration; constants replace the others."""
 
 METRICS: Mapping[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
@@ -361,8 +361,8 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register an agent or a vehicle. `check_message` has already verified the agent's name.
 
-        Constants replace all fields outside `JOINS_WITH`, because Dask would use a worker's values
-        of these fields when other workers join.
+        Constants replace all fields outside `JOINS_WITH`. Otherwise, a hostile worker could affect
+        other workers, because Dask uses the fields of one worker when the next one joins.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

@@ -285,7 +285,7 @@ class PoolHosts(SchedulerPlugin):
     async def release(
         self, stays: Callable[[PoolHost], bool] = lambda host: bool(host.runs)
     ) -> None:
-        """Return hosts to the engine, including requested hosts that have not joined yet.
+        """Return to the engine all hosts for which `stays` is false, and all that have not joined.
 
         Do nothing while `acquire` waits for hosts.
 

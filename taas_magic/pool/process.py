@@ -162,7 +162,10 @@ class PoolFolder:
         return not is_free(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the running process; None if there is none or its pid is not written yet."""
+        """Return the pool's running process; None if there is none, or if it has just started.
+
+        A process can be found after it has written its pid to the lock file.
+        """
         self.has_children()
         path = self.path / "lock"
         written = path.read_text() if self.is_locked else ""
@@ -254,7 +257,10 @@ class PoolFolder:
         return found
 
     def has_children(self) -> bool:
-        """Forget child processes that have ended. Return whether a child process still runs."""
+        """Return whether a pool's process that this kernel started still runs.
+
+        This method also reaps the processes that have ended.
+        """
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return bool(self._children)

@@ -9,9 +9,9 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """Counter of the restarts of a run's fetchers, with the decision whether to start them again.
+    """Decision whether a run's fetchers start again, from their events and the restarts so far.
 
-    The caller starts the fetchers.
+    The caller passes the events, and starts the fetchers.
 
     Args:
         plan: Plan of the run.
@@ -44,7 +44,8 @@ class FetcherRestarts:
 
         Returns:
             The events to publish instead of `event`, and whether the caller must start all
-            fetchers again.
+            fetchers again. The second value is True if `event` ends the last fetcher and a restart
+            is allowed. Then the events tell the user, and tell the ranks to wait.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

@@ -1,9 +1,9 @@
 """A run in the pool's process: the ranks on all hosts, and the fetchers on all hosts.
 
-Ranks and fetchers have the same lifecycle (`Share`). A `Share` takes hosts of the pool and starts
-its ranks or fetchers on them. It accepts events and requests only from these hosts. It continues
-without a host that is lost. If the user halts the run and a host does not end its ranks or fetchers
-in time, the pool drops this host.
+Ranks and fetchers have the same lifecycle (`Share`). A `Share` gets hosts of the pool, and starts
+its ranks or fetchers on these hosts. It accepts events and requests only from these hosts. If a
+host is lost, the `Share` publishes the loss and no longer waits for this host. If the user halts
+the run and a host does not end its ranks or fetchers in time, the pool drops this host.
 
 `PoolRun` is the `Share` of the ranks. Each host reports how its ranks ended. `decide`, a pure
 function, derives the outcome of the attempt from the reports. Then the pool tells all hosts whether
@@ -164,14 +164,19 @@ class AttemptOutcome:
 def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     """Return the outcome of an attempt; None if the attempt continues.
 
-    If a rank dies, ranks of other hosts fail as a consequence. Their hosts may report earlier than
-    the host of the dead rank. So if all reported failures are consequences, the attempt continues
-    for a while, because the cause may still arrive.
+    If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
+    and other hosts' ranks still run `LEFT_GRACE_S` later, the attempt has failed. After any other
+    failure, this function waits for more reports:
 
-    The wait ends when each host without a report has sent a beat at least `LATE_S` after the first
-    reported failure. A host's messages arrive in order, so a report of the host would have arrived
-    before this beat. If a host sends no beats, the pool soon drops the host. Then the loss of the
-    host counts as its report.
+    - If a reported failure was not caused by another failure, the wait lasts `SETTLE_S`.
+    - If other failures caused all reported failures, the cause must still arrive: if a rank dies,
+      ranks of other hosts fail, and their hosts may report earlier than the host of the dead rank.
+      The wait ends when each host without a report has sent a beat at least `LATE_S` after the
+      first reported failure. A host's messages arrive in order, so a report of the host would have
+      arrived before this beat. If a host sends no beats, the pool soon drops the host. Then the
+      loss of the host counts as its report.
+    - If all reported failures are interrupts, the wait has no limit, because all hosts were
+      interrupted and will report.
 
     Args:
         hosts: All hosts of the attempt, with their reports.
@@ -594,7 +599,10 @@ class PoolFetchers(Share):
             self._publish_all(*self._restarts.allow_one())
 
     async def _start_again(self) -> None:
-        """Start all fetchers when the earlier ones are gone from their hosts."""
+        """Start all fetchers when the earlier ones are gone from their hosts.
+
+        If the start fails, publish the failure of each fetcher, and allow no further restart.
+        """
         try:
             await self.wait_until_ended()
             await self._start_all()
@@ -646,14 +654,14 @@ class PoolFetchers(Share):
         self._publish_all(*self._restarts.record(event))
 
     def _publish_all(self, events: Iterable[Event], starts_again: bool) -> None:
-        """Publish events, and start the fetchers again if the events require it.
+        """Publish events; then start all fetchers again if `starts_again` is True.
 
         Start and end events are also added to `lifecycle_events`.
 
         Args:
             events: The events.
-            starts_again: Whether to start all fetchers again after the events are published. The
-                methods of `FetcherRestarts` return this value together with the events.
+            starts_again: Whether to start the fetchers again. The methods of `FetcherRestarts`
+                return this value together with the events.
         """
         for event in events:
             if isinstance(event, FetcherStarted | FetcherEnded):
@@ -760,7 +768,10 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this run is a session that has run no cell for `session_idle_s`."""
+        """Whether this run is a session that has run no cell for `session_idle_s`.
+
+        False if the session has no such limit.
+        """
         limit_s = self._run.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -820,8 +831,8 @@ class PoolRun(Share):
     async def carry_out(self) -> RunEnded:
         """Wait for the end of the started run on all hosts; return the run's last event.
 
-        If an attempt fails and another may succeed, starts all ranks again, up to `max_restarts`
-        times.
+        If an attempt fails and another attempt may succeed, start all ranks again, up to
+        `max_restarts` times.
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
@@ -848,7 +859,8 @@ class PoolRun(Share):
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
         Fetchers that a cell of a session has started remain for later cells. So the session, and
-        not the cell, sends their addresses. The newest cell publishes the events.
+        not the cell, sends their addresses. The newest cell publishes the events. An event that
+        arrives a second time is ignored.
         """
         if self._session is not None:
             await self._session.relay(events)
@@ -1010,8 +1022,8 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        The first host starts its ranks first, because it creates the ranks' rendezvous. If this
-        fails, the other hosts start no ranks.
+        The first host starts its ranks before the other hosts, because it creates the ranks'
+        rendezvous. If the first host fails to start its ranks, the other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
@@ -1070,7 +1082,7 @@ class PoolRun(Share):
             return 0
 
     async def _end(self) -> list[Failure]:
-        """Tell all hosts to end their ranks and clean up, and wait until all have done so.
+        """Tell all hosts to end their ranks and clean up; wait until all have done so, or are lost.
 
         Returns:
             One failure for each host that was lost during this call.
