@@ -76,16 +76,18 @@ unregistered = unregister
 def get_registered_data_loaders_names() -> list[str]:
     """Return the sorted names of the registered loaders.
 
-    For code written for DataSphere's old package `taas`. New code uses `registered`.
+    The function is for code written for DataSphere's old package `taas`. New code uses
+    `registered`.
     """
     return sorted(registered())
 
 
 def get_worker_info() -> Any:
-    """Return torch's `get_worker_info()`, or a replacement if that returns None.
+    """Return the result of torch's `get_worker_info()`, or a replacement if the result is None.
 
-    For code written for DataSphere's old package `taas`, whose function of this name never returned
-    None. A dataset uses the result to select the data that this process loads.
+    A dataset uses this information to select the data that the process loads. The function is for
+    code written for DataSphere's old package `taas`, whose function of this name never returned
+    None.
 
     Returns:
         An object with `id`, `num_workers` and `seed`. In a rank, the replacement has the rank as

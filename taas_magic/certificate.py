@@ -43,7 +43,7 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Issuer of certificates for clients. The issuer gives its own private key to nobody."""
+    """Issuer of certificates for clients. The issuer's own private key never leaves this object."""
 
     def __init__(self, name: str) -> None:
         self._name = name

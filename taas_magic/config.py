@@ -333,8 +333,8 @@ def _why_untrusted(place: Path, status: os.stat_result) -> str:
 def _is_own(group: int) -> bool:
     """Return whether a group is the user's private group, which has no other members.
 
-    On many systems, the private group of the owner may by default write new files. So a file that
-    this group can write is still the user's own.
+    On many systems, a new file is by default writable by its owner's private group. Only the user
+    is in this group, so the file is still safe from other users.
     """
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())

@@ -127,7 +127,7 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Describe, for an error message, why the system refused to write a file."""
+    """Return the reason why the system refused to write a file, as text for an error message."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",

@@ -307,11 +307,10 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
 
 LAST = -1
-"""Value that `split_name` returns instead of a rank for `@last`: the rank with the highest number.
-"""
+"""Value that `split_name` returns for `@last`, which means the rank with the highest number."""
 
 ALL = -2
-"""Value that `split_name` returns instead of a rank for `@all`: all ranks."""
+"""Value that `split_name` returns for `@all`, which means all ranks."""
 
 
 def split_name(text: str) -> tuple[str, int]:
@@ -366,7 +365,7 @@ NO_GPU = "No GPU found"
 """Beginning of the note about a run whose hosts have no GPU."""
 
 MAX_RANKS_PER_CPU_HOST = 64
-"""Limit on the ranks of a host without a GPU; more of them would run out of memory."""
+"""Maximum number of ranks on a host without a GPU. More ranks would fill the host's memory."""
 
 
 def new_run_id(now: float | None = None) -> str:
@@ -421,7 +420,17 @@ def make_plan(
 def _check_fits(
     flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
 ) -> None:
-    """Raise a UsageError if the pool's hosts have no room for the ranks."""
+    """Raise a UsageError if the ranks do not fit on the pool's hosts, or not evenly.
+
+    With `--uneven-hosts`, hosts may have different numbers of ranks.
+
+    Args:
+        flags: The flags; `flags.gpus` is the number of ranks.
+        host: Capacity of each host.
+        per_host: Maximum number of ranks on a host.
+        n_hosts: Number of hosts that the ranks need.
+        max_hosts: Number of hosts that the pool may have.
+    """
     most = per_host * max_hosts
     if flags.gpus > most:
         where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'

@@ -171,7 +171,7 @@ def _spec(name: str) -> Any:
 
 
 def folder_of(name: str) -> str | None:
-    """Return the folder of an installed package, or None."""
+    """Return the folder of an installed package; None if it is not installed."""
     origin = getattr(_spec(name), "origin", None)
     return os.path.dirname(origin) if origin else None
 
@@ -275,9 +275,9 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses by network interface, without interfaces that have no address.
+    """Return the IP addresses of each network interface that has one, by name of the interface.
 
-    Link-local IPv6 addresses are left out.
+    Link-local IPv6 addresses do not count.
     """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -341,7 +341,10 @@ def install(
 
 
 def _publish(aside: str, folder: str) -> None:
-    """Rename a complete folder to its final name, unless another host has made that folder."""
+    """Rename a complete folder to its final name, unless a folder with this name exists.
+
+    Another host with the same home folder may have created that folder.
+    """
     try:
         os.rename(aside, folder)
     except OSError:
@@ -350,7 +353,7 @@ def _publish(aside: str, folder: str) -> None:
 
 
 def _unpack(bundle: str, sha256: str, into: str) -> str:
-    """Check and unpack a zip file; return an error text, or ""."""
+    """Check the SHA-256 of a zip file and unpack it; return an error text, or ""."""
     with open(bundle, "rb") as file:
         seen = hashlib.sha256(file.read()).hexdigest()
     if seen != sha256:
@@ -361,7 +364,16 @@ def _unpack(bundle: str, sha256: str, into: str) -> str:
 
 
 def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
-    """Run pip; return its error text, or "" on success."""
+    """Install wheels into a folder with pip, without their dependencies.
+
+    Args:
+        words: Requirements and further options of `pip install`.
+        into: The folder.
+        limit_s: Seconds that pip may take.
+
+    Returns:
+        The end of pip's output if pip failed; else "".
+    """
     command = [sys.executable, "-m", "pip", "install", "--target", into, "--no-deps", "--no-input"]
     command += ["--only-binary=:all:", "--no-compile", "--quiet", "--disable-pip-version-check"]
     try:
@@ -380,7 +392,11 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the files of installations that were interrupted more than a day ago."""
+    """Remove the temporary folders of installations that were interrupted more than a day ago.
+
+    Args:
+        parent: Folder of the package folders.
+    """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:

@@ -52,7 +52,7 @@ class RegisteredLoader:
 
     Attributes:
         name: Name of the loader in runs; "" if it has none yet.
-        held: Function that returns the loader; it returns None if the loader no longer exists.
+        held: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad`,
             `drop` or `keep`.
@@ -205,7 +205,10 @@ def is_registered(loader: Any) -> bool:
 
 
 def registered() -> dict[str, RegisteredLoader]:
-    """Return the registered loaders by name."""
+    """Return the registered loaders by name.
+
+    A loader without a name or a variable first gets a name such as `loader0`.
+    """
     _name_by_variables()
     for key, entry in list(_registered.items()):
         if not entry.name:
@@ -220,11 +223,11 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
 
     Args:
         loader: Any loader.
-        used: Mapping to which this function adds the packed loader, under the loader's name.
+        used: Mapping to which this function adds the loader's `PackedLoader`, under its name.
 
     Returns:
-        The function and the arguments that pickle stores in place of the loader. If the loader is
-        not registered, NotImplemented: then the pickler pickles the loader as usual.
+        The function and the arguments that pickle stores in place of the loader; NotImplemented if
+        the loader is not registered. Then the pickler pickles the loader as usual.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -239,10 +242,13 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
 def serve(
     loaders: Mapping[str, PackedLoader], run_dir: Path, plan: Plan, settings: DataConfig, tls: bool
 ) -> None:
-    """Write the files that a run's ranks and fetchers need for the loaders that its cell uses.
+    """Write the files that a run's ranks and fetchers need to run registered loaders.
+
+    The files have the pickled loaders, the settings of the data service, and the run's key. Without
+    loaders, the function writes nothing.
 
     Args:
-        loaders: The packed loaders, by name.
+        loaders: The loaders that the run's cell uses, by name.
         run_dir: Folder of the run.
         plan: Plan of the run.
         settings: Settings of the data service.
@@ -480,9 +486,10 @@ def _has(dataset: Any, method: str) -> bool:
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the dataset's attributes that are small enough to send, such as `dataset.classes`.
+    """Return the dataset's small attributes, such as `dataset.classes`, for the ranks' description.
 
-    These are numbers, strings, None, and lists and tuples of up to 1,000 of them.
+    An attribute is small if it is a number, a string, None, or a list or tuple of up to 1,000 of
+    these, and if its pickle has at most `_SMALL_ATTRIBUTE_BYTES`.
     """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
@@ -498,8 +505,10 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the loader's dataset has a random generator of its own.
 
-    taas-magic does not seed such a generator. So its numbers depend on `--cpus` or, in an
-    iterable-style dataset that every epoch copies, are the same in every epoch.
+    taas-magic does not seed such a generator. In a map-style dataset, its numbers depend on
+    `--cpus`. In an iterable-style dataset, its numbers are the same in every epoch of a run,
+    because each epoch begins with a copy of the dataset. There is no warning about such a dataset
+    if the local loader would do the same, or if the dataset has `set_epoch`.
     """
     from torch.utils.data import IterableDataset
 

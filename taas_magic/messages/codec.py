@@ -19,8 +19,9 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 def encode(message: Struct) -> bytes:
     """Encode a message as one line of JSON, without a line end.
 
-    Displayed objects may contain any type: values that JSON does not have are replaced by their
-    `repr`. Strings that are not valid UTF-8, such as file names, are escaped.
+    A displayed object may contain values of any type. For a type that JSON does not have, the
+    value's `repr` is encoded. Strings that UTF-8 cannot encode, such as some file names, are
+    escaped.
     """
     try:
         return _encoder.encode(message)
@@ -29,7 +30,10 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Escape lone surrogates in all strings of a value, such as `\udce9`, which UTF-8 rejects."""
+    r"""Return a value with escapes for the characters in its strings that UTF-8 cannot encode.
+
+    These characters are lone surrogates, such as `\udce9`.
+    """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -57,7 +61,10 @@ def from_json(packed: bytes, kind: type[_T]) -> _T:
 
 
 def to_bytes(value: object) -> bytes:
-    """Encode a request or a response, which may contain bytes, any strings and any integers."""
+    """Encode a request or a response as msgpack, or as JSON if msgpack cannot encode it.
+
+    msgpack cannot encode strings that are not valid UTF-8, or integers of more than 64 bits.
+    """
     try:
         return msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError):  # `to_json` is ten times slower, and rarely needed

@@ -60,11 +60,11 @@ class ProcessStack(Struct, kw_only=True):
     Attributes:
         command: Command line of the process; "" for a rank.
         place: Line of the notebook that the process executes.
-        waits_for: Event that its main thread waits for, as text for the user.
+        waits_for: Event that the process's main thread waits for, as text for the user.
         system: The process's state in the operating system, as psutil names it.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
-        children: Stack reports of its child processes.
+        children: Stack reports of the process's child processes.
         memory_bytes: Memory of the process (PSS). Shared memory is divided among the processes that
             share it.
     """
@@ -202,7 +202,7 @@ class WrittenFile(Struct):
 
 
 class KeptOutFile(Struct):
-    """A file of another rank that was kept out of the project store.
+    """A file that a rank other than 0 wrote, and that was kept out of the project store.
 
     Attributes:
         in_store: Whether rank 0 left a file with this path in the project store.
@@ -214,7 +214,7 @@ class KeptOutFile(Struct):
 
 
 class UnsentFile(Struct):
-    """A file of rank 0 that could not be copied from its host to the project store."""
+    """A file that rank 0 wrote, and that could not be copied from the host to the project store."""
 
     path: str
     why: str
@@ -295,8 +295,8 @@ class RunEnded(Event, tag="ended", kw_only=True):
         failures: Failures of all hosts, causes before consequences.
         first: The failure to blame; None if there is none.
         elapsed_s: Seconds that the run took.
-        why: Reason for the end if the run itself could not report it, for example because the
-            pool's process is gone, or because the pool ended an idle session; else "".
+        why: Reason for the end if something other than the run's ranks ended the run. For example,
+            the pool's process is lost, or the pool ended an idle session. Otherwise "".
         attempt: Number of the last attempt, whose results count.
     """
 
@@ -370,7 +370,8 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        cause: "rank", "left", "stopped", "timeout", "interrupt" or "host"; "" on success.
+        cause: Reason for the end; "" on success. The values are "rank", "left", "stopped",
+            "timeout", "interrupt" and "host"; `host.watch.Verdict` explains them.
         failures: Failures of the ranks of this host.
     """
 
@@ -391,7 +392,12 @@ class RanksKilled(Event, tag="killed", kw_only=True):
 
 
 class HostEnded(Event, tag="host_ended", kw_only=True):
-    """An agent reports that its host has ended its share of the run."""
+    """An agent reports that all processes of the run on its host have ended.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or INTERRUPTED.
+        failures: Failures of the ranks or fetchers of this host.
+    """
 
     state: str = ""
     failures: list[Failure] = []
@@ -432,7 +438,10 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports how many lines and bytes of a rank it left out, as there were too many."""
+    """An agent reports how many lines and bytes of a rank's output it dropped.
+
+    An agent drops lines if a rank writes faster than a rate limit allows (`host.output.LogBudget`).
+    """
 
     lines: int
     bytes: int
@@ -552,7 +561,10 @@ class FetcherReport(Event, tag="fetched", kw_only=True):
 
 
 def leaf_subclasses(kind: type[Struct]) -> list[Any]:
-    """Return the subclasses of a struct, at any depth, that have no subclasses themselves."""
+    """Return the subclasses of a struct, at any depth, that have no subclasses themselves.
+
+    If the struct has no subclass, return a list with the struct itself.
+    """
     return [leaf for below in kind.__subclasses__() for leaf in leaf_subclasses(below)] or [kind]
 
 

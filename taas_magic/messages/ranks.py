@@ -44,7 +44,8 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
     Attributes:
         stack: The last few frames of the main thread, from the outermost to the innermost one.
-        collectives: For each backend, the numbers of collectives that have started and finished.
+        collectives: For each torch.distributed backend, two numbers: how many collectives have
+            started, and how many have finished.
         spins: Whether the rank may be busy-waiting for a NCCL collective. Then its use of CPU time
             does not count as progress.
     """
@@ -88,11 +89,14 @@ class RankShowedError(RankMessage, tag="showed"):
 
 
 class RankErrorSent(RankMessage, tag="reported"):
-    """The rank reports that it has sent everything about the exception that the cell raised."""
+    """The rank reports that it has sent all messages about the exception that the cell raised.
+
+    So the agent need not wait for further messages such as a second traceback.
+    """
 
 
 class RankExited(RankMessage, tag="left"):
-    """The rank reports that it ends by `sys.exit(0)`; `stack` has the lines of the call."""
+    """The rank reports that it ends by `sys.exit(0)`; `stack` shows where the call is."""
 
     stack: list[str]
 

@@ -114,7 +114,7 @@ class SessionState(Struct, kw_only=True):
     """State of a session, for the kernel that takes it over.
 
     Attributes:
-        error: Reason why the kernel cannot take the session over; "" if it has taken it over.
+        error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
         cell: Run id of the cell that is running. If no cell is running, the run id of the newest
@@ -155,8 +155,8 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 class AllowRestarts(Request[None]):
     """A kernel tells the pool of a session's fetchers that the session runs another cell.
 
-    The fetchers of each earlier cell may then restart once during the new cell. If all fetchers of
-    a cell have ended, they restart at once.
+    During the new cell, the fetchers of each earlier cell may restart once. If all fetchers of an
+    earlier cell have ended already, they restart at once.
 
     Attributes:
         session: Run id of the session.
@@ -190,8 +190,8 @@ class StartingHost(Struct, kw_only=True):
 
     Attributes:
         host: Name of the host for the user.
-        imports: Module that its forkserver is importing.
-        for_s: Seconds since that import began.
+        imports: Module that the host's forkserver is importing.
+        for_s: Seconds since the forkserver began to import this module.
     """
 
     host: str
@@ -386,7 +386,9 @@ class HostHello(Struct, kw_only=True):
 
 
 class Greet(Request[HostHello]):
-    """The pool's process asks an agent to describe its host as soon as the host can start ranks.
+    """The pool's process asks an agent to describe its host.
+
+    The agent sends the response as soon as the host can start ranks.
 
     Attributes:
         has_run: Whether a run waits for the host. If not, the agent starts to import modules that
@@ -475,9 +477,10 @@ class GetAgentKeys(Request[AgentKeys]):
 
 
 _FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[Facts])
-"""Types of responses that people read, which are cleaned of control sequences.
+"""Types of responses from which `read_answer` removes terminal control sequences.
 
-Other responses contain paths and contents of files, which must not be changed.
+People read these responses. Other responses contain paths and contents of files, which must not
+change.
 """
 
 
@@ -486,7 +489,7 @@ RequestHandler = Callable[[Any], Awaitable[object]]
 
 
 def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of requests, by operation, in the form in which Dask needs them.
+    """Return the handlers of requests by operation, as Dask's `Server` takes them.
 
     Args:
         answers: For each type of request, the function that executes a request of this type.

@@ -26,18 +26,21 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOURS_END = ("\x1b[0m", "\x1b[m")
 
 _COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
-"""Fields with single lines of a program's output, which keep their colours."""
+"""Fields in which each string is one line of a program's output and keeps its colours."""
 
 _BLOCKS = frozenset(
     {"Failure.message", "Failure.traceback", "JobOutcome.message", "JobOutcome.traceback"}
     | {"JobUpdate.lines", "Progress.text", "RunEnded.why", "InputRequested.prompt"}
     | {"StartResponse.error", "StartResponse.store_error"}
 )
-"""Fields with text of several lines, which keeps its line breaks and colours."""
+"""Fields in which a string may have several lines and keeps its line breaks and colours."""
 
 
 def harmless(text: str) -> str:
-    """Remove all terminal control sequences except colours from a line."""
+    """Remove all terminal control sequences except colours from a line.
+
+    If the line has colours, a sequence that resets them is added at the end.
+    """
     if text.isprintable():
         return text
     text = _CONTROLS.sub("", text)
@@ -65,19 +68,24 @@ def _harmless_line(text: str) -> str:
 def cleaned(value: _T) -> _T:
     """Remove terminal control sequences from every string of a value, at any depth.
 
-    Call this function on a decoded value that may come from another host and that people will read.
-    Structs are changed in place. Strings also lose line breaks and colours, except in the fields
-    listed in `_COLOURED` and `_BLOCKS`. In a `Display`, only plain text is changed, as other media
-    types are not for terminals.
+    Call this function on a decoded value from another process if people will read the value. The
+    function changes structs in place, and returns the value.
+
+    Strings also lose line breaks and colours. Exceptions are the fields in `_COLOURED` and
+    `_BLOCKS`. In a `Display`, only plain text is changed, because terminals do not show other media
+    types.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Apply `clean` to all strings in a value, and return the value.
+    """Return a value in which all strings are cleaned.
 
-    A Struct is changed in place, by the rules for its fields instead of `clean`. Other containers
-    are copied.
+    Args:
+        value: A string, a container, a struct or any other object. A struct is changed in place;
+            other containers are copied.
+        clean: Function that cleans a string. It does not apply to the fields of structs, which have
+            rules of their own (`_cleaned_field`).
     """
     if isinstance(value, str):
         return clean(value)
@@ -95,7 +103,7 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
-    """Return the cleaned value of a struct's field, by the rules of `cleaned` for this field."""
+    """Return the value of a struct's field, cleaned by the rules in the docstring of `cleaned`."""
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":
         return value

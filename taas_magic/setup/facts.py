@@ -43,16 +43,19 @@ MARK = "taas-magic says: "
 """Prefix of the line with the probe's result: a login script may print other lines before it."""
 
 FULL_BYTES = 256 * 1024**2
-"""Minimum free bytes of the host's cache folder, for taas-magic's packages and a run."""
+"""Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host.
+
+taas-magic's packages and the files of a run need this space.
+"""
 
 LOW_BYTES = 2 * 1024**3
 """If the host's cache folder has fewer free bytes, a check of the host gives a warning."""
 
 CLOCK_S = 60.0
-"""Difference in seconds between the clocks of a host and of this machine that a check tolerates."""
+"""Maximum seconds by which a host's clock may differ from this machine's without a warning."""
 
 MAX_AT_ONCE = 64
-"""Number of hosts that are asked at the same time."""
+"""Maximum number of hosts that `check` asks for their facts at the same time."""
 
 _TAIL_LINES = 5
 
@@ -66,9 +69,9 @@ class Done(NamedTuple):
 
 
 class Shell(Protocol):
-    """Connection to a host that runs commands there.
+    """Connection to a host, which can run commands and write files there.
 
-    Calls block, and raise a `PoolError` that names the host.
+    Each method blocks until it is done. On failure, it raises a `PoolError` that names the host.
 
     Attributes:
         host: Name of the host for the user.
@@ -84,7 +87,10 @@ class Shell(Protocol):
 
 
 def python_word(python: str | None) -> str:
-    """Return an interpreter's path quoted for the host's shell, which expands a leading `~`."""
+    """Return the path of an interpreter, quoted as one word of a shell command.
+
+    A leading `~` is not quoted, so the host's shell expands it. None means `python3`.
+    """
     text = python or DEFAULT_PYTHON
     home, slash, rest = text.partition("/")
     if slash and re.fullmatch(r"~[\w.-]*", home):
@@ -164,7 +170,7 @@ class KernelVersions(Struct, frozen=True):
 
 
 def minor(version: str) -> str:
-    """Return the minor version: `2.13` for `2.13.0+cpu`, "" for ""."""
+    """Return the major and minor number of a version: `2.13` for `2.13.0+cpu`, "" for ""."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -235,7 +241,8 @@ class RequiredPackage:
     def pin(self) -> str:
         """Requirement for pip, such as `zict==3.0.0`: exactly the version of this machine.
 
-        If the package is not installed on this machine, any allowed version.
+        If the package is not installed on this machine, the requirement allows any of
+        `allowed`.
         """
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
@@ -264,7 +271,8 @@ class Finding:
     Attributes:
         level: ERROR if the host cannot be used. WARNING for a problem that the user sees once.
             REMARK for a problem that only a check of the hosts shows.
-        what: The problem, with both values if two differ.
+        what: The problem. If a value on the host differs from the required value, the text has
+            both values.
         todo: What to do; "" if nothing needs to be done.
     """
 
@@ -353,7 +361,7 @@ def _python(facts: Facts, here: KernelVersions) -> Iterator[Finding]:
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
-    """Yield the finding about a cache folder that is full or not writable."""
+    """Yield the finding about a cache folder that is full, nearly full or not writable."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
@@ -423,7 +431,7 @@ class HostCheck:
 
 
 Shells = Mapping[str, AbstractContextManager[Shell]]
-"""Shells of a pool's hosts, by host name; a shell is connected when it is entered."""
+"""Context managers of a pool's hosts, by host name. Entering one connects a `Shell` to the host."""
 
 
 def check(
@@ -439,7 +447,8 @@ def check(
     Args:
         pools: The pools to check.
         shells: Function that takes a pool and an event, and returns the pool's shells by host name
-            (`Engine.shells`). `check` sets the event when it ends; then shells stop connecting.
+            (`Engine.shells`). `check` sets the event when it ends, to cancel shells that are still
+            connecting.
         here: The versions that hosts must match.
         packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store, to find out whether hosts share the store; ""
@@ -447,13 +456,13 @@ def check(
         modules: Top-level modules that a host must have.
 
     Returns:
-        One row for each host, in the order of the pools and their hosts.
+        A `HostCheck` for each host, in the order of the pools and their hosts.
     """
 
     def ask_one(
         pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None
     ) -> HostCheck:
-        """Ask one host for its facts; return its row. `opening` is None for this machine."""
+        """Ask one host for its facts and check them. `opening` is None for this machine."""
         try:
             if opening is None:
                 facts = of_this_machine(host, packages, mark, modules)
@@ -483,6 +492,6 @@ def check(
 def judged(
     pool: PoolConfig, facts: Facts, here: KernelVersions, packages: Mapping[str, RequiredPackage]
 ) -> HostCheck:
-    """Find the problems of a host in its facts, and return them as a row."""
+    """Check the facts of a host, as `judge` does, by the settings of the host's pool."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
     return HostCheck(pool.name, facts.host, facts, tuple(found))

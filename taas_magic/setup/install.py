@@ -49,7 +49,10 @@ AS_HERE = ("distributed",)
 """Packages that need exactly this machine's version: both ends of Dask's protocol must match."""
 
 NEVER = ("torch", "ipykernel", "paramiko")
-"""Requirements not installed on hosts: torch, and packages that `taas_magic.host` never imports."""
+"""Requirements of taas-magic that it does not install on hosts.
+
+These are torch, and packages that `taas_magic.host` never imports.
+"""
 
 PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
@@ -95,7 +98,8 @@ def packages_needed(
     the host's Python has the same minor version.
 
     Args:
-        find: Function that returns the installed package with a canonical name.
+        find: Function that takes the canonical name of a package, and returns its version and
+            requirements; None if the package is not installed here.
 
     Raises:
         PoolError: taas-magic itself is not installed here, so its requirements are unknown.
@@ -249,9 +253,10 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
 
 
 def why_unlike(facts: Facts) -> str:
-    """Return why packages of this machine may not work on a host; "" if they work.
+    """Return the reason why packages of this machine may not work on a host; "" if there is none.
 
-    They work if the host has the same kind of processor, and the same C library or a newer glibc.
+    The packages should work if the host has the same kind of processor, and the same C library or a
+    newer glibc.
     """
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:
@@ -279,10 +284,11 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def installed_files(name: str) -> Files | None:
-    """Return a package's files from this environment; None if they may not work elsewhere.
+    """Return a package's files from this environment; None if they may not work on other machines.
 
-    The files work on other hosts if they come from a wheel for any Linux (PEP 600). A wheel that
-    was built on this machine may need libraries that only this machine has.
+    A host can use the files if they come from a wheel for any Linux (PEP 600). A wheel that was
+    built on this machine may need libraries that only this machine has. The result is also None if
+    the package is not installed here.
     """
     if installed(name) is None:
         return None
@@ -303,10 +309,10 @@ def installed_files(name: str) -> Files | None:
 
 
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """Download wheels with this machine's pip for a host; return the files in the wheels.
+    """Download wheels for a host with this machine's pip, and return the files in the wheels.
 
-    Wheels for this machine must work on the host (`why_unlike`). Their files stay in the cache of
-    this machine for the next host.
+    The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The
+    files stay in this machine's cache for the next host.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.

@@ -168,10 +168,11 @@ def find_target(
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
         through: The hosts for which `host` is a jump host. If `host` is among them, the jump hosts
-            lead in a circle.
+            form a circle.
 
     Raises:
-        UsageError: `host` has none of these forms, or jump hosts lead in a circle.
+        UsageError: `host` has none of the forms above, the jump hosts form a circle, or there are
+            more than `MAX_JUMPS` of them.
         PoolError: `ssh -G` failed or took too long.
         ConnectStopped: `stop` was set.
     """
@@ -340,12 +341,19 @@ def _seconds(values: Sequence[str], default: float) -> float:
 
 
 def _is_set(value: str) -> bool:
-    """Return whether the value of a setting is not "none", which switches the setting off."""
+    """Return False for the value "none", which switches a setting off; True for other values."""
     return value.lower() != "none"
 
 
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths of the identity files, without those of `_USUAL_KEYS` that do not exist."""
+    """Return the paths of the identity files, with `~`, variables and tokens expanded.
+
+    A file in `_USUAL_KEYS` is left out if it does not exist.
+
+    Args:
+        values: Values of the setting IdentityFile.
+        tokens: Values of ssh's `%` tokens.
+    """
     found = []
     for value in filter(_is_set, values):
         named = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), value)
@@ -359,13 +367,15 @@ class KnownHosts(MissingHostKeyPolicy):
     """Policy that accepts a host's key if the user's known_hosts files list the key.
 
     For any other key, the policy raises PoolError. There is one exception: if the target has
-    `adds_new_keys`, and no file lists any key of the host, the policy accepts the key. A key that
-    differs from the listed one is never accepted. With such a key, ssh itself forwards no ports,
-    and a pool needs forwarded ports.
+    `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key.
 
-    paramiko's client gets no list of host keys, so it passes every key to this policy. paramiko's
-    own check does not support patterns (`*.lab`), and fails on lines with a marker (`@revoked`).
-    Its error names neither the file nor a remedy.
+    A key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
+    Even ssh, if it continues with such a key, forwards no ports, and a pool needs forwarded ports.
+
+    The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
+    on lines with a marker (`@revoked`). The error of that check names neither the file nor a
+    remedy. paramiko's client gets no list of host keys, so the client passes every key to this
+    policy.
     """
 
     def __init__(self, target: Target) -> None:
@@ -374,9 +384,9 @@ class KnownHosts(MissingHostKeyPolicy):
         self._known: list[tuple[str, PKey]] = []
         """Known keys of the host, each with the path of the file that lists it."""
         self._of_any_port: list[tuple[str, PKey]] = []
-        """The same for lines that name the host without its port.
+        """Keys from lines that name the host without its port, each with the path of the file.
 
-        As in ssh, they count only if no line names the host with its port.
+        As in ssh, these keys count only if no line names the host with its port.
         """
         self._revoked: list[str] = []
         for path in target.known_hosts:
@@ -387,7 +397,10 @@ class KnownHosts(MissingHostKeyPolicy):
                         self._add(path, " ".join(line.split()))
 
     def _add(self, path: str, line: str) -> None:
-        """Record the key in a line of the known_hosts file `path`, if it is a key of the host."""
+        """Record a line of the known_hosts file `path` if it lists a key of the host.
+
+        Lines with the marker `@revoked` are recorded for all hosts.
+        """
         if line.startswith("@revoked"):
             self._revoked.append(line)
         elif line and line[0] not in "#@" and (entry := HostKeyEntry.from_line(line)):
@@ -411,6 +424,8 @@ class KnownHosts(MissingHostKeyPolicy):
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Check the key that a host has shown; called by paramiko.
+
+        If `adds_new_keys` allows it, an unknown key is stored instead of refused.
 
         Raises:
             PoolError: The key is unknown, revoked, or not the one in known_hosts. The message has

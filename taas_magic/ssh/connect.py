@@ -263,9 +263,10 @@ class _Deadline:
 
 @contextmanager
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
-    """Wait until fewer than `_AT_ONCE` other threads connect to this sshd, then run the block.
+    """Run a `with` block while at most `_AT_ONCE` threads connect to the target's sshd.
 
-    Without the limit, all threads that go through one jump host would connect to its sshd at once.
+    First wait until fewer threads connect to this sshd. Without the limit, all threads that connect
+    through the same jump host would connect to its sshd at once.
     """
     turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
@@ -278,10 +279,10 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
 
 @contextmanager
 def _handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[None]:
-    """Run the block, which does an SSH handshake over `sock`; raise its errors as PoolError.
+    """Run a `with` block that does an SSH handshake over `sock`; raise its errors as PoolError.
 
-    At the deadline, or when `stop` is set, another thread closes `sock`. Then the blocked handshake
-    fails.
+    The handshake may block. So another thread closes `sock` at the deadline, or when `stop` is set.
+    Then the handshake fails.
     """
     target, done = deadline.target, threading.Event()
 
@@ -362,9 +363,10 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
 
 
 def _end(program: "subprocess.Popen[bytes]") -> None:
-    """Terminate a ProxyCommand; kill it only if it does not exit within `_END_S`.
+    """Send SIGTERM to a ProxyCommand, and SIGKILL if it does not exit within `_END_S` seconds.
 
-    A program that connects through a service may have to tell the service that it ends.
+    SIGTERM lets the program clean up. For example, it may have to close a session of a service
+    through which it connects.
     """
     program.terminate()
     try:
