@@ -2,7 +2,7 @@
 
     kernel       farm.py: submit, map, results; table.py: the farm's state as text and HTML
       farm       process.py: the farm's process, a Dask scheduler; starts nodes as runs of the pool
-        node     node.py: runs jobs on one host, each in a process; worker.py: its Dask worker
+        node     node.py: runs jobs on one host; worker.py: the node's Dask worker
           job    job.py: a process that was forked for a job
     messages.py  the messages between these processes
 

@@ -1,8 +1,8 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-Only methods that wait by design, such as `Job.result`, block the notebook. A thread stores the
-result of each job in the kernel as soon as the job has ended. So the result is kept if the node is
-lost later.
+Only `Job.result` and other methods that wait for jobs block the notebook; `Farm.submit` waits only
+until large arguments are sent. A thread stores the result of each job in the kernel as soon as the
+job has ended. So the result is kept if the node is lost later.
 """
 
 import asyncio
@@ -344,7 +344,8 @@ class Farm:
         disconnect(self._client)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the farm's process has ended
-            # the line ends the process; close() may not, if a fork of the kernel has the pipe open
+            # The line makes the process end. Closing the pipe may not be enough, because a fork of
+            # the kernel may have the pipe open.
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
         try:
@@ -356,7 +357,11 @@ class Farm:
         self._show()
 
     def _show(self, update: bool = True) -> None:
-        """Show the table below the cell that created the farm."""
+        """Show the table below the cell that created the farm.
+
+        Args:
+            update: Whether the table is already shown, and is to be replaced.
+        """
         transient = {"display_id": self.name}
         mime_bundle = table.mime_bundle(self.state)
         self._shell.display_pub.publish(mime_bundle, transient=transient, update=update)
@@ -408,9 +413,9 @@ class Farm:
         for job in jobs:
             self.state.add(job)
         with self._lock, warnings.catch_warnings():
-            # Dask advises to scatter large arguments, which `_StoredParts` already does
+            # Ignore Dask's advice to scatter large arguments: `_StoredParts` already does so.
             warnings.filterwarnings("ignore", message="Sending large graph")
-            # all jobs in one message: for Dask, submitting a job costs as much as running it
+            # Send all jobs in one message: for Dask, submitting one costs as much as running it.
             futures = self._client.map(
                 run_job, job_calls, parts, key=names, retries=retries, pure=False
             )
@@ -454,8 +459,8 @@ class Farm:
     def _watch(self) -> None:
         """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
 
-        If the farm's process has ended, ends all jobs. Otherwise ends each job whose Dask future
-        has failed or was cancelled.
+        If the farm's process has ended, end all jobs. Otherwise, end each job whose Dask future has
+        failed or was cancelled.
         """
         shown = 0
         while not self._closed.wait(WATCH_S):
@@ -503,8 +508,8 @@ class Farm:
                 self._store_outcome(job, message)
             elif job is not None and future is not None:
                 self._store_failure(job, future)
-            # drop the last reference: while a future exists, Dask runs its job again if the node
-            # is lost
+            # Drop the last reference to the future. While a future exists, Dask runs the ended job
+            # again if the node is lost.
             del future
             self._forget(message.job)
         self._solved.put(None)
@@ -523,8 +528,8 @@ class Farm:
     def _store_failure(self, job: Job, future: "Future") -> None:
         """End a job with the error of its Dask future.
 
-        If the future has no error, and the job is still not ended, the connection to the farm's
-        process has broken. Then end all jobs (`_handle_lost_process`).
+        If the future has no error to report, the connection to the farm's process has broken. In
+        this case, end all jobs (`_handle_lost_process`).
         """
         from distributed.client import FutureCancelledError
 
@@ -535,9 +540,9 @@ class Farm:
             self._handle_lost_process()
 
     def _store_outcome(self, job: Job, message: JobOutcome) -> None:
-        """Write the files that a job saved, load its result, and end the job.
+        """Write the job's saved files to its folder, unpickle its result, and end the job.
 
-        If loading the result raises an exception, the job ends with this exception.
+        If one of these steps raises an exception, the job ends with this exception.
         """
         job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:
@@ -590,8 +595,8 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        Passes outcomes and failures of jobs to the thread of `_end_jobs`, appends output to the
-        job's log, and applies the message to the state.
+        An outcome or a failure of a job goes to the thread of `_end_jobs`. Output is appended to
+        the job's log. Any other change is applied to the farm's state.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -644,7 +649,8 @@ class _StoredParts:
         mark = hashlib.blake2b(data, digest_size=16).hexdigest()
         with self._lock:
             if mark not in self._known:
-                # a new name each time: the removal of the old one may still be on its way
+                # Use a new name each time, because the request to remove an earlier copy of the
+                # same part may still be on its way.
                 name = f"{mark}-{next(self._numbers)}"
                 self._call(PUT_PART, name=name, data=to_serialize(bytes(data))).result()
                 self._known[mark] = name

@@ -1,9 +1,9 @@
-"""The job process: a fork of the node's forkserver that runs one job or, in turn, short jobs.
+"""The job process: a fork of the node's forkserver. It runs one job, or several short jobs in turn.
 
 A process runs another job only if the last job returned and left the process unchanged. `_state`
-returns the properties that are compared, such as threads, children and the environment. So each job
-starts in a process that is as clean as a new process. After a job that took longer than `SHORT_S`,
-the process always ends.
+returns the compared properties, such as threads, children and the environment. So each job starts
+in a process that is as clean as a new process. After a job that took longer than `SHORT_S`, the
+process always ends.
 """
 
 import contextlib
@@ -57,8 +57,9 @@ _JOB_VARIABLES = (SAVES, cell_main.PAYLOAD)
 def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
-    No other job may run in the process after a job that failed, is `fresh`, took longer than
-    `SHORT_S`, changed the process (`_state`), or tried to write to the project store.
+    A job makes the process unusable for other jobs in each of these cases: the job failed; the job
+    is `fresh`; the job took longer than `SHORT_S`; the job changed the process (`_state`); the job
+    tried to write to the project store.
 
     Args:
         process_state: The settings of this process.
@@ -141,7 +142,10 @@ def _state() -> tuple[Any, ...]:
 
 
 def _has_later() -> bool:
-    """Return whether this process has imported the modules `forkserver.LATER`."""
+    """Return whether this process has imported the modules that the forkserver imports late.
+
+    These are the modules in `forkserver.LATER`.
+    """
     return all(name in sys.modules for name in LATER)
 
 
@@ -166,10 +170,11 @@ def _end_children() -> None:
 
 
 def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
-    """Run a job.
+    """Make the job's call, and pickle the function's result.
 
     Returns:
-        The outcome, and the parts of the result: its pickle, then the buffers of this pickle.
+        The outcome, and the parts of the result: its pickle, then the buffers of this pickle. If
+        the call raised an exception, there are no parts.
     """
     os.environ[SAVES] = assignment.saves
     process = os.getpid()
@@ -184,7 +189,10 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
 
 
 def _make_call(assignment: JobAssignment) -> Any:
-    """Make the job's call in a fresh `__main__`, and return the function's result."""
+    """Make the job's call in a fresh `__main__`, and return the function's result.
+
+    First seed the random generators of Python, torch and numpy anew, because forks inherit them.
+    """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
     random.seed()

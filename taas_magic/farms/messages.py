@@ -127,8 +127,9 @@ class JobProcessState(Struct, frozen=True):
         protection: The mechanism that keeps the process's writes out of the store (value of
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
-        scratch: The scratch folder for writes that are kept out of the store. The process creates
-            the folder. In a `Slot`, this is only a prefix; the slot adds a suffix for each process.
+        scratch: Path of the scratch folder for writes that are kept out of the store. The process
+            creates the folder. The settings of a `Slot` have only the beginning of this path; the
+            slot adds a suffix for each process.
     """
 
     environ: dict[str, str]
@@ -162,7 +163,8 @@ class JobCall(Struct, frozen=True):
 
     Attributes:
         name: The job's name.
-        shape: Description of the call. The function itself is in the payload.
+        shape: The call without its values. The payload has the function, and the job's other parts
+            have the arguments.
         fresh: Whether the job needs a process in which no other job has run.
         settings_hash: A hash of the project's modules and of the settings that the notebook has
             made in its process. A process cannot undo imports and settings, so only jobs with the
@@ -198,7 +200,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     """The outcome of a job: its error or its result, and the files that it saved.
 
     Attributes:
-        job: The job's name. The job's process leaves `job` and `node` empty; the node sets both.
+        job: The job's name. The job's process leaves `job` and `node` empty; the node sets them.
         node: The node's name.
         etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
             if the job returned.
@@ -260,7 +262,10 @@ FarmUpdate = NodeUpdate | JobUpdate | JobOutcome
 
 
 class JobEnded(Exception):
-    """Raised in a job's Dask task if the job did not return; Dask may then retry the job."""
+    """Error by which a job's Dask task reports that the job did not return.
+
+    If the job has retries left, Dask then runs the job again.
+    """
 
     def __init__(self, outcome: JobOutcome) -> None:
         super().__init__(outcome)

@@ -1,11 +1,11 @@
-"""The node: a farm's process on one host, with a Dask worker and the processes of its jobs.
+"""The node: a process on one host of a farm, with a Dask worker, which starts the jobs' processes.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
-child process and waits for its end. So when the pool ends the run, the node ends, too. Like an
-agent, the node starts a forkserver before it imports Dask. The node joins the farm when the
+child process and waits until the node ends. So when the pool ends the run, the node ends, too. Like
+an agent, the node starts a forkserver before it imports Dask. The node joins the farm when the
 forkserver has imported torch and IPython. Until then, the node reports to the farm which module the
-forkserver is importing. The imports have no time limit. But the rank ends a node that shows no
-activity for `start_timeout_s`.
+forkserver is importing. The imports have no time limit. But if a node shows no activity for
+`start_timeout_s` before it joins the farm, the rank ends the node.
 """
 
 import asyncio
@@ -100,7 +100,8 @@ def run_node(settings: NodeSettings) -> None:
     store = structs.replace(settings.store, path=here)
     jobs = JobProcessState(dict(environ), here, sys.path, settings.cpus, store)
     process_state = NodeProcessState(settings, scheduler, jobs, str(rank.attempt_folder))
-    # the PYTHONPATH by which this host's agent found this package and its dependencies
+    # This is the PYTHONPATH by which the host's agent found this package and its dependencies:
+    # psutil reads the environment at the start of the process. os.environ may have changed since.
     first = psutil.Process().environ().get("PYTHONPATH", "")
     ours = str(Path(__file__).parent.parent.parent)
     places = dict.fromkeys([*filter(None, first.split(os.pathsep)), ours])
@@ -334,7 +335,7 @@ class Slot:
             report: Receives the job's state and output.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
-        # an idle process must send nothing: if it has sent something or ended, replace it
+        # An idle process must send nothing. If it has sent something or has ended, replace it.
         if is_other or self._process is None or self._events.select(0):
             await asyncio.to_thread(self._replace_process)
         self._settings_hash = assignment.call.settings_hash
@@ -357,7 +358,7 @@ class Slot:
         return outcome
 
     async def prepare_next(self) -> None:
-        """Prepare the slot for the next job. Must be called after each job."""
+        """End the slot's process if it must not run the next job. Call after each job."""
         if self._late is not None:
             self._late.cancel()
         if self._is_cancelled or not self._again:
@@ -410,7 +411,7 @@ class Slot:
         self._process = process
 
     async def _wait(self, lines: "_Lines", report: ReportOutput) -> JobOutcome:
-        """Pass on the job's state and output until its outcome arrives.
+        """Pass the job's state and output to `report` until the outcome arrives; return it.
 
         Raises:
             EOFError: The job's process has ended without an outcome.
@@ -455,7 +456,11 @@ class Slot:
             return b""
 
     def _outcome_of_ended_process(self) -> JobOutcome:
-        """Return the outcome of a job whose process ended without sending an outcome."""
+        """Return the outcome of a job whose process ended without sending an outcome.
+
+        The outcome is "cancelled" if the job was cancelled, else "JobDied". If the forkserver has
+        ended, exit this node.
+        """
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
         connection.wait([self._process.sentinel], _END_S)

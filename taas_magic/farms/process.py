@@ -1,4 +1,4 @@
-"""The farm's process: a Dask scheduler for jobs. Starts and ends nodes as the jobs need them.
+"""The farm's process: a Dask scheduler for jobs, with a manager that starts and ends nodes.
 
 The kernel starts this process and holds its standard input open. When the kernel closes the input,
 the farm ends. Each node is a run of one rank in a pool. So the pool handles the node's host, lease,
@@ -132,7 +132,7 @@ class FarmScheduler(Scheduler):
         """Do nothing. Dask would serve web pages here, and they require no key."""
 
     def publish_state(self, update: NodeUpdate) -> None:
-        """Send the state of a node to the kernel."""
+        """Send the state of a node to the kernel; store it for a kernel that subscribes later."""
         self._sent_updates.append(message := msgspec.to_builtins(update))
         self.log_event(TOPIC, message)
 
@@ -176,13 +176,13 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Scheduler plugin that starts and ends a farm's nodes, as many as the jobs need.
+    """Scheduler plugin that starts and ends nodes so that the farm has as many as its jobs need.
 
     Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 
     Attributes:
-        slots: Number of jobs that a node runs at a time. If the number differs between pools, the
-            smallest one.
+        slots: Number of jobs that a node runs at a time. All nodes have the same number, so the
+            pool with the smallest hosts decides.
     """
 
     name = "taas-nodes"
@@ -211,7 +211,7 @@ class NodeManager(SchedulerPlugin):
     async def maintain(self) -> None:
         """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
 
-        Nodes are ended only when `IDLE_LOOKS` checks in a row have found too many.
+        Nodes are ended only when `IDLE_LOOKS` checks in a row have found more nodes than needed.
         """
         looks = 0
         while True:
@@ -233,8 +233,9 @@ class NodeManager(SchedulerPlugin):
     def _needed_nodes(self) -> int:
         """Return the number of nodes that the farm needs now.
 
-        The result is large enough for all unfinished jobs, and at least the number of nodes that
-        run jobs. But it stays within the farm's limits (`least` to `most`).
+        With this number of nodes, all unfinished jobs would run at the same time. The result is at
+        least the number of nodes that run jobs now, and stays within the farm's limits (`least` to
+        `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
@@ -267,9 +268,10 @@ class NodeManager(SchedulerPlugin):
     def _start(self, name: str) -> None:
         """Choose a pool for a node, and start the node. Runs in a thread.
 
-        The chosen pool has a free host, if possible, and the fewest recent failures. The method
-        returns when the node's run has begun or has failed to begin. If `FAILED_STARTS` nodes in a
-        row did not start, this method does not start the node, and reports it as given up.
+        Of the pools with a free host, or of all pools if no host is free, choose the pool with the
+        fewest recent failures. Return when the node's run has started or has failed to start. If
+        the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as given
+        up.
         """
         node = self._nodes[name]
         with self._lock:
@@ -279,7 +281,6 @@ class NodeManager(SchedulerPlugin):
                 why = f"{FAILED_STARTS} nodes did not start, so no more are requested: {self._why}"
                 self._report_node_state(name, "given up", why)
                 return
-            # choose the pool with a free host and the fewest recent failures
             room = [pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts]
             pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
             node.pool, node.wait = pool, Wait(pool)
@@ -319,8 +320,8 @@ class NodeManager(SchedulerPlugin):
     def _scheduler_address(self, connection: PoolConnection) -> str:
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
-        The hosts already connect to the pool's process, so the scheduler also listens on the IP
-        address of that connection.
+        The hosts can reach the IP address on which the pool's process listens. So the scheduler
+        listens on the same IP address, in addition to its first address.
 
         Args:
             connection: The connection to the pool's process.
@@ -431,7 +432,7 @@ class NodeManager(SchedulerPlugin):
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
-        """End a node's wait for a host, and the node's run. Blocks until the pool has the requests.
+        """Cancel a node's wait for a host, and end the node's run, without waiting for the end.
 
         Args:
             name: Name of the node.
@@ -456,7 +457,7 @@ class NodeManager(SchedulerPlugin):
         self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
-        """End all nodes and close the pools. Returns when the pools have received the requests."""
+        """Ask the pools to end all nodes, and close the connections to the pools."""
         for name in self._living():
             self._end_node(name)
         await asyncio.to_thread(self._threads.shutdown)

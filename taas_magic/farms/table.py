@@ -28,15 +28,15 @@ class JobState:
     """The state of one job.
 
     Attributes:
-        name: The function's name and a number.
-        host: The host that runs the job or ran it last; "" before that.
-        node: The node on that host.
+        name: Name of the job: the function's name and a number.
+        host: Name of the host that runs the job or ran it last; "" before the job first runs.
+        node: Name of the node on that host.
         last_line: The last line that the job printed.
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
         outcome: The result or the exception. If several threads set the outcome, the first counts.
-        ended: Cache of `state`, because a table of many jobs reads `state` often. None until the
-            job ends, then "" until `state` is read for the first time.
+        ended: The final value of `state`, cached because a table of many jobs reads `state` often.
+            None while the job has not ended; "" after the end, until `state` is first read.
     """
 
     name: str
@@ -100,7 +100,7 @@ class FarmState:
         self.changes += 1
 
     def apply(self, update: NodeUpdate | JobUpdate) -> None:
-        """Apply a message from a node or from the farm's process."""
+        """Change the state as a message from a node or from the farm's process says."""
         self.changes += 1
         if isinstance(update, NodeUpdate):
             self._apply_node_update(update)

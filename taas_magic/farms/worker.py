@@ -95,7 +95,7 @@ class _JobEndPlugin(WorkerPlugin):
 async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a process of this node. This is the function of the job's Dask task.
 
-    Puts the outcome into `NodeWorker.results`, from which `_JobEndPlugin` sends it to the kernel.
+    The outcome is put into `NodeWorker.results`. `_JobEndPlugin` sends it to the kernel.
 
     Args:
         call: The job.
@@ -118,5 +118,5 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
 
 def _wrap_if_large(data: bytes) -> Any:
-    """Return bytes for a Dask message. Wrap large ones, so that Dask sends them separately."""
+    """Return `data` for a Dask message; wrap large data, so that Dask sends them separately."""
     return data if len(data) <= INLINE_BYTES else to_serialize(data)

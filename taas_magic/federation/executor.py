@@ -33,10 +33,13 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, Subpr
 from taas_magic.errors import signal_name
 
 IMPORTS = "TAAS_FEDERATION_IMPORTS"
-"""Environment variable with the names of the modules that the apps need, separated by commas."""
+"""Name of the environment variable with the modules that the apps need, separated by commas."""
 
 STARTS = 3
-"""Maximum number of starts of one task; Flower restarts an app that does not answer."""
+"""Maximum number of starts of one task; Flower restarts an app that does not answer.
+
+After this number of starts, the SuperExec exits with an error.
+"""
 
 LOG_IMPORT_AFTER_S = 5.0
 """Seconds that an import may take before the log names the module."""

@@ -31,8 +31,9 @@ class Federation:
         per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
             Values are strings, numbers and booleans, such as the path of the host's data.
         hosts: Number of hosts; 0 for all hosts of the pool.
-        store: A folder that the ServerApp writes to. All hosts receive its contents. "" for an
-            empty temporary folder, which is removed after the run.
+        store: Path of the run's project store: the folder to which the ServerApp writes. A host
+            that does not share this folder receives a copy. "" for an empty temporary folder, which
+            is removed after the run.
     """
 
     pool: str = "local"

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
-"""Environment variable with the path of the file that holds the Control API's key."""
+"""Name of the environment variable with the path of the file with the Control API's key."""
 
 RESULT = "TAAS_FEDERATION_RESULT"
-"""Environment variable with the path of the file for the ServerApp's return value."""
+"""Name of the environment variable with the path of the file for the ServerApp's result."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ STORE_CONNECT_S = 120.0
 END_S = 3.0
 """Seconds to wait for Flower's programs to end before they are killed.
 
-An interrupted rank has 5 s in all.
+After an interrupt, a rank must end within 5 s, so this time must be shorter.
 """
 
 LOOK_S = 0.5
@@ -120,7 +120,10 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
 
 
 def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
-    """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result."""
+    """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result.
+
+    First wait until all ranks have started, and check the names in `per_host`.
+    """
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
     link = RankShell.instance().link
@@ -136,8 +139,9 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
     The wait has no time limit, because a host may copy a large store before its rank starts. If
-    rank 0 fails, the run ends, and so does the wait. If another rank fails before all ranks have
-    set their keys, the run ends, too (`PoolRun._report`).
+    rank 0 fails, the run ends, and the wait ends with it. The same happens if another rank fails
+    before all ranks have set their keys: only later does a run continue without a failed rank
+    (`PoolRun._report`).
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)
@@ -231,9 +235,10 @@ class _HostPrograms:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Register this host with the SuperLink by name and new key; start this host's SuperNode.
+        """Register a SuperNode for this host with the SuperLink, and start the SuperNode.
 
-        Then start the SuperNode's SuperExec, which starts the ClientApps.
+        The SuperNode proves its identity by a new key. After the SuperNode, start its SuperExec,
+        which starts the ClientApps.
 
         Args:
             superlink: The SuperLink's address.
@@ -399,7 +404,12 @@ class _HostPrograms:
 
     @contextlib.contextmanager
     def _control(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
-        """Yield a client of the SuperLink's Control API."""
+        """Yield a client of the SuperLink's Control API.
+
+        Args:
+            superlink: The SuperLink's address.
+            key: The key that the client sends; "" for the run's key.
+        """
         client = ControlHttpClient.from_server_address(
             superlink,
             insecure=False,
