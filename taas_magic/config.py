@@ -349,7 +349,7 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
 
     Args:
         values: The parsed TOML.
-        source: Path of the file. Relative paths in the file are relative to its folder.
+        source: Path of the file. A relative path in the file is relative to the file's folder.
 
     Raises:
         UsageError: The file has an unknown key or a wrong value.
@@ -446,7 +446,8 @@ def _meta(kind: object) -> str:
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
-    Without `max_hosts` in the table, a pool with `hosts` may use all of them.
+    If the table has `hosts` but no `max_hosts`, the pool may use all of its hosts. The
+    default of `idle_timeout_s` depends on the engine.
 
     Args:
         name: Name of the pool.

@@ -28,11 +28,10 @@ This is the default of a pool's `start_timeout_s`.
 """
 
 STOPPED_S = 5.0
-"""Seconds that a process may be stopped (SIGSTOP).
+"""Seconds for which a process may be suspended (SIGSTOP).
 
-If a rank is stopped for longer, the run fails. If a fetcher is stopped for longer, it is killed. If
-a fetcher's worker is stopped for longer, it is killed and replaced. If a forkserver is stopped for
-longer, it is killed and its host is replaced.
+If a rank is suspended for longer, the run fails. A fetcher that is suspended for longer is killed. A
+fetcher's worker is killed and replaced. A forkserver is killed, and its host is replaced.
 """
 
 HOST_END_S = 10.0

@@ -46,8 +46,8 @@ class DataPlan(Struct, frozen=True):
         pool: Name of the pool that runs the fetchers.
         hosts: Number of hosts for fetchers.
         pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
-            also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
-            get different hosts if the pool has enough.
+            also runs the ranks, this number includes the hosts of the ranks. So if the pool has
+            enough hosts, ranks and fetchers get different hosts.
         fetchers: The fetchers, by number.
         crosses: Whether batches may be sent from host to host.
         cores: Number of processors that each fetcher may use. It determines the number of workers
@@ -184,8 +184,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         env: Environment variables of the ranks, added to the notebook's own.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
-        federated: Whether each host runs one rank, and the run continues if a host other than the
-            first fails or is lost when all hosts have taken part.
+        federated: Whether the run is a federation. Then each host runs one rank. As soon as all
+            hosts take part, the run continues even if a host other than the first one fails or is
+            lost.
         session: Name of the session that the cell runs in; "" for none.
         ranks: Numbers of the session's ranks that run the cell; empty for all.
     """

@@ -116,7 +116,10 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """Return the folders of this process's CPU cgroup and its parents, for cgroup v1 and v2."""
+    """Return the folders of the cgroups that may limit this process's use of CPUs.
+
+    These are the process's own cgroup and all of its parents, in cgroup v1 or v2.
+    """
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

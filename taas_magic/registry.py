@@ -406,7 +406,11 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 
 
 def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
-    """Return the description of a loader for the ranks."""
+    """Return the description from which ranks make a remote loader.
+
+    The description has the loader's settings, its lengths and the dataset's small attributes, but
+    not the dataset.
+    """
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.loader import SETTINGS, LoaderShape

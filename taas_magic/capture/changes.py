@@ -77,7 +77,9 @@ class ChangeDetector:
             if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
                 continue
             is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
-            if is_set_anew:  # the cell gives the name another object: keep a reference to this one
+            if (
+                is_set_anew
+            ):  # the cell will give the name another object: keep a reference to `value`
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:
@@ -100,7 +102,11 @@ class ChangeDetector:
         return ["; ".join(parts)] if parts else []
 
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
-        """Return the names whose values have changed since the detector was made."""
+        """Return the names whose values have changed since the constructor was called.
+
+        If the cell has given a name another object, the old object is compared, as long as it
+        exists.
+        """
         found = []
         budget = _Budget()
         for name, before in self._before.items():
@@ -305,7 +311,7 @@ def _parts_of_function(function: types.FunctionType) -> State:
         return (function.__qualname__,)
     contents = []
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not set yet
+        with suppress(ValueError):  # the variable of the closure is not set yet
             contents.append(cell.cell_contents)
     defaults = (function.__defaults__, function.__kwdefaults__)
     return function.__qualname__, contents, vars(function), defaults
@@ -319,7 +325,10 @@ def _attributes_of_class(cls: type) -> dict[str, Any]:
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Return an instance's attributes, except the values that a `cached_property` computed."""
+    """Return an instance's attributes, including those in slots.
+
+    Values that a `cached_property` has stored are left out, because computing them is no change.
+    """
     kind = type(obj)
     found = dict(getattr(obj, "__dict__", {}))
     for base in kind.__mro__:
@@ -327,7 +336,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
             if isinstance(member, functools.cached_property):
                 found.pop(name, None)
             elif isinstance(member, types.MemberDescriptorType):
-                with suppress(AttributeError):  # not set
+                with suppress(AttributeError):  # the slot is not set
                     found[name] = member.__get__(obj, kind)
     return found
 

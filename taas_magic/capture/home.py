@@ -221,7 +221,11 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equal. Functions count as equal if their code is the same."""
+    """Return whether two values are equal.
+
+    Functions are equal if their code is the same. Values that cannot be compared, such as tensors,
+    count as different.
+    """
     if here is there:
         return True
     if type(here) is not type(there):
@@ -237,7 +241,7 @@ def _is_same(here: Any, there: Any) -> bool:
 def _code_parts(code: CodeType) -> Iterator[Any]:
     """Yield the parts of a code object that define what the code does.
 
-    The parts do not include the name of its file and the line numbers.
+    The parts include neither the file name nor the line numbers.
     """
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:

@@ -62,7 +62,10 @@ class CodeUse:
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Find the names and modules that `code` uses, without running it."""
+    """Find the names and modules that `code` uses, by its bytecode instructions.
+
+    If the code has magics or shell commands, names in their text count, too.
+    """
     now: set[str] = set()
     later: set[str] = set()
     imports: set[str] = set()
@@ -254,7 +257,10 @@ class UsedNames:
         return inside
 
     def _statement(self, node: ast.stmt) -> None:
-        """Analyse one statement."""
+        """Analyse one statement.
+
+        Record the names that the statement reads, and the names that it certainly sets.
+        """
         match node:
             case ast.If():
                 self._evaluate(node.test)
@@ -377,7 +383,7 @@ def _statement_of(expression: ast.expr) -> ast.stmt:
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a simple statement certainly sets."""
+    """Yield the names that an assignment or an import certainly sets; none for other statements."""
     match node:
         case ast.Assign():
             for target in node.targets:

@@ -205,7 +205,11 @@ def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether IPython or Python, and not the user, has set a variable."""
+    """Return whether IPython or Python has set a variable of the notebook.
+
+    Such variables are `In`, `Out`, `_`, `get_ipython` and `__name__`, for example. If the user has
+    given another value to a name such as `In` or `_`, the result is False.
+    """
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
         return True

@@ -389,7 +389,11 @@ class ValuePickler(cloudpickle.Pickler):
         return next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
 
     def _make_rules(self) -> dict[type, Handler | None]:
-        """Return the reducers by base class, in the order in which they are tried."""
+        """Return reducers by class.
+
+        The first class that an object's type is derived from counts. None means that pickle's own
+        rules apply.
+        """
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
             FunctionType: self._reduce_function,
@@ -429,7 +433,10 @@ class ValuePickler(cloudpickle.Pickler):
         return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        """Reduce a function, and record the names and modules that its code uses."""
+        """Reduce a function: by name if it can be imported, else by value.
+
+        For a function that is reduced by value, record the names and modules that its code uses.
+        """
         reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
@@ -516,7 +523,10 @@ def _contents(cell: CellType) -> Iterator[Any]:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Return whether an object can change in place, so that two copies could differ later."""
+    """Return whether an object can change in place.
+
+    Then two copies of the object could differ later, so values that share it must be sent together.
+    """
     if isinstance(value, type | FunctionType | ModuleType | Enum):
         return False
     if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":

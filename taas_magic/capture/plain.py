@@ -137,7 +137,11 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node. If the table has no such node yet, write it."""
+        """Return the number of a value's node; write the node if the table does not have it yet.
+
+        Raises:
+            NotPlainError: The value is nested too deeply, or is no plain data.
+        """
         known = self._numbers.get(id(value))
         if known is not None:
             return known
@@ -153,7 +157,11 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
-        """Write the nodes of a value and its parts. Return the number of the value's node."""
+        """Write the nodes of a value and its parts. Return the number of the value's node.
+
+        Raises:
+            NotPlainError: An object in the value is no plain data.
+        """
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])

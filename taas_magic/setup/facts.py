@@ -387,7 +387,13 @@ def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
 def _warnings(
     facts: Facts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[Finding]:
-    """Yield findings that do not prevent a run: about GPUs, the clock, and package versions."""
+    """Yield findings about GPUs, the clock and package versions, which do not prevent a run.
+
+    Args:
+        facts: The facts of the host.
+        promised: Number of CUDA devices in taas.toml; None if taas.toml has none.
+        packages: Packages that taas-magic needs on a host.
+    """
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
         yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")

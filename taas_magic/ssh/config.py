@@ -253,7 +253,7 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="surrogateescape",
-        start_new_session=True,  # allows ending the commands of `Match exec`, too
+        start_new_session=True,  # so that `killpg` ends the commands of `Match exec`, too
     )
     with process:
         try:
@@ -457,7 +457,10 @@ class KnownHosts(MissingHostKeyPolicy):
         )
 
     def _store(self, key: PKey) -> None:
-        """Add the host's key to the user's first known_hosts file."""
+        """Add the host's key to the user's first known_hosts file.
+
+        If the file cannot be written, the key is accepted nevertheless, as with ssh.
+        """
         line = f"{self._target.known_as} {key.get_name()} {key.get_base64()}\n"
         # as ssh does, connect even if the file cannot be written
         with contextlib.suppress(OSError, IndexError):
@@ -534,14 +537,16 @@ class UserKeys(AuthStrategy):
         self._target = target
 
     def get_sources(self) -> Iterator[AuthSource]:
-        """Yield the keys in the order in which they are offered."""
+        """Yield the keys in the order in which they are offered.
+
+        Keys of the ssh agent come first, and among these the keys that are also in identity files.
+        A host disconnects after a few refused keys, so the order matters.
+        """
         target, agent = self._target, Agent() if _agent_answers() else None
         blobs = {path: _public_blob(path) for path in target.identity_files}
         offered = set()
         try:
             keys = agent.get_keys() if agent else ()
-            # A host disconnects after a few refused keys. So the agent's keys that are also in
-            # identity files come first.
             for key in sorted(keys, key=lambda key: key.asbytes() not in blobs.values()):
                 if not target.identities_only or key.asbytes() in blobs.values():
                     offered.add(key.asbytes())

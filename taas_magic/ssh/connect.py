@@ -48,17 +48,17 @@ _PROBE_S = 2
 _ENDED = SSHException, OSError, EOFError
 """Exceptions that paramiko raises when a channel or its connection ends, on either side."""
 _TCP_RTO_MAX_MS = 44
-"""Linux socket option: maximum milliseconds until a retransmission (linux/tcp.h, since 6.15).
+"""Number of Linux's socket option for the maximum time, in ms, between retransmissions.
 
-The socket module has no constant for it.
+The option is in linux/tcp.h since Linux 6.15. Python's socket module has no constant for it.
 """
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
 _AT_ONCE = 4
 """Maximum number of simultaneous handshakes with one sshd.
 
-An sshd refuses some connections if more than 10 have not logged in yet (MaxStartups). It still
-counts a connection for a short time after the client's login.
+By default, an sshd refuses some connections if more than 10 have not logged in yet (MaxStartups).
+It counts a connection until shortly after the client's login, so the limit is well below 10.
 """
 
 _handshake_slots: dict[str, threading.Semaphore] = {}
@@ -320,9 +320,10 @@ def _close(client: SSHClient) -> None:
 def _open_stream(
     target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
-    """Open a byte stream to a host's sshd: a direct socket, or through a jump host or ProxyCommand.
+    """Open a byte stream to a host's sshd, as the settings of the target require.
 
-    The callback that closes the stream is added to `undo`.
+    The stream is a TCP connection, a channel through a jump host, or a socket to a ProxyCommand.
+    This function adds callbacks that close the stream to `undo`.
     """
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
@@ -377,7 +378,15 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
 
 
 def _dial(target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack) -> socket.socket:
-    """Open a TCP connection to the host, trying all of its addresses in turn."""
+    """Open a TCP connection to the host, and try all of its addresses in turn.
+
+    Each address gets an equal part of the remaining time, so that one silent address does not use
+    up the time of the others.
+
+    Raises:
+        PoolError: The name cannot be resolved, no address can be reached, or the time is over.
+        ConnectStopped: `stop` was set.
+    """
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # a name with two dots in a row: UnicodeError
@@ -389,7 +398,6 @@ def _dial(target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack
     for left, (family, _, _, _, address) in zip(range(len(found), 0, -1), found, strict=True):
         sock = socket.socket(family, socket.SOCK_STREAM)
         undo.callback(sock.close)
-        # an address that does not answer must leave time for the next one
         code = _connect(sock, address, deadline, deadline.left_s / left if left > 1 else None)
         if code == 0:
             _notice_silence(sock, silence_s)
@@ -455,10 +463,10 @@ class HeartbeatCommand:
     Args:
         connection: Connection to the host.
         command: Command line for the host's shell.
-        first_line: First input of the command. It may contain secrets, because `ps` does not show
-            it.
+        first_line: First input of the command. It may contain secrets, because `ps` shows only a
+            command's arguments, not its input.
         beat_s: Seconds from one empty line to the next.
-        log: Receives every line of the command's output that is not empty.
+        log: Function that is called with each line of the command's output, except empty lines.
 
     Attributes:
         has_output: Whether the command has written anything, even if only an empty line.
@@ -509,7 +517,10 @@ class HeartbeatCommand:
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
-        """Log and keep the lines of the command's output until its end. Runs in a thread."""
+        """Log the lines of the command's output, and keep the last ones, until the output ends.
+
+        Runs in a thread of its own.
+        """
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
