@@ -90,8 +90,8 @@ class PoolConfig(Struct, frozen=True):
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
         lease_s: Seconds without a message from the pool after which a host ends all its processes.
         start_timeout_s: Seconds without any activity after which a starting process counts as
-            stuck. The pool also waits this long for requested hosts of which none is starting yet,
-            for example while their jobs are in a batch system's queue.
+            stuck. If none of the requested hosts is starting yet, the pool waits for them as long
+            as this; for example, their jobs may be in a batch system's queue.
         preload: Modules to import before ranks start, in addition to torch and IPython.
         trusted: Whether the pool's hosts may return objects that run code in the kernel or the
             browser.

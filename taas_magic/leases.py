@@ -30,8 +30,8 @@ This is the default of a pool's `start_timeout_s`.
 STOPPED_S = 5.0
 """Seconds for which a process may be suspended (SIGSTOP).
 
-If a rank is suspended for longer, the run fails. A fetcher that is suspended for longer is killed. A
-fetcher's worker is killed and replaced. A forkserver is killed, and its host is replaced.
+If a rank is suspended for longer, the run fails. Other processes are killed if they are suspended
+for longer. A fetcher's worker is then replaced; for a forkserver, the whole host is replaced.
 """
 
 HOST_END_S = 10.0
@@ -47,7 +47,7 @@ PROOF_S = 5.0
 """Maximum seconds, in total, for a peer of a fetcher to prove that it belongs to the run."""
 
 NODE_JOIN_S = 120.0
-"""Maximum seconds from a node's readiness to run jobs until it is connected to the farm."""
+"""Maximum seconds for a node to connect to the farm, once the node is ready to run jobs."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
 """Minimum value of `fetch_s`.

@@ -27,10 +27,11 @@ class FetcherPlan(Struct, frozen=True):
     """Plan of one fetcher.
 
     Attributes:
-        number: Number of the fetcher in the run. The fetcher's messages and files contain it.
+        number: Number of the fetcher in the run. The fetcher's messages and files contain this
+            number.
         index: Index of the fetcher among those that run the same loaders, from 0.
-        loaders: Names of the loaders that it runs.
-        host: Index of its host among the hosts for fetchers.
+        loaders: Names of the loaders that the fetcher runs.
+        host: Index of the fetcher's host among the hosts for fetchers.
     """
 
     number: int
@@ -50,8 +51,8 @@ class DataPlan(Struct, frozen=True):
             enough hosts, ranks and fetchers get different hosts.
         fetchers: The fetchers, by number.
         crosses: Whether batches may be sent from host to host.
-        cores: Number of processors that each fetcher may use. It determines the number of workers
-            of a loader, so it is the same for all fetchers.
+        cores: Number of processors that each fetcher may use. All fetchers have the same number,
+            because the number of a loader's workers depends on it.
     """
 
     pool: str

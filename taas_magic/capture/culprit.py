@@ -224,7 +224,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
 
-    `_parts` calls this function for objects of all classes that it does not handle itself.
+    `_parts` calls this function for objects of other classes than those in its `match` statement.
     """
     try:
         reduced = value.__reduce_ex__(5)
@@ -258,9 +258,9 @@ def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's class.
+    """Return the name of a value's class, such as `numpy.ndarray`.
 
-    The module's name precedes it, except for built-in classes and classes of `__main__`.
+    For built-in classes and classes of `__main__`, the name of the module is left out.
     """
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -366,7 +366,7 @@ An error message names the running object, not the part of it that cannot be pic
 """
 
 _SHARD_CLASSES = {"datasets": {"DistributedConfig"}}
-"""Classes of an attribute that marks a dataset as one rank's part, by top-level package."""
+"""Classes by whose instances a library marks a dataset as one rank's part, by top-level package."""
 
 
 def is_process_bound(kind: type) -> bool:

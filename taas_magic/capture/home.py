@@ -145,8 +145,9 @@ class ResultPickler(ValuePickler):
     def _kept_name(self, obj: Any) -> str | None:
         """Return the name under which the notebook has the same object; None if there is none.
 
-        Only three kinds of objects qualify, because they cannot have changed: sentinels (instances
-        of `object` itself), functions without state, and functions with `functools.lru_cache`.
+        For most objects, the result is None, because the cell may have changed the rank's copy. The
+        exceptions are sentinels (instances of `object` itself), functions without state, and
+        functions with `functools.lru_cache`.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity

@@ -51,7 +51,7 @@ class ModuleSource:
 
     Attributes:
         name: Dotted name.
-        path: File on the notebook's machine, as tracebacks show it.
+        path: Path of the file on the notebook's machine; tracebacks show this path.
         source: Text of the file; "" for a folder without `__init__.py`.
     """
 

@@ -72,9 +72,9 @@ class CapturedVariable:
     """A captured variable of the notebook.
 
     Attributes:
-        size_bytes: Bytes that it adds to the payload.
-        why: Reason for its capture, for messages.
-        type_name: Name of its class.
+        size_bytes: Bytes that the variable adds to the payload.
+        why: Reason for the variable's capture, for messages.
+        type_name: Name of the value's class.
     """
 
     name: str
@@ -476,7 +476,8 @@ def capture(
 def _used_by(work: Work) -> UsedNames:
     """Return the names that a cell's text uses.
 
-    The result is empty for a call of a function. The function's names are found by pickling it.
+    For a call of a function, the result is empty: pickling the function finds the names that the
+    function uses.
     """
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())

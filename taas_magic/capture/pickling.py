@@ -227,9 +227,9 @@ class ValuePickler(cloudpickle.Pickler):
     """Pickler that adds several values to one pickle, in which shared objects stay shared.
 
     Args:
-        namespace: Namespace of `__main__`. Functions defined in it are pickled without their
-            globals, and get the loading side's namespace. If None, functions are pickled with
-            copies of the globals that they use.
+        namespace: Namespace of `__main__`. A function that is defined there is pickled without its
+            globals. Its globals in the loading process are the namespace given to `load_each`. If
+            None, each function is pickled with copies of the globals that it uses.
         to: Destination of the values; see `Destination`. For `fetchers`, the pickle itself contains
             the memory of arrays and tensors, so that `pickle.loads` can load the pickle without
             buffers.

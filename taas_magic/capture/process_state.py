@@ -1,8 +1,8 @@
 """Copy changed settings of the kernel's process to the ranks.
 
-The notebook's cells have changed these settings, so they differ from the defaults. When a `%%taas`
-cell starts, `collect` reads them in the kernel. `apply` sets them in a rank after the cell's values
-are loaded. docs/capture.md lists the settings that are copied.
+Settings are copied if the notebook's cells have changed them from their defaults. When a `%%taas`
+cell starts, `collect` reads these settings in the kernel. `apply` sets them in a rank after the
+cell's values are loaded. docs/capture.md lists the settings that are copied.
 
 The settings are sent as plain values. So a rank imports no library for them, except matplotlib if
 the notebook changed its rcParams.
@@ -365,9 +365,9 @@ def _apply_matplotlib(pickled: bytes) -> None:
 
 
 def _imported(name: str) -> Any:
-    """Return a module that this process has imported; None if it has not imported the module.
+    """Return a module if this process has imported it, else None.
 
-    If a thread is just importing the module, wait until this import is complete.
+    If another thread is importing the module at this moment, wait until its import is complete.
     """
     return importlib.import_module(name) if name in sys.modules else None
 

@@ -132,8 +132,8 @@ def fill_function(
 ) -> None:
     """Set the state of a function, and fill the closure cells that were pickled with it.
 
-    The function's globals may be the notebook's namespace. Then a name that exists in this
-    namespace keeps its value.
+    The pickled state may have values of globals. A global that exists already keeps its value,
+    because the function's globals may be the notebook's namespace.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
@@ -165,14 +165,15 @@ ATTRIBUTES_MADE_BY_CONSTRUCTOR: dict[type, Collection[str]] = {
     functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
     - {"dispatcher", "func"},
 }
-"""Attributes that cannot be pickled, by type; the type's constructor makes them again.
+"""For each descriptor type, its attributes that cannot be pickled.
 
-The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13).
+These are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13). The type's
+constructor makes them again.
 """
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce a descriptor without its `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
+    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
 
     Args:
         kind: The type in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
@@ -291,7 +292,7 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
-    """Reduce stdout or stderr to its name: it loads as this stream of the loading process.
+    """Reduce stdout or stderr to its name. The loading process uses its own stream of this name.
 
     Raises:
         TypeError: The file is any other open file.

@@ -295,7 +295,9 @@ class RankVariables:
 def _pickle_value(
     name: str, namespace: dict[str, Any], to: Destination
 ) -> tuple[SentValue, list[str]]:
-    """Pickle one value on its own, to compare it and to find the names that it needs.
+    """Pickle the value of one variable on its own.
+
+    The pickle is used only for a digest, and to find the names that the value needs.
 
     Returns:
         The record of the value, and the names that it needs.

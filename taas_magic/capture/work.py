@@ -32,7 +32,8 @@ class CellWork(Struct, frozen=True, tag="cell"):
             transforms the text, because the user may have added transformers to the kernel.
         filename: File name under which the kernel compiles this cell.
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
-        execution_count: Number of the cell in the notebook; None if it has none yet.
+        execution_count: Number of the cell in the notebook (`In [5]`); None if the cell has no
+            number yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
         title: Name that tracebacks show for a cell that is not in the notebook; "" for a
             notebook's cell.

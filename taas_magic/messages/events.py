@@ -1,7 +1,7 @@
 """Events of a run: the records of its journal, and what the notebook shows.
 
-A rank, a fetcher or an agent makes an event, and the agent sends it to the pool's process. The
-pool's process writes the event to the journal (docs/events.md) and sends it to the kernel. Events
+Most events come from a rank, a fetcher or an agent; the agent sends them to the pool's process. The
+pool's process writes each event to the journal (docs/events.md) and sends it to the kernel. Events
 are lines of JSON. Readers ignore fields that they do not know, and fields that were added later
 have defaults, so that journals of older versions remain readable.
 """
@@ -42,7 +42,7 @@ class Failure(Struct, kw_only=True, frozen=True):
 
 
 class StackFrame(NamedTuple):
-    """A frame of a Python stack; `text` is its source line, or "" if unknown."""
+    """A frame of a Python stack; `text` is the source line that it executes, or "" if unknown."""
 
     file: str
     line: int
@@ -85,8 +85,8 @@ class RankStack(ProcessStack, kw_only=True):
 
     Attributes:
         quiet_s: Seconds since the rank last made progress.
-        since: Time of that progress. The process that displays the report sets this field by its
-            own clock.
+        since: Time at which the rank last made progress. The process that displays the report sets
+            this field by its own clock.
         cpus: Processors that the rank and its descendants used while the report was made.
     """
 
@@ -499,7 +499,7 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
     """A rank of a rehearsal reports what it has used and written.
 
     Attributes:
-        peak_bytes: Largest resident memory of the rank so far, without its child processes.
+        peak_bytes: Largest resident memory of the rank so far, without the rank's child processes.
         written: Files that a run would have written to the project store. The ranks share one
             folder for these files, so each rank reports the files of all ranks.
         outside: Files that this rank wrote outside the project store.

@@ -1,6 +1,6 @@
 """Messages between an agent and the ranks and fetchers of its host, in addition to events.
 
-They are lines of JSON in pipes, and they do not leave the host.
+These messages are lines of JSON in pipes, and do not leave the host.
 """
 
 from collections.abc import Callable
@@ -160,7 +160,8 @@ class CellOrder(Struct, kw_only=True):
     Attributes:
         number: Number of the cell in the session, from 1; 0 ends the rank.
         run_dir: Folder of the cell's run on this host.
-        takes_part: Whether the rank runs the cell. If not, it only loads the notebook's values.
+        takes_part: Whether the rank runs the cell. If not, the rank only loads the notebook's
+            values.
         shows: Whether the notebook shows the rank's displays.
         out: Variables that the rank returns to the notebook, as in `RunOptions.out`.
         colors: IPython's colour scheme for tracebacks.

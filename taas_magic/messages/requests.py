@@ -103,8 +103,9 @@ class Relay(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
-    A session stays with its kernel until the kernel ends; then the pool's process takes it over.
-    The response is "", or the reason why the pool's process cannot take the run over.
+    If the run is a session, the kernel keeps controlling it; the pool's process takes the session
+    over when the kernel ends. The response is "", or the reason why the pool's process cannot take
+    the run over.
     """
 
     run_id: str
@@ -117,8 +118,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the cell that is running. If no cell is running, the run id of the newest
-            cell that lost its kernel while it ran; "" if there is none.
+        cell: Run id of the cell that is running. If no cell is running, run id of the last cell
+            that was running when its kernel was lost; "" if there is no such cell.
     """
 
     error: str = ""

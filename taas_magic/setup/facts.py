@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DEFAULT_PYTHON = "python3"
 PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
-"""Prefix of the line with the probe's result: a login script may print other lines before it."""
+"""Prefix of the line with the probe's result. A login script may print other lines first."""
 
 FULL_BYTES = 256 * 1024**2
 """Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host.

@@ -63,7 +63,8 @@ _SAID_LINES = 4
 _parsing = threading.Lock()
 """Lock for parsing requirements.
 
-On Python 3.11, `ast` fails if two threads use it at once (python/cpython#106905).
+On Python 3.11, `ast` fails if two threads parse at the same time (python/cpython#106905).
+packaging parses requirements with `ast`.
 """
 
 _making = threading.Lock()

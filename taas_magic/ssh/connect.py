@@ -444,9 +444,9 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     paramiko's keepalive sends messages but does not check for answers. TCP knows whether the other
     end has acknowledged the sent bytes.
 
-    On Linux 6.15 and newer, this function also makes TCP send lost packets again after at most one
-    second. By default, TCP doubles the time between its attempts. So on a bad link, a host would
-    receive nothing for longer than its lease.
+    By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
+    a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
+    limits the time between two attempts to one second.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -503,7 +503,7 @@ class HeartbeatCommand:
         """Close the command's standard input, and wait until the command ends.
 
         Returns:
-            Whether it ended within `timeout_s`.
+            Whether the command ended within `timeout_s`.
         """
         self._closing.set()
         with contextlib.suppress(*_ENDED):
