@@ -36,7 +36,7 @@ from tests.rig.torchrun import (
 
 SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
-CALLED = ("ddp_checkpoint", "imagenet", "loader_workers", "process_pools", "rpc")
+CALLED = ("ddp_checkpoint", "process_pools", "rpc", "stateful_loader", "tensor_parallel")
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Minimum version of torch for programs that use new features of torch."""
 
