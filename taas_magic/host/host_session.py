@@ -182,13 +182,14 @@ class CellAttempt(Attempt):
 
     def _kill(self, lost: list[RankState]) -> None:
         """Kill ranks that did not end the cell in time, and report this. The session then ends."""
+        limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
         self._killed.update(state.rank for state in lost)
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
         text = (
             f"rank {ranks} on host {self._host_address.host} did not end its cell within "
-            f"{RETURN_S:.0f} s of the interrupt and was killed: the session ends"
+            f"{limit_s:.0f} s of the interrupt and was killed: the session ends"
         )
         self._emit(Note(text=text))
 

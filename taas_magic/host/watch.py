@@ -350,7 +350,7 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
     return {
         "": "",
         "cgroup": f"killed by {cgroup or 'the memory limit of its cgroup'}",
-        "machine": "killed by the kernel's out-of-memory killer: the host had no memory left",
+        "machine": "killed by Linux's out-of-memory killer: the host had no memory left",
     }[logged]
 
 

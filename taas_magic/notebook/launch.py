@@ -62,8 +62,8 @@ NO_LOADER = (
 )
 
 NO_LOADER_SENT = (
-    "without effect, as the cell sends no registered loader to the ranks; `--send NAME` sends "
-    "again a loader that they have"
+    "no effect, because this cell sends no registered loader to the ranks. To send a loader again "
+    "that the ranks already have, use --send NAME"
 )
 
 PRUNE_S = 60.0

@@ -87,4 +87,4 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise UsageError(f'"{text}" is no regular expression: {error}') from None
+        raise UsageError(f'"{text}" is not a valid regular expression: {error}') from None

@@ -475,13 +475,15 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     if not flags.session:
         misplaced = {"ranks": "--ranks", "send": "--send"}
         if given := [flag for name, flag in misplaced.items() if getattr(flags, name)]:
-            raise UsageError(f"{given[0]} needs --session NAME: it is about ranks that stay")
+            raise UsageError(
+                f"{given[0]} works only with --session NAME, whose ranks stay between cells"
+            )
         return None
     if not _NAME.fullmatch(flags.session):
         raise UsageError(f'--session needs a name (--session exp); got "{flags.session}"')
     for name, flag in NOT_IN_SESSIONS.items():
         if getattr(flags, name):
-            raise UsageError(f"{flag} does not go with --session")
+            raise UsageError(f"{flag} cannot be combined with --session")
     known = _sessions.get(flags.session)
     if known is not None and known.is_started and not known.has_ended:
         return known

@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_said_before_anything_runs(session: Fronten
         "%%taas --gpus 2 --ranks 1\npass": "--ranks needs --session",
         "%%taas --session exp --ranks 2\npass": "has ranks 0 to 1",
         "%%taas --session exp --send nowhere\npass": "the notebook has no such variable",
-        "%%taas --gpus 2 --session new --max-restarts 1\npass": "does not go with --session",
+        "%%taas --gpus 2 --session new --max-restarts 1\npass": "cannot be combined with --session",
     }
     for cell, text in said.items():
         assert text in error(session, cell)
@@ -228,7 +228,7 @@ def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Fronten
     session.run("%%taas --session exp --out many@all\nmany = len(list(loader))")
     assert value(session, "many") == [8, 8]
     request = session.run("%%taas --session exp --cpus 1\nlist(loader)")
-    assert "--cpus: without effect, as the cell sends no registered loader" in notes(
+    assert "--cpus: no effect, because this cell sends no registered loader" in notes(
         session, request
     )
 
