@@ -334,7 +334,10 @@ class Farm:
             raise interrupted(f"Stopped by you; {len(left)} jobs were cancelled.") from None
 
     def close(self) -> None:
-        """Cancel the jobs that have not ended, release the hosts and end the farm's process."""
+        """Cancel the jobs that have not ended, release the hosts and end the farm's process.
+
+        If the process has not ended after `END_S`, it is killed.
+        """
         if self._closed.is_set():
             return
         self._closed.set()

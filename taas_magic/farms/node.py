@@ -155,7 +155,13 @@ def main() -> int:
 
 
 async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -> None:
-    """Join the farm when the forkserver is ready, and run jobs until the farm ends the node."""
+    """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
+
+    Args:
+        process_state: The settings of the node.
+        folder: The node's own folder, for the files of Dask and of jobs.
+        starting: The descriptor to close when the node has joined the farm.
+    """
     import dask
 
     dask.config.set(DASK_SETTINGS)  # first: Dask reads some settings when it is imported
@@ -390,7 +396,10 @@ class Slot:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _replace_process(self) -> None:
-        """Replace the slot's process by a new one."""
+        """End the slot's process, and start a new process with a new scratch folder. Blocks.
+
+        If the forkserver has ended, exit this node.
+        """
         self.close()
         self._scratch = f"{self._process_state.scratch}-{time.monotonic_ns()}"
         process_state = structs.replace(self._process_state, scratch=self._scratch)

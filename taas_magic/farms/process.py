@@ -301,7 +301,7 @@ class NodeManager(SchedulerPlugin):
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
-        """Launch a node's run in the pool's process."""
+        """Launch a node's run in the pool's process. When the run ends, mark the node as lost."""
         spec = self._make_spec(name, pool, self._scheduler_address(connection))
         node = self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id
@@ -350,7 +350,10 @@ class NodeManager(SchedulerPlugin):
         return str(scheduler.listeners[-1].contact_address)
 
     def _make_spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
-        """Write the run folder for a node's run of one rank. Return the description of the run."""
+        """Write the run folder for a node's run; return the description of the run.
+
+        The run has one rank, which calls `node.run_node`.
+        """
         settings, config = self._settings, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{settings.name} {name}", hang_s=0)
         plan = make_plan(flags, pool.capacity(), new_run_id(), config.max_hosts, settings.store)

@@ -68,7 +68,10 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the SuperExec with the command line's arguments until a signal ends it."""
+    """Run the SuperExec with the command line's arguments until a signal ends it.
+
+    First import the apps' modules, and make Flower start apps by `_AppForks`.
+    """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
     for kind in _FORKED:

@@ -88,7 +88,10 @@ def _with_saved_result(app: Any) -> Any:
 
 
 def main() -> None:
-    """Run the SuperLink with the command line's arguments until a signal ends it."""
+    """Run the SuperLink with the command line's arguments until a signal ends it.
+
+    First replace Flower's class that accepts clients of the Control API by `KeyPlugin`.
+    """
     from flwr.common.constant import ACCESS_TOKEN_KEY
     from flwr.supercore.auth.typing import AccountInfo
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin

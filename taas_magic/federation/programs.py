@@ -303,7 +303,10 @@ class _HostPrograms:
                 self._programs["SuperLink"].kill()
 
     def _run_server_app(self, superlink: str) -> Any:
-        """Start the ServerApp through the Control API; see `run_server_app`."""
+        """Start the ServerApp through the Control API, print its log, and return its result.
+
+        See `run_server_app`.
+        """
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))

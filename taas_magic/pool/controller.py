@@ -320,8 +320,9 @@ class Controller(SchedulerPlugin):
     async def launch(self, request: Launch) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
-        First wait for interrupted runs, lock the project store, and open the run's journal. After
-        the start, a background task follows the run to its end (`_carry_out`).
+        First wait for interrupted runs, lock the project store if the run may write to it, and open
+        the run's journal. After the start, a background task follows the run to its end
+        (`_carry_out`).
 
         Returns:
             The response for the kernel: the names of the hosts, or the error.
@@ -434,14 +435,15 @@ class Controller(SchedulerPlugin):
         return state
 
     def _session_that_stays(self, share: Share) -> PoolRun | None:
-        """Return the detached session that ranks or fetchers belong to; None if there is none."""
+        """Return the detached session to which `share` belongs; None if it belongs to none."""
         session = self._runs.get(share.session_id)
         return session if isinstance(session, PoolRun) and session.stays else None
 
     def _disown(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
 
-        Call if the kernel is gone, or if another kernel takes the session over.
+        Call if the kernel is gone, or if another kernel takes the session over. A cell continues as
+        a detached run. The events of fetchers go to the session instead of the kernel.
 
         Args:
             share: The part: the session itself, a cell that the session runs, or fetchers.
@@ -519,8 +521,8 @@ class Controller(SchedulerPlugin):
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
         The kernel gets the end event when the event is in the journal and the project store is free
-        for the next run, but at the latest after `END_S`. Finally, this method ends the run's
-        fetchers, and runs the `notify` command for a detached run.
+        for the next run, but at the latest `END_S` after the run's end. Finally, this method ends
+        the run's fetchers, and runs the `notify` command for a detached run.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal. This

@@ -222,7 +222,11 @@ class Gate(Listener):
         return self.listen_address
 
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:
-        """Authenticate a new connection, then serve it until it ends."""
+        """Authenticate a new connection, then serve it until it ends.
+
+        Close the connection if the authentication fails or takes longer than `PROVE_S`. If more
+        than `MOST_UNPROVED` connections are not authenticated yet, close the oldest of them.
+        """
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
             oldest = next(iter(self._unproved))

@@ -136,8 +136,8 @@ class PoolHosts(SchedulerPlugin):
         source: The engine that gets the hosts.
         start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
-        on_lost: Function called with each host that is gone, and the reason. The function is not
-            called for a host that ended by itself before it could start ranks.
+        on_lost: Function called with each host that is gone, and the reason. Exception: a host that
+            ended by itself before it could start ranks.
         are_local: Whether all hosts run on the notebook's machine.
     """
 
@@ -191,9 +191,9 @@ class PoolHosts(SchedulerPlugin):
     ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Request missing hosts.
 
-        If the pool has more hosts, this method chooses hosts in `preferred`, then hosts with the
+        If the pool has more than `count` hosts, choose hosts in `preferred`, then hosts with the
         fewest runs. A host that died a moment ago may still count as joined. So each chosen host
-        must first respond to a request.
+        must first respond to a request; if one does not, the wait begins again.
 
         Args:
             preferred: Addresses of hosts that are chosen first.

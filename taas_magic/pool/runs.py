@@ -79,8 +79,10 @@ The host first waits for the end of its other ranks, and may be busy. Meanwhile,
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
-"""Causes after which ranks are not started again: a new attempt would not help, or the user wants
-the run to end."""
+"""Causes of an end after which ranks are not started again.
+
+After these causes, a new attempt would not help, or the user wants the run to end.
+"""
 
 END_S = 600.0
 """Maximum seconds without a message from a host that cleans up after a finished run.
@@ -934,7 +936,12 @@ class PoolRun(Share):
         return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
 
     def _on_host_event(self, part: HostPart, event: Event) -> None:
-        """Publish an event of a host, and change the state of the run as the event requires."""
+        """Publish an event of a host, and record what the event says about the run.
+
+        The recorded facts are: how the host's ranks ended; that the host has cleaned up; that a
+        rank waits for the user's input; that a federation has started. If the host can run no
+        ranks, drop the host.
+        """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
             first = first_failure(event.failures)
@@ -978,7 +985,7 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait for the end of the attempt; return its outcome."""
+        """Wait until `decide` returns the outcome of the attempt; return this outcome."""
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:

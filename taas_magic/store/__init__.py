@@ -12,8 +12,8 @@ changed files are sent to the mirror. While the ranks run, each file that rank 0
 immediately. Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to files below a folder without following links, and atomic writing of files
-manifest.py  rules for which files are copied, and the requests that copy files
-ownership.py rules for which files belong to the user, and which files a host may send
+manifest.py  selects the files to copy, and defines the requests that copy files
+ownership.py decides which files belong to the user, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy
 outbound.py  the host's side: sends files written in the mirror back to the store

@@ -1,4 +1,4 @@
-"""Protect the project store from a rank: by the operating system if possible, and by Python.
+"""Prevent writes of a rank to the project store: by the system if possible, and always by Python.
 
 `apply_rule` is called in a freshly forked rank before any of the user's code runs. Processes that
 the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
@@ -140,7 +140,8 @@ def apply_rule(
             the store; made if it is missing. None if the run is not a rehearsal.
 
     Returns:
-        The mechanism that is in effect now.
+        The mechanism that keeps this process from writing to the store. For rank 0, which may
+        write, `protection`.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]
@@ -289,7 +290,8 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
 def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    Open descriptors that would bypass the protection are opened again.
+    Open descriptors that would bypass the protection are opened again. If `protection` is `PYTHON`,
+    this function does nothing: `redirect.py` then protects the store.
 
     Args:
         store: Path of the store.
@@ -363,7 +365,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> int:
-    """Return the result of a C function. If the result is negative, raise OSError from errno."""
+    """Return the result of a C function; raise OSError with errno if the result is negative.
+
+    Args:
+        result: Result of the C function.
+        what: Name of the function, for the error message.
+    """
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -499,10 +506,12 @@ def _neighbours(folder: str) -> list[str]:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    """Allow access to `path` and everything below it in a Landlock ruleset.
+    """Add a rule to a Landlock rule set: allow access to `path` and everything below `path`.
+
+    Symbolic links, and paths that no longer exist, get no rule.
 
     Args:
-        rules: Descriptor of the ruleset.
+        rules: Descriptor of the rule set.
         rights: Bits of the allowed kinds of access.
     """
     try:

@@ -123,7 +123,11 @@ def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
 
 
 def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `real` with the redirected path."""
+    """Return a function that calls `real` with the redirected path.
+
+    The path is not redirected if it is a URL or an open file, or if the call has an argument
+    `filesystem` (pyarrow).
+    """
 
     @functools.wraps(real, updated=())
     def call_redirected(*args: Any, **kw: Any) -> Any:

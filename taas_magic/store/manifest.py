@@ -1,4 +1,4 @@
-"""Rules for which files are copied between hosts and the notebook, and the requests that copy them.
+"""Selection of the files to copy between hosts and the notebook, and the requests that copy them.
 
 Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
 nor back. Some files are executed, or read as settings, by shells, ssh, git, Python or this package.
@@ -87,7 +87,10 @@ SECRETS = (
     r"\.config/(?:gcloud|gh|hub|op|rclone|doctl)",
     r"\.cache/huggingface/(?:stored_)?tokens?",
 )
-"""Patterns of names of files and folders that hold keys."""
+"""Patterns of names of files and folders that may hold keys. They are not copied.
+
+A line of `.taasignore` such as `!.env` makes an exception.
+"""
 
 RUN_BY_TOOLS = (
     r"\.git",
@@ -585,10 +588,11 @@ class FileRoot(Enum):
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
-    """Request of a host to copy files from or to the project store or the run folder.
+    """Request of a host about files of the project store or the run folder.
 
-    The host does not share this folder with the notebook's machine. The requests to list, read and
-    write files work for both folders. `MakeToken` and `ListChanges` work for the store only.
+    A host sends `MakeToken` to learn whether it shares the store with the notebook's machine. All
+    other requests copy files of a folder that the host does not share. The requests to list, read
+    and write files work for both folders. `MakeToken` and `ListChanges` work for the store only.
 
     Attributes:
         run_id: Id of the run, or of the run's fetchers; set by the agent.

@@ -276,7 +276,11 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
 def _fetch(
     mirror: Mirror, entries: Sequence[Entry], send_request: SendRequest
 ) -> dict[str, OSError]:
-    """Fetch files from the notebook's side; return an error for each file that failed, by path."""
+    """Fetch files from the notebook's side, and move them to their paths in the mirror.
+
+    Returns:
+        The error of each file that could not be fetched or moved, by path.
+    """
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
     arrivals: dict[str, IncomingFile] = {}

@@ -330,7 +330,10 @@ class _ChangeSender:
         self._unsent.removed += gone
 
     def _queue_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a changed small file for the next message; add a changed large file to `large`."""
+        """Queue a changed small file for the next message; add a changed large file to `large`.
+
+        Do nothing if the store already has the file's content.
+        """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
@@ -346,7 +349,11 @@ class _ChangeSender:
             self._unsent.pieces.append(piece)
 
     def _send_queued(self) -> dict[str, str]:
-        """Send the queued changes; return the reason for each refused path."""
+        """Send the queued changes, and record which of them the store has accepted.
+
+        Returns:
+            The reason for each refused path.
+        """
         unsent, self._unsent = self._unsent, WriteFiles()
         if unsent == self._unsent:
             return {}
@@ -484,7 +491,10 @@ class MirrorSender:
             self._sender.send_large()
 
     def _differing_paths(self) -> Iterator[str]:
-        """Yield all paths at which the mirror differs from the known content of the store."""
+        """Yield all paths at which the mirror may differ from the known content of the store.
+
+        This method compares inodes, sizes and times of change, and reads no file.
+        """
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):

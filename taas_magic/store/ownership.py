@@ -56,7 +56,7 @@ _STARTS_BY_ITSELF = re.compile(
     r"|pip\.(?:conf|ini)",
     re.DOTALL,
 )
-"""Names of files, such as `makefile`, that a tool uses if a user calls the tool in their folder."""
+"""Names of files, such as `makefile`, that a tool reads if it is called in the file's folder."""
 
 _COLLECTED = re.compile(
     r"(?:conftest|sitecustomize|usercustomize|test_.*|.*_test)\.py[co]?|activate(?:[._].*)?"

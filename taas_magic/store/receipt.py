@@ -74,7 +74,7 @@ class Receipt:
     not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: StoreReceipt) -> "Receipt":
-        """Return a copy with one more host's receipt merged in."""
+        """Return a copy of this receipt to which the receipt of one more host is added."""
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)

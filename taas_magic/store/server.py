@@ -165,7 +165,10 @@ class StoreServer:
         return self._token.name
 
     def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
-        """Return the manifest of the store; None while the store is being searched."""
+        """Return the manifest of the store; None while the store is being searched.
+
+        If there was no search yet, or `request.fresh` is True, first start a search in a thread.
+        """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Until it ends, no other thread may use the hashes.
             arguments = self._tree, self._hashes, self._rule.limit_bytes
@@ -257,7 +260,11 @@ class StoreServer:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise UnsafeError if a host may not change `path`."""
+        """Raise UnsafeError if a host may not change `path`.
+
+        There are four reasons: the path is unsafe; only rank 0 may write there; files such as
+        secrets are never accepted; another path differs from `path` only by case.
+        """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
         place = os.path.join(self._rule.path, path)
@@ -269,7 +276,11 @@ class StoreServer:
             raise UnsafeError(path, f"its name differs from {printable(other)} only by case")
 
     def _check_new(self, path: str) -> None:
-        """Raise UnsafeError if a host may not make `path` or one of its missing parent folders."""
+        """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
+
+        A host may not make a file or folder that tools run by themselves (`may_run_by_itself`),
+        unless `[store] overwrite` names the path.
+        """
         if self._overwrite_rules.has(path):
             return
         parts = path.split("/")
