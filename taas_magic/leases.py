@@ -19,7 +19,7 @@ By then, the host has ended its own processes.
 """
 
 RANK_BEAT_S = 1.0
-"""Seconds between two heartbeats of a rank, each with the position of its main thread."""
+"""Seconds between two heartbeats of a rank. A heartbeat says where the rank's main thread is."""
 
 START_TIMEOUT_S = 120.0
 """Seconds that a starting process may be inactive (`host/activity.py`).

@@ -103,7 +103,10 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
 def place_fetchers(
     loaders: Sequence[str], cpus: int, pool: PoolConfig, cores: int, rank_hosts: int = 0
 ) -> tuple[DataPlan, str]:
-    """Assign fetchers to hosts.
+    """Choose the number of fetchers for the loaders, and assign the fetchers to hosts.
+
+    If the pool has fewer hosts than `cpus` for each loader, loaders share fetchers. If the pool has
+    fewer hosts than `cpus`, fetchers share hosts, too.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.

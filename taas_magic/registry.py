@@ -207,7 +207,7 @@ def is_registered(loader: Any) -> bool:
 def registered() -> dict[str, RegisteredLoader]:
     """Return the registered loaders by name.
 
-    A loader without a name or a variable first gets a name such as `loader0`.
+    A loader that has neither a name nor a variable gets a name such as `loader0`.
     """
     _name_by_variables()
     for key, entry in list(_registered.items()):

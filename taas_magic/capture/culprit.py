@@ -19,8 +19,8 @@ Probe = Callable[[Any], object]
 Destination = Literal["ranks", "jobs", "notebook", "fetchers"]
 """Destination of a value.
 
-Values of the notebook go to the `ranks`, or to the `jobs` of a farm. Results go to the `notebook`,
-registered loaders to the `fetchers`.
+Values of the notebook go to the `ranks`, or to the `jobs` of a farm. Results go to the `notebook`.
+Registered loaders go to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]

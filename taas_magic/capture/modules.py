@@ -1,4 +1,4 @@
-"""Send the project's modules as source, list the needed installed modules, and provide `taas`.
+"""Send the project's modules as source, list the required packages, and provide `taas`.
 
 The source of the project's own modules is read from disk when the cell starts, and sent to the
 ranks. A module is local if its file is in the project folder, or below an entry of `sys.path` that

@@ -42,7 +42,7 @@ class CodeUse:
 
     Attributes:
         now: Global names read when the code itself runs.
-        later: Global names read only when a function that the code defines is called.
+        later: Global names that are read when a function that the code defines is called.
         imports: Modules that the code imports; `from x import y` gives both `x` and `x.y`.
         attributes: Attribute names that the code looks up on any object.
         stores: Global names that the code, or a function defined in it, sets or deletes.
@@ -153,7 +153,7 @@ def _names(source: str, stored: bool = False) -> set[str]:
 
     Args:
         source: The source.
-        stored: Return only the variables that the source sets or deletes.
+        stored: Whether to return only the variables that the source sets or deletes.
     """
     try:
         tree = parse(source.strip())

@@ -553,7 +553,10 @@ def _refuse(why: str, value: Any) -> Any:
 
 
 def is_importable(definition: Any) -> bool:
-    """Return whether an imported module has this function or class under its name."""
+    """Return whether pickle finds a function or class by its name in an imported module.
+
+    The result is False for definitions in `__main__`, because each process has its own.
+    """
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)
     if module in (None, "__main__") or module not in sys.modules or not name:

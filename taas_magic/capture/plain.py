@@ -153,7 +153,7 @@ class PlainWriter:
         finally:
             self._depth -= 1
         self._numbers[id(value)] = number
-        self._held.append(value)  # keeps the object alive, so that no other one gets its id
+        self._held.append(value)  # so that no other object gets the same id
         return number
 
     def _write(self, value: Any) -> int:
@@ -165,7 +165,7 @@ class PlainWriter:
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
-        if kind is OrderedDict and vars(value).keys() <= {"_metadata"}:  # a state_dict() has one
+        if kind is OrderedDict and vars(value).keys() <= {"_metadata"}:  # state_dict() sets it
             return self._write_container(value, _parts_of_ordered)
         if kind in _REDUCERS:
             return self._append(Node(kind.__name__, self._items(_REDUCERS[kind](value))))
@@ -347,7 +347,7 @@ def _pairs(values: dict[Any, Any]) -> list[Any]:
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
-"""Factories that a plain defaultdict may have, by name."""
+"""Values of `default_factory` with which a defaultdict is plain data, by name."""
 
 
 def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:

@@ -231,7 +231,7 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
         if not state.is_own:
             continue
         logger.propagate = state.propagate
-        if not logger.handlers:  # a module imported while loading the values may have added some
+        if not logger.handlers:  # a module imported with the values may have added handlers
             for stream, level, formatter in state.handlers:
                 handler = logging.StreamHandler(getattr(sys, stream))
                 handler.setLevel(level)
@@ -357,7 +357,7 @@ def _collect_matplotlib() -> bytes:
 
 
 def _apply_matplotlib(pickled: bytes) -> None:
-    # A host without matplotlib draws nothing. Another version takes only the names that it knows.
+    # A host without matplotlib draws nothing. Another version of matplotlib may lack some names.
     if importlib.util.find_spec("matplotlib") is None:
         return
     own = importlib.import_module("matplotlib").rcParams

@@ -173,7 +173,9 @@ constructor makes them again.
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
+    """Reduce a cached_property or singledispatchmethod without the attributes that pickle refuses.
+
+    `ATTRIBUTES_MADE_BY_CONSTRUCTOR` lists these attributes.
 
     Args:
         kind: The type in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.

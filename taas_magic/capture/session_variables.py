@@ -208,9 +208,9 @@ class RankVariables:
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
-        """Record that all ranks have received the values of a choice.
+        """Record that all ranks have received the variables in `choice`.
 
-        The names of these values belong to the notebook from now on.
+        These names belong to the notebook from now on.
         """
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):

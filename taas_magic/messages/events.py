@@ -17,8 +17,8 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from taas_magic.messages.terminal import cleaned
 
-# Parts of events. Some are also parts of responses: a kernel asks hosts for stacks, and a pool
-# for the addresses of fetchers.
+# Parts of events. Some are also parts of responses to requests: stack reports of hosts, and
+# addresses of fetchers.
 
 
 class Failure(Struct, kw_only=True, frozen=True):
@@ -521,8 +521,8 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests (`plain_digest`) of the assigned values that consist only of numbers and
-            strings, by the name of the variable.
+        plain: Digests (`plain_digest`) of the assigned values that are plain, by the name of the
+            variable.
         fetched: Numbers of the session's cells whose fetchers the rank still needs.
     """
 

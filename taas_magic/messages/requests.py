@@ -42,8 +42,9 @@ class Request(Struct, Generic[_T]):
         return cleaned(read) if answer in _FOR_PEOPLE else read
 
 
-# Kernel and pool: a kernel asks the pool's process for hosts, hands runs over to it, takes sessions
-# over from it, and asks for its status. A pool's process takes over fetchers from another one.
+# Kernel and pool: a kernel asks the pool's process for hosts and for the pool's status. The kernel
+# also hands runs over to that process, and takes sessions over from it. Another pool's process may
+# take over fetchers.
 
 
 class RegisterKernel(Request[bool]):
@@ -93,7 +94,7 @@ class WaitForHosts(Request[StartResponse]):
 class Relay(Request[None]):
     """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
 
-    A kernel does so if another pool runs the fetchers.
+    A kernel sends this request if the fetchers run in another pool than the ranks.
     """
 
     run_id: str

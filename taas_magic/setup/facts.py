@@ -4,8 +4,8 @@ The program `probe.py` is sent as text to the standard input of the host's own P
 the facts. `judge` is a pure function: it compares facts with what a run needs and returns findings,
 each with a remedy. `check` asks all hosts of pools in parallel.
 
-Kernels and pools import this module when they start. The import of most modules of `packaging`
-takes 30 ms, so only install.py imports these.
+Kernels and pools import this module when they start, so it must load fast. It imports only
+`packaging.version`; the other modules of `packaging` take 30 ms, and only install.py imports them.
 """
 
 import importlib.metadata
@@ -328,7 +328,7 @@ def refuse(all_facts: Iterable[Facts], here: KernelVersions) -> None:
 
 
 def _other_python(facts: Facts, here: KernelVersions) -> Finding:
-    """Return the finding about a host whose Python has another minor version."""
+    """Return the finding about a host whose Python has another minor version than this kernel's."""
     return Finding(
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "

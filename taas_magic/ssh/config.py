@@ -323,7 +323,7 @@ def _expand_tokens(text: str, tokens: Mapping[str, str]) -> str:
 
 
 def _expand_home(path: str) -> str:
-    """Expand a leading `~` as ssh does."""
+    """Expand a leading `~` as ssh does: to the home folder in the user database, not to `$HOME`."""
     return _home() + path[1:] if path.startswith("~/") else os.path.expanduser(path)
 
 

@@ -88,7 +88,8 @@ class Connection:
 
     Attributes:
         host: Name of the host in messages, as the user gave it.
-        tunnels: Address and port to which each forwarded port of the host leads (`open_tunnel`).
+        tunnels: For each forwarded port of the host, the address and port of the server to which
+            the tunnel leads (`open_tunnel`).
     """
 
     def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
@@ -163,7 +164,7 @@ class Connection:
         """Return the error for an action that failed because the connection or a channel ended.
 
         Args:
-            what: The failed action, in words.
+            what: Text about the failed action, such as "no port was forwarded".
             error: The exception of the action. If the transport has recorded another exception, the
                 message names the recorded one.
         """
@@ -441,8 +442,8 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the other end does not answer for `silence_s` seconds.
 
-    paramiko's keepalive sends messages but does not check for answers. TCP knows whether the other
-    end has acknowledged the sent bytes.
+    paramiko's keepalive sends messages but does not check for answers. So this function sets TCP's
+    own timeout: TCP knows whether the other end has acknowledged the sent bytes.
 
     By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
@@ -534,10 +535,10 @@ class HeartbeatCommand:
 def shell_words(
     python: str | None, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
-    """Return a command line that any login shell understands.
+    """Return a command line that starts a Python interpreter, in the syntax of any login shell.
 
     Args:
-        python: Python program to run, as accepted by `python_word`.
+        python: Path of the interpreter, as `python_word` takes it.
         arguments: Arguments of the program, unquoted.
         environ: Additional environment variables; not for secrets, since `ps` shows them.
     """
@@ -567,7 +568,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 
     def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
         """Relay a new connection to a forwarded port of the host. Called by paramiko."""
-        # paramiko keeps one function for all forwarded ports, so it must look up the port
+        # paramiko calls the same function for all forwarded ports, so look up the port
         address = connection.tunnels.get(server[1])
         if address is None:
             channel.close()
