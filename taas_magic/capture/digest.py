@@ -26,8 +26,8 @@ def plain_digest(value: Any) -> str:
 def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
     """Return whether all `values` are plain and together small enough for a digest.
 
-    The values are too large if they contain more than `_MOST_PARTS` objects, or a string or bytes
-    object longer than this.
+    The limit is `_MOST_PARTS` objects. Each string or bytes object may have at most `_MOST_PARTS`
+    characters or bytes.
 
     Args:
         values: Values to check.

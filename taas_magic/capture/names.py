@@ -410,7 +410,9 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 
 
 def _may_swallow(context: ast.expr) -> bool:
-    """Return whether a context manager may swallow exceptions, such as `contextlib.suppress`.
+    """Return whether a context manager is known to swallow exceptions, by its name.
+
+    The names are in `_SWALLOWING`: only `suppress`, the name of `contextlib.suppress`.
 
     Args:
         context: The expression after `with`.

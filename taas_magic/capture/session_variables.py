@@ -1,8 +1,8 @@
 """Record the variables that a session's ranks have, and choose the notebook's variables to send.
 
 A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
-notebook. The kernel sends the value of such a name again only if the value has changed. To find
-changes, the kernel compares digests of pickles.
+notebook. If a value of the notebook has changed since the kernel sent it, the kernel sends it
+again. To find changes, the kernel compares digests of pickles.
 """
 
 import hashlib
