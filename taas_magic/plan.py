@@ -397,7 +397,9 @@ def make_plan(
     """Make the plan of a run, for a pool whose hosts all have the same capacity.
 
     Args:
+        flags: The options of the `%%taas` line.
         host: Capacity of each host of the pool.
+        run_id: Id of the run; see `new_run_id`.
         max_hosts: Number of hosts that the pool may have.
         store: Rule for access to the project store; None for no restrictions.
 

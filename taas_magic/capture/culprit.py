@@ -127,6 +127,11 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
       object that is bound to one process or to one rank's data.
     - The search took `_BUDGET_S` seconds or `_DEPTH` steps.
 
+    Args:
+        name: Name of the variable. The path starts with this name.
+        value: The variable's value, which `dump` cannot pickle.
+        dump: Function that pickles an object, and raises an exception if that fails.
+
     Returns:
         The path to the part at which the search ended (`config['a'][3].db`), and this part.
     """

@@ -202,6 +202,12 @@ def loads(
 ) -> Any:
     """Load one value that `dump` pickled. Its arrays and tensors use `buffers` without a copy.
 
+    Args:
+        data: The pickle, or a file-like object positioned at its first byte.
+        buffers: Out-of-band buffers of the pickle.
+        namespace: Globals of the functions that were pickled without their globals; None for an
+            empty namespace.
+
     Raises:
         CaptureError: The value needs a notebook's class that this process does not have.
     """
@@ -214,7 +220,12 @@ def load_each(
 ) -> Iterator[Any]:
     """Yield the values of one `ValuePickler` in the order in which they were added.
 
-    The generator does not stop after the last value: the caller must know how many there are.
+    The generator does not stop after the last value, so the caller must know the number of values.
+
+    Args:
+        stream: File-like object positioned at the first byte of the pickle.
+        buffers: Out-of-band buffers of the pickle.
+        namespace: Globals of the functions that were pickled without their globals.
     """
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
     while True:

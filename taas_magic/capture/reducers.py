@@ -134,6 +134,11 @@ def fill_function(
 
     The pickled state may have values of globals. A global that exists already keeps its value,
     because the function's globals may be the notebook's namespace.
+
+    Args:
+        function: The function.
+        given: cloudpickle's function that sets the state, the pickled state, and pairs of a closure
+            cell and its content.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
