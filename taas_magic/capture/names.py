@@ -249,7 +249,7 @@ class UsedNames:
             bound: Names that are set before the first of them runs, such as loop variables.
 
         Returns:
-            The names that are certainly set if the statements have run.
+            The names that are certainly set after the statements have run to their end.
         """
         outside, self._defined = self._defined, self._defined | (bound or set())
         self.walk(statements)

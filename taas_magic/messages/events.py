@@ -392,7 +392,7 @@ class RanksKilled(Event, tag="killed", kw_only=True):
 
 
 class HostEnded(Event, tag="host_ended", kw_only=True):
-    """An agent reports that all processes of the run on its host have ended.
+    """An agent reports that all ranks, or all fetchers, of the run on its host have ended.
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.

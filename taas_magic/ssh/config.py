@@ -370,7 +370,8 @@ class KnownHosts(MissingHostKeyPolicy):
     `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key.
 
     A key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
-    Even ssh, if it continues with such a key, forwards no ports, and a pool needs forwarded ports.
+    ssh can be set to continue with such a key, but then it forwards no ports. A pool needs forwarded
+    ports.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
     on lines with a marker (`@revoked`). The error of that check names neither the file nor a
