@@ -370,8 +370,7 @@ class KnownHosts(MissingHostKeyPolicy):
     `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key.
 
     A key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
-    ssh can be set to continue with such a key, but then it forwards no ports. A pool needs forwarded
-    ports.
+    ssh can be set to continue with such a key, but then it forwards no ports, which a pool needs.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
     on lines with a marker (`@revoked`). The error of that check names neither the file nor a
