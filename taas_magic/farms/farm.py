@@ -247,7 +247,8 @@ class Farm:
             kwargs: Keyword arguments of the call.
 
         Raises:
-            CaptureError: An object cannot be pickled; the message has the path to it.
+            CaptureError: An object cannot be pickled. The message says where the object is, such as
+                `config['a'][3].db`.
             PoolError: The farm is closed, or its process has ended.
             UsageError: `retries` or `fresh` was given, but the function has a parameter of the same
                 name.
@@ -622,7 +623,7 @@ class Farm:
 
 
 class _StoredParts:
-    """The large arguments and payloads of jobs. The farm's process stores each of them once.
+    """The large parts of jobs' arguments and payloads. The farm's process stores each part once.
 
     Any thread may call the methods.
     """

@@ -131,8 +131,8 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
 def _state() -> tuple[Any, ...]:
     """Return the state of this process. If a job changes this state, the process ends.
 
-    The state is the number of threads, whether there are children, the environment, the working
-    folder, the standard streams, and whether CUDA is in use.
+    The state is the number of threads, whether the process has children, the environment, the
+    working folder, the standard streams, and whether CUDA is in use.
     """
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}

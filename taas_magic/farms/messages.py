@@ -15,7 +15,7 @@ TOPIC = "taas-farm"
 INLINE_BYTES = 64 << 10
 """Size in bytes above which a job's payload or a part of its arguments is sent separately.
 
-Each host receives such data once. The jobs of the host map it into their memory.
+Each host receives these bytes once. The jobs on the host map the bytes into their memory.
 """
 
 PUT_PART, GET_PART, DROP_PART = "taas_put_part", "taas_get_part", "taas_drop_part"

@@ -1,4 +1,4 @@
-"""The node: a process on one host of a farm, with a Dask worker, which starts the jobs' processes.
+"""The node: a process on one host of a farm. It has a Dask worker, and starts the jobs' processes.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
 child process and waits until the node ends. So when the pool ends the run, the node ends, too. Like

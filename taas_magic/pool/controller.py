@@ -247,8 +247,10 @@ EncodedEventSink = Callable[[bytes], None]
 """Function that sends an encoded event to a kernel."""
 
 BEAT_S = 1.0
-"""Seconds between beats of the pool's process to its kernels, and between updates of `Kernels` and
-`PoolMeter`. It is also the precision of the measured host hours."""
+"""Seconds between beats of the pool's process to its kernels.
+
+`Kernels` and `PoolMeter` are updated at each beat. So this is the precision of the host hours.
+"""
 
 END_S = 10.0
 """Maximum seconds to write the journal and release the project store at a run's end.
@@ -435,7 +437,7 @@ class Controller(SchedulerPlugin):
         return state
 
     def _session_that_stays(self, share: Share) -> PoolRun | None:
-        """Return the detached session to which `share` belongs; None if it belongs to none."""
+        """Return the detached session to which `share` belongs; None if there is none."""
         session = self._runs.get(share.session_id)
         return session if isinstance(session, PoolRun) and session.stays else None
 
@@ -645,13 +647,10 @@ class Controller(SchedulerPlugin):
     def _file_request_handler(
         self, kind: type[FileRequest[Any]]
     ) -> Callable[..., Awaitable[bytes]]:
-        """Return a handler for file requests of one class from hosts.
+        """Return the function that Dask calls with the hosts' file requests of the class `kind`.
 
-        Hosts that do not share the notebook's run folder or project store send such requests. The
-        handler identifies the sending host by its authenticated connection.
-
-        Args:
-            kind: Class of the requests.
+        Hosts that do not share the notebook's run folder or project store send these requests. The
+        function identifies the sending host by the authenticated connection.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:

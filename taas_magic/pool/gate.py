@@ -39,7 +39,7 @@ from taas_magic.messages import GetAgentKeys, leaf_subclasses
 from taas_magic.store.manifest import FileRequest
 
 PROVE_S = 10.0
-"""Total seconds for a new connection to prove its certificate and complete the handshake."""
+"""Maximum seconds in which a new connection must prove its certificate and end the handshake."""
 
 MOST_UNPROVED = 128
 """Maximum number of unauthenticated connections. If more arrive, the gate closes the oldest."""
@@ -366,7 +366,7 @@ class PoolScheduler(Scheduler):
         """Register an agent or a vehicle. `check_message` has already verified the agent's name.
 
         Constants replace all fields outside `JOINS_WITH`. Otherwise, a hostile worker could affect
-        other workers, because Dask uses the fields of one worker when the next one joins.
+        other workers, because Dask uses one worker's fields when another worker joins.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

@@ -388,13 +388,12 @@ class PoolHosts(SchedulerPlugin):
         self._on_lost(host, f"{why}; {detail}" if detail else why)
 
     async def _greet(self, host: PoolHost) -> None:
-        """Send `Greet` to a new host, and mark the host as ready when it responds.
+        """Send `Greet` to a new host, and mark the host as ready when the host responds.
 
-        The response has the host's name, address and GPUs.
-
-        Imports may be slow, so the wait has no time limit. It ends at the latest when the host is
-        gone: a living host sends beats, and a host whose imports are stuck ends itself. A host that
-        responds with an error is dropped.
+        The response has the host's name, address and GPUs. A host that responds with an error is
+        dropped. Imports may be slow, so the wait has no time limit. The wait ends at the latest
+        when the host is gone: `watch` drops a host that sends no beats, and a host whose imports
+        are stuck ends itself.
         """
         greeting = Greet(has_run=self._runs_waiting > 0)
         try:
@@ -412,7 +411,7 @@ class PoolHosts(SchedulerPlugin):
     async def _wait_until_joined(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
-        The engine is asked every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
+        Call the engine every `ASK_AGAIN_S`, so that the engine replaces requested hosts that died.
 
         Raises:
             asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not

@@ -162,9 +162,10 @@ class PoolFolder:
         return not is_free(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the pool's running process; None if there is none, or if it has just started.
+        """Return the pool's running process; None if there is none.
 
-        A process can be found after it has written its pid to the lock file.
+        The result is also None if a process has just started and has not yet written its pid to the
+        lock file.
         """
         self.has_children()
         path = self.path / "lock"

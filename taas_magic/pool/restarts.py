@@ -9,9 +9,9 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """Decision whether a run's fetchers start again, from their events and the restarts so far.
+    """Rule for restarting a run's fetchers: when all of them have ended, up to `most` times.
 
-    The caller passes the events, and starts the fetchers.
+    The caller passes the fetchers' events to this object, and starts the fetchers again.
 
     Args:
         plan: Plan of the run.

@@ -168,17 +168,17 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
 
     If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
     and other hosts' ranks still run `LEFT_GRACE_S` later, the attempt has failed. After any other
-    failure, this function waits for more reports:
+    failure, the attempt ends when all hosts have reported, or earlier:
 
-    - If a reported failure was not caused by another failure, the wait lasts `SETTLE_S`.
+    - If a reported failure was not caused by another failure, the attempt ends `SETTLE_S` later.
     - If other failures caused all reported failures, the cause must still arrive: if a rank dies,
       ranks of other hosts fail, and their hosts may report earlier than the host of the dead rank.
-      The wait ends when each host without a report has sent a beat at least `LATE_S` after the
+      The attempt ends when each host without a report has sent a beat at least `LATE_S` after the
       first reported failure. A host's messages arrive in order, so a report of the host would have
       arrived before this beat. If a host sends no beats, the pool soon drops the host. Then the
       loss of the host counts as its report.
-    - If all reported failures are interrupts, the wait has no limit, because all hosts were
-      interrupted and will report.
+    - If hosts have reported only interrupts so far, the attempt does not end earlier, because all
+      hosts were interrupted and will report.
 
     Args:
         hosts: All hosts of the attempt, with their reports.

@@ -205,7 +205,7 @@ class Ignore:
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_accepted(self, path: str) -> str:
-        """Return why the store does not accept a file at `path` from a host; "" if it does."""
+        """Return why the store refuses a file at `path` from a host; "" if the store accepts it."""
         if self.is_secret(path):
             return "it may hold a secret"
         if is_run_by_tools(path):

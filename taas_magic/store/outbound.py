@@ -186,7 +186,7 @@ def has_changed(file: FileIO, before: os.stat_result) -> bool:
 
 
 SMALL_BYTES = 1 << 18
-"""Maximum size of a file that is sent as one piece, together with others in one message."""
+"""Maximum bytes of a file that is sent as one piece. Several such files may share a message."""
 
 _FRESH_NS = 100_000_000
 

@@ -202,7 +202,10 @@ class RunFileRecord:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and modification time; normally, a change of the file changes one."""
+    """Return inode, size and modification time.
+
+    Normally, a change of the file alters at least one of these.
+    """
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 

@@ -64,7 +64,7 @@ class StoreView:
     """
 
     has_own_files = False
-    """Whether the rank has written to its scratch folder."""
+    """Whether the rank may have its own versions of files; always True in a rehearsal."""
 
     def __init__(
         self, who: str, store: str, open_folders: Sequence[str], on_write: Callable[[str], None]
@@ -225,7 +225,7 @@ class StoreView:
 
     @property
     def is_redirecting(self) -> bool:
-        """Whether this thread is inside a redirected call. Its further calls are not redirected."""
+        """Whether this thread is inside a redirected call; if so, its other calls are unchanged."""
         return getattr(self._redirecting, "flag", False)
 
     @contextlib.contextmanager
@@ -822,7 +822,7 @@ def _write(
     Args:
         view: The view of this process.
         decide: Method that maps a path in the store to the path to use (`StoreView.resolve`).
-        real: The original function, such as `os.mkdir`. It changes the file or folder at `path`.
+        real: The original function, such as `os.mkdir`, which changes the entry at `path`.
         path: The path that the program passed.
         *args: Further arguments of `real`.
         dir_fd: As in the functions of `os`.

@@ -263,10 +263,10 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
 
 
 def _refuse_overlap(store: str, path: Path) -> None:
-    """Raise StoreError if the lock at `path` belongs to a living run and overlaps `store`.
+    """Raise StoreError if the lock file at `path` belongs to a run whose store overlaps `store`.
 
-    Folders overlap if they are the same or one contains the other. If no process holds the lock,
-    its file is removed.
+    Two folders overlap if they are the same, or if one contains the other. If no process holds the
+    lock, the run has ended, and this function removes the lock file.
     """
     with locked(path, wait=False) as free:
         if free:

@@ -327,7 +327,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
 
 
 class DamagedError(UnsafeError):
-    """Error for an arrived file that differs from the file that was sent; it holds the path."""
+    """Error for an arrived file that differs from the file that was sent; has the file's path."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
