@@ -118,7 +118,7 @@ class Wait:
 
 def disconnect(client: "Client") -> None:
     """Close a Dask client, even if its scheduler was killed."""
-    # If the scheduler was killed, the client would log that it reconnects.
+    # If the scheduler was killed, the client would log that it reconnects. So disable this log.
     logger = logging.getLogger("distributed.client")
     before, logger.disabled = logger.disabled, True
     try:
@@ -221,7 +221,8 @@ class PoolConnection:
 
         self.id, self.config, self.process, self.why = str(client.id), config, process, ""
         self._client, self._log, self._last_beat_at = client, log, time.monotonic()
-        # Dask would reconnect by itself, but by then the process has dropped this kernel.
+        # Dask reconnects by itself, but by then the process has dropped this kernel. So `_watch`
+        # compares the client's stream with this one, and ends a connection that was restored.
         self._comm = client.scheduler_comm
         self._listeners: dict[str, Callable[[Event], None]] = {}
         self._waiting: dict[str, Callable[[list[str]], None]] = {}
@@ -456,7 +457,8 @@ class PoolConnection:
         try:
             return answer.result()
         except (OSError, futures.CancelledError) as error:
-            # A process that is ending closes its connections before it exits.
+            # A process that is ending closes its connections before it exits. So wait a moment:
+            # `_watch` may find that the process has exited, which is the better reason.
             self._over.wait(_PATIENCE_S + 2 * _LOOK_S)
             self._end(self._broken())
             raise ConnectionEnded(self.why) from error

@@ -717,8 +717,8 @@ class Controller(SchedulerPlugin):
 
     def _event_sender(self, owner: str, run_id: str) -> EncodedEventSink:
         """Return a function that sends encoded events of a run to the kernel `owner`."""
-        # The kernel also subscribes itself, but its subscription takes another path than its
-        # request and may arrive later. Events in between would be lost.
+        # The kernel also subscribes itself. But its subscription uses another stream than its
+        # request, so the subscription may arrive after the first events, which would be lost.
         self._scheduler.subscribe_topic(topic(owner), owner)
         return lambda encoded: self._scheduler.log_event(topic(owner), (run_id, encoded))
 

@@ -198,8 +198,8 @@ class FileServer:
             rule = self._run.plan.store
             assert rule is not None
             folder = state_folder(rule.path)
-            # Another run may use the store at the same time, with the state folder `folder`. So a
-            # share without rank 0 of a normal run uses a subfolder, and has no writer.
+            # Only the ranks of a run that owns the store use the state folder itself, and have a
+            # writer. Other shares may be active at the same time. So they use subfolders.
             if self._run.reads_only or self._run.is_session:
                 self._store_server = StoreServer(rule, folder / "readers", writer=-1)
             elif self._fetches:

@@ -83,7 +83,8 @@ class Receipt:
         return Receipt(
             written=written,
             kept_out={path: tuple(sorted(ranks)) for path, ranks in sorted(kept_out.items())},
-            # A host that does not share the store may lack a file that rank 0 wrote elsewhere.
+            # A host that does not share the store reports a path as missing although rank 0 wrote
+            # the file on another host. So remove all written paths.
             missing=(self.missing | missing) - set(written),
             shared=tuple(event.shared),
             means=self.means or event.means,

@@ -655,7 +655,8 @@ def _replace_open(call: _Call) -> None:
     for module, name in _OPENS:
         if module in sys.modules:
             setattr(sys.modules[module], name, call)
-    # numpy.loadtxt and savetxt find `open` in a table, which is an attribute of a class.
+    # numpy.loadtxt and savetxt get `open` from a dict of numpy's object `_file_openers`, in which
+    # `open` has the key None.
     numpys = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
     getattr(numpys, "_file_openers", {})[None] = call
 

@@ -170,7 +170,7 @@ class StoreServer:
         If there was no search yet, or `request.fresh` is True, first start a search in a thread.
         """
         if self._search is None or (request.fresh and self._search.done()):
-            # The search runs in a thread. Until it ends, no other thread may use the hashes.
+            # The search runs in a thread. Meanwhile, no other thread may use the hashes.
             arguments = self._tree, self._hashes, self._rule.limit_bytes
             self._search = self._searcher.submit(scan_store, *arguments)
         if not self._search.done():
