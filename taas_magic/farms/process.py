@@ -301,7 +301,10 @@ class NodeManager(SchedulerPlugin):
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
-        """Launch a node's run in the pool's process. When the run ends, mark the node as lost."""
+        """Launch a node's run in the pool's process, without waiting for the run's end.
+
+        When the run ends later, its last event marks the node as lost.
+        """
         spec = self._make_spec(name, pool, self._scheduler_address(connection))
         node = self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id

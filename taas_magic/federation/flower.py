@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
-"""Name of the environment variable with the path of the file with the Control API's key."""
+"""Name of the environment variable for the path of the Control API's key file."""
 
 RESULT = "TAAS_FEDERATION_RESULT"
-"""Name of the environment variable with the path of the file for the ServerApp's result."""
+"""Name of the environment variable for the path of the file with the ServerApp's result."""
 
 
 @dataclass(frozen=True)

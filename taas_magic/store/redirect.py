@@ -131,7 +131,7 @@ class StoreView:
         return None
 
     def common_path(self, store_path: str) -> str:
-        """Return the path of the file that ranks without an own version see at `store_path`."""
+        """Return the path of the file that a rank without an own version reads for `store_path`."""
         return self.replacement_path(store_path) or store_path
 
     def path_to_read(self, store_path: str) -> str | None:

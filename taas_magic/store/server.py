@@ -1,7 +1,8 @@
 """The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
-The pool's process has one `StoreServer` for each run. The controller checks which host of the run
-sent a request. This module checks everything else in the request, because a host may be hostile.
+The pool's process has one `StoreServer` for all ranks of a run, and one for all fetchers of a run.
+The controller checks which host of the run sent a request. This module checks everything else in
+the request, because a host may be hostile.
 """
 
 import os
