@@ -17,12 +17,12 @@ results.py     sends the values of `--out` from ranks to the notebook
 cell_main.py   the main module of child processes that a cell spawns
 prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
-process_groups.py  a key prefix for each process group that a session's ranks create
-variables.py   what a session's rank reports about its variables
+process_groups.py  separates the keys of a session's process groups in their key-value store
+variables.py   short descriptions of the variables of a session's rank
 link.py        the pipes between a rank and its agent
 rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server
 forkserver.py  starts ranks and fetchers as forks of a process that has torch imported
-activity.py    distinguishes a slow start of a process from one that is stuck
+activity.py    decides whether a process that starts slowly is stuck
 system.py      network addresses and processes of this host
 files.py       copies files of the run folder and the project store to and from the host
 vehicle.py     starts a supervisor on a host of a Dask cluster class

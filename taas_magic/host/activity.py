@@ -39,9 +39,9 @@ class Usage(NamedTuple):
 def last_active(before: Usage | None, now: Usage) -> Usage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    The start or the end of a process counts as work, too. A caller with a series of samples passes
-    the result of the last call as `before`. Then `at_s` of each result is the time of the last
-    sample that showed work.
+    The start or the end of a process counts as work, too. A caller that takes samples repeatedly
+    passes the result of its previous call as `before`. Then `at_s` of the result is the time of the
+    latest sample that showed work.
 
     Args:
         before: The earlier sample; None if `now` is the first one.
@@ -51,7 +51,10 @@ def last_active(before: Usage | None, now: Usage) -> Usage:
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> Usage:
-    """Take a sample of `processes`. Ignore processes that have ended or belong to another user."""
+    """Return a sample of the resources that `processes` have used until now.
+
+    Ignores processes that have ended or belong to another user.
+    """
     cpu_s, calls, pids = 0.0, 0, set()
     for process in processes:
         try:
@@ -89,7 +92,7 @@ class IdleTimer:
         self._active: Usage | None = None
 
     def idle_s(self) -> float:
-        """Take a sample; return the seconds since the last sample that showed work.
+        """Take a sample; return the seconds since the latest sample that showed work.
 
         The first call returns 0.
         """
@@ -100,13 +103,13 @@ class IdleTimer:
 
 
 def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout_s: float) -> bool:
-    """Wait until a process has started, has ended or counts as stuck.
+    """Block until a process has started, has ended or counts as stuck. Do not kill the process.
 
     Args:
-        process: The process, which was just created.
-        ready: Descriptor from which the caller can read when the process has started or ended, for
-            example the read end of a pipe that the process writes to.
-        start_timeout_s: Seconds for which the process may be idle.
+        process: The process, which the caller has just created.
+        ready: Descriptor that becomes readable when the process has started or ended, for example
+            the read end of a pipe to which the process writes after its start.
+        start_timeout_s: Seconds for which the process may be idle before it counts as stuck.
 
     Returns:
         True if the process has started or ended. False if the process was idle for

@@ -5,9 +5,10 @@ run is not a Dask task. The controller starts a run by a call to each agent, bec
 controller knows whether all hosts of the run have joined (docs/decisions.md).
 
 The agent sends heartbeats, and the controller acknowledges each heartbeat. If no acknowledgement
-arrives for `lease_s` seconds, a host on another machine than the notebook's ends itself (`Lease`).
-A separate thread watches the lease, so that a hung event loop cannot keep the host alive. The lease
-uses only monotonic clocks, because the system clocks of two hosts may differ by days.
+arrives for `lease_s` seconds, the agent exits, and its supervisor ends all other processes of the
+host (`Lease`). An agent on the notebook's machine has no lease. A separate thread watches the
+lease, so that a hung event loop cannot keep the host alive. The lease uses only monotonic clocks,
+because the system clocks of two hosts may differ by days.
 """
 
 import asyncio
@@ -116,11 +117,11 @@ EXPIRED = 75
 
 
 class Lease:
-    """Time limit of a host. If no acknowledged heartbeat renews the lease in time, the host ends.
+    """Time limit after which a host ends, unless the pool's process acknowledges a heartbeat.
 
-    An acknowledged heartbeat renews the lease from the time at which the host sent the heartbeat.
-    The controller counts from the time at which the heartbeat arrived, and waits one second longer
-    than `lease_s`. So when the controller counts a host as lost, the host has already ended itself.
+    Each acknowledged heartbeat renews the lease: it then lasts until `lease_s` seconds after the
+    host sent this heartbeat. The controller counts a host as lost one second later than `lease_s`
+    after a heartbeat arrived. So a host has already ended when the controller counts it as lost.
 
     Args:
         lease_s: Seconds from the sending of a heartbeat to the end of the lease.
@@ -145,10 +146,11 @@ class Lease:
     def renew(self, beat: float) -> None:
         """Renew the lease because the pool has acknowledged a heartbeat.
 
+        A call never shortens the lease.
+
         Args:
             beat: Time at which this host sent the heartbeat (`time.monotonic`). A time in the
-                future is invalid and is ignored. A time that is earlier than that of an earlier
-                call has no effect.
+                future is invalid and is ignored.
         """
         if beat <= time.monotonic():
             self._good_until = max(self._good_until, beat + self.lease_s)
@@ -264,16 +266,16 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        Each share has its own thread, which this method starts. If a share needs another attempt,
-        the share's existing thread starts the ranks of this attempt.
+        To start a share, this method starts a thread that runs the share. To start the next
+        attempt, this method notifies the share's thread, which then starts the ranks.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
-            a session, the value has no meaning, because the ranks have already met.
+            a session, the value has no meaning, because the session's ranks need no new rendezvous.
 
         Raises:
-            PoolError: The next attempt of a run was requested, but the run has ended on this host.
-                Or a cell was requested, but its session has ended on this host.
+            PoolError: The controller requests the next attempt of a run that has ended on this
+                host, or a cell of a session that has ended on this host.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.is_next_attempt:
@@ -335,7 +337,7 @@ class AgentWorker(ClosedWorker):
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _carry_out(self, run_id: str, share: HostShare) -> None:
-        """Run a share to its end, then forget the share. Runs in the share's thread."""
+        """Run a share to its end, then remove it from `_shares`. Runs in the share's thread."""
         try:
             share.run()
         finally:
@@ -381,8 +383,8 @@ class AgentWorker(ClosedWorker):
     async def import_rest(self) -> None:
         """Make the forkserver import the optional modules when the host is idle for `REST_IDLE_S`.
 
-        Runs until this task is cancelled. When the host becomes idle again after the import,
-        nothing more is imported.
+        Runs until this task is cancelled. The forkserver imports the modules only once; later idle
+        times have no effect.
         """
         while True:
             await self._is_rest_due.wait()
@@ -425,7 +427,13 @@ class AgentWorker(ClosedWorker):
         task.add_done_callback(self._answering.discard)
 
     async def _answer(self, number: int, name: str, request: bytes) -> None:
-        """Handle one call of the controller, and send back the response or the error."""
+        """Handle one call of the controller, and send back the response or the error.
+
+        Args:
+            number: Number of the call, which the response repeats.
+            name: Name of the request's operation (`Request.op`).
+            request: The encoded request.
+        """
         try:
             answer, error = await self._answers[name](request), ""
         except Exception as failed:  # sent to the controller, and logged with traceback

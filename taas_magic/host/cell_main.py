@@ -34,10 +34,13 @@ _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Return the statements of a cell that a spawned child process of a rank runs.
+    """Select the statements of a cell's code that a spawned child process must run.
 
     If the cell has an `if` that tests `__name__`, return all statements. Otherwise, return only
     imports, functions, classes and constants.
+
+    Args:
+        tree: The whole code of the cell.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -50,7 +53,10 @@ def definitions(tree: ast.Module) -> ast.Module:
 
 
 def _only_defines(statement: ast.stmt) -> bool:
-    """Return whether a statement is an import, a function, a class, or assigns a literal."""
+    """Return whether a statement is an import, a function, a class or a constant.
+
+    A constant is an assignment of a literal, such as `sizes = [1, 2]`.
+    """
     functions = ast.FunctionDef | ast.AsyncFunctionDef
     if isinstance(statement, functions | ast.ClassDef | ast.Import | ast.ImportFrom):
         return True
@@ -66,7 +72,7 @@ def _only_defines(statement: ast.stmt) -> bool:
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
     """Load a payload's names into a child's main namespace, and run the cell's definitions there.
 
-    `definitions` selects the statements of the cell that are run.
+    `definitions` selects the cell's statements that this function runs.
 
     Args:
         path: Path of the payload.
@@ -92,7 +98,11 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 def _find(name: str) -> Any:
     """Return the object `name` of the main module. The first call loads all names.
 
-    `become_main` makes this function the main module's `__getattr__` (PEP 562).
+    `become_main` makes this function the main module's `__getattr__` (PEP 562), so Python calls it
+    for each name that the module does not have.
+
+    Raises:
+        AttributeError: The child has no object of this name.
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__

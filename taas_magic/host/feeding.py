@@ -1,8 +1,12 @@
 """Connect a rank to the data service: the run's fetchers, or the rank's own data servers.
 
+A data server is a process below the rank that prepares the batches of one loader (`RankServers`).
+Only runs without fetchers have data servers. A data server starts when the rank first uses the
+loader.
+
 In a session, a loader stays usable in later cells. Each cell whose payload has loaders gets its own
-data service, with its own fetchers or data servers. A data server starts when a loader is first
-used, which may be in a later cell. So the ranks keep the pickled loaders of each cell, and the
+data service, with its own fetchers or data servers. A data server may start in a later cell than
+the cell that brought the loader. So the ranks keep the pickled loaders of each cell, and the
 notebook's settings.
 """
 
@@ -39,11 +43,11 @@ _SETTINGS = "settings"
 
 @contextmanager
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
-    """Connect a rank's registered loaders to the run's fetchers while the block runs.
+    """Connect a rank's registered loaders to the data service while the `with` block runs.
 
-    The rank unpickles the loaders inside the block. If the run has no fetchers, the loaders use
-    data servers of the rank itself instead. In this case, this function forks the first process of
-    these servers. So enter the block before the rank starts a thread or runs code of the user.
+    The rank unpickles the loaders inside the block. If the run has no fetchers, this function
+    creates the rank's own data servers: it forks a process that later starts the servers. So enter
+    the block before the rank starts a thread or runs code of the user.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -112,16 +116,23 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 def _load(served: ServedLoader) -> bytes:
     """Apply the notebook's settings to this process, and return a run's pickled loader.
 
-    Called in a child process of a rank; this process then serves the loader.
+    Called at the start of a data server.
+
+    Args:
+        served: The server's loader, with the run folder in `folder`.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Apply the settings of all cells to this process, and return a session's pickled loader.
+    """Apply the settings of a session's cells to this process, and return the pickled loader.
 
-    Called in a child process of a rank; this process then serves the loader.
+    Called at the start of a data server of a session's rank.
+
+    Args:
+        served: The server's loader. `folder` is a folder of the session (`_copy_loaders`), which
+            has the settings of the cell that brought the loader and of all earlier cells.
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
@@ -129,8 +140,13 @@ def _load_in_session(served: ServedLoader) -> bytes:
 def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
     """Apply settings to this process, and return the pickled loader.
 
-    Also removes torchrun's variables, because a dataset that sees them may divide the data by rank
-    a second time. A fetcher has no such variables.
+    Also removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
+    reads these variables might divide the data by rank a second time. A fetcher has no such
+    variables.
+
+    Args:
+        settings: Settings of the notebook, in the order in which to apply them.
+        served: The server's loader.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -144,8 +160,8 @@ class SessionFeeds:
 
     Each cell whose payload has loaders has its own connection, a `RankFeed`.
 
-    The constructor forks the first process of the rank's data servers. So call it before the rank
-    starts a thread or runs code of the user.
+    The constructor forks the process that later starts the rank's data servers. So call it before
+    the rank starts a thread or runs code of the user.
 
     Args:
         spec: Settings of the session's ranks on this host.
@@ -212,10 +228,10 @@ class SessionFeeds:
             self._fetched[number] = self._feed
 
     def end_cell(self) -> list[int]:
-        """Forget feeds that no loader uses; return the cells whose fetchers this rank still needs.
+        """Drop feeds that no loader uses; return the cells whose fetchers this rank still needs.
 
-        A rank needs a cell's fetchers as long as a loader from that cell's payload exists. An
-        iterator may keep the loader alive.
+        The rank needs a cell's fetchers as long as a loader from that cell's payload exists. A
+        variable or an iterator may keep the loader alive.
 
         Returns:
             Numbers of the cells in the session.
@@ -230,7 +246,10 @@ class SessionFeeds:
         return list(self._fetched)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return the counts of each loader that the current cell has used, by the loader's name."""
+        """Return counts and times of the loaders that the current cell has used, by loader name.
+
+        They include the batches and units that the rank received, and the seconds that it waited.
+        """
         found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
@@ -244,9 +263,9 @@ class SessionFeeds:
     def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
         """Copy a cell's pickled loaders from the cell's run folder to a folder of the session.
 
-        Also writes the settings of all cells so far to the folder. The loaders' servers read the
-        loaders and the settings from the folder, in this cell and in later cells. All ranks of a
-        host share the folder: the first rank fills it, and the others wait.
+        Also writes the settings of all cells so far to the folder. Data servers read the loaders
+        and the settings from the folder, in this cell and in later cells. All ranks of a host share
+        the folder: the first rank fills the folder, and the other ranks wait.
 
         Args:
             number: Number of the cell in the session.

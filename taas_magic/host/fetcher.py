@@ -41,7 +41,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """The main object of a fetcher's process. It serves the loaders and reports to the agent.
+    """The main object of a fetcher's process. It serves loaders to ranks and reports to the agent.
 
     Attributes:
         server: Server to which ranks connect for batches.
@@ -58,8 +58,8 @@ class Fetcher:
     def entry(self) -> AddressesByLoader:
         """Return the addresses at which this fetcher serves its loaders, by the loader's name.
 
-        The agent on each host with ranks writes this entry to the host's run folder. The ranks read
-        the entry there (`FolderDirectory`).
+        The agents of hosts with ranks write these addresses to the run folder, or to their copies
+        of it, where ranks read them (`FolderDirectory`).
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
@@ -186,7 +186,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 def _has_room(control: Connection) -> bool:
     """Return whether the fetcher can send a message to the agent without blocking.
 
-    Otherwise, the fetcher does not send its report. So ranks never wait because the agent is slow.
+    If a message would block, the fetcher skips a report, so that ranks need not wait for the agent.
     """
     return bool(select.select([], [control], [], 0)[1])
 

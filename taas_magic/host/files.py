@@ -1,8 +1,8 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
-Before ranks and fetchers start, the host gets the files that they read. When they have ended, the
-host sends back the files that they wrote: results, profiles, logs, and the ledgers, which count the
-batches that each rank received (`BatchLedger`).
+Before ranks and fetchers start, the host gets the files that these processes read. When the
+processes have ended, the host sends back the files that the processes wrote: results, profiles,
+logs, and ledgers. A ledger counts the batches that a rank received (`BatchLedger`).
 
 A host that shares the notebook's folders needs no transfer. On any other host, `HostFiles` in the
 agent makes copies of the two folders (`RunFolderCopy`, `StoreCopy`). The agent gets and sends the
@@ -48,7 +48,7 @@ from taas_magic.store.receipt import ReceiptBuilder
 from taas_magic.store.rule import StoreRule, is_below, state_folder
 
 LOG_BYTES = 64 << 20
-"""Maximum number of bytes of a log that are sent back. Of a longer log, only the end is sent."""
+"""Maximum bytes of a log that are sent to the notebook. Of a longer log, only the end is sent."""
 
 RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 """Pattern for the path of a result in the run folder. The groups are the attempt and the rank."""
@@ -82,9 +82,9 @@ class RunFolderCopy:
         return self._folder.path
 
     def begin_attempt(self, attempt: int) -> None:
-        """Record the current attempt.
+        """Record the number of the current attempt.
 
-        `send_back` does not send results and profiles of earlier attempts.
+        `send_back` sends results and profiles of this attempt only.
         """
         self._attempt = attempt
 
@@ -116,10 +116,10 @@ class RunFolderCopy:
         return True
 
     def send_back(self) -> None:
-        """Send to the notebook's run folder what ranks and fetchers wrote.
+        """Send the files that ranks and fetchers wrote to the notebook's run folder.
 
-        These are logs, ledgers, and the last attempt's results and profiles. Called when all
-        processes of the run have ended.
+        Sends logs, ledgers, and the last attempt's results and profiles. Called when all processes
+        of the run on this host have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -241,7 +241,10 @@ class StoreCopy:
         self._start_transfer(_folders_to_send(spec))
 
     def rule(self) -> StoreRule:
-        """Return the settings of the project store, with paths in the mirror."""
+        """Return the run's settings for the project store, with paths in the mirror.
+
+        Ranks write to the mirror as if it were the store, so they need the settings in this form.
+        """
         shared = tuple(map(self.locate, self._rule.shared))
         return structs.replace(self._rule, path=self._mirror.path, shared=shared)
 

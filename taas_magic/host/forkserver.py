@@ -3,8 +3,8 @@
 Two processes import this module:
 
 - The agent, which imports neither torch nor IPython. The agent starts the forkserver, and sends
-  requests to fork processes. Each request has the dotted name of the function that the fork calls.
-  A fork takes tens of milliseconds, and has already imported everything that the forkserver has
+  requests to fork processes. Each request has the dotted name of the function that the new process
+  calls. To fork takes tens of milliseconds. The new process has all modules that the forkserver has
   imported.
 - The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
   the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute. During the
@@ -44,9 +44,9 @@ MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 LATER = ("torch._dynamo",)
 """Modules that a forkserver does not import at its start, because this import may take a minute.
 
-The forkserver of a host imports them when the host is idle. The forkserver of a farm's node imports
-them when a job has imported them. A process that starts before this import imports the modules
-itself at its first optimizer step, which takes 1 s.
+The forkserver of a host imports these modules when the host is idle. The forkserver of a farm's
+node imports these modules after a job has imported them in its own process. A process that was
+forked before this import must import the modules itself, at its first optimizer step.
 """
 
 _PRELOAD = "TAAS_PRELOAD"
@@ -62,16 +62,13 @@ The forkserver writes the name of the module that it is importing to this file.
 """
 
 _FORGET_S = 1.0
-"""Maximum seconds to wait until the forkserver reports that a killed process has ended."""
+"""Maximum seconds that `forget` waits until the forkserver reports the end of a process."""
 
 _LOST = 255
 """Exit code that multiprocessing assigns to a process if the forkserver ended before it."""
 
 _SEEN_S = 1.0
-"""Maximum seconds to wait until the system shows that a forkserver has ended.
-
-The pipes of the forkserver close a moment earlier.
-"""
+"""Maximum seconds to wait, after a forkserver's pipes have closed, until psutil shows its end."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -316,13 +313,13 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, read_end: Connection) -> None:
-    """Run the server of a stand-in until all write ends of `read_end` are closed.
+    """Serve requests for new processes in a stand-in, until no process holds the pipe's write end.
 
-    The forkserver's fork that becomes the stand-in calls this function.
+    The new process that becomes the stand-in calls this function.
 
     Args:
         listener: Socket on which requests for new processes arrive.
-        read_end: Read end of a pipe. The agent and the stand-in's children hold the write end.
+        read_end: Read end of the pipe. The agent and each child of the stand-in hold a write end.
     """
     global _own_pid
     _own_pid = os.getpid()
@@ -414,7 +411,7 @@ def caused_ends(codes: Collection[int | None]) -> bool:
 
 
 def start(function: str, *arguments: Any) -> Any:
-    """Start a process in a fork of the forkserver.
+    """Make the forkserver, or the stand-in if one is in use, fork a process that calls `function`.
 
     Args:
         function: Dotted name of the function that the process calls.
@@ -486,9 +483,9 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing starts a new tracker for the fork when the fork needs one. The new tracker ends
-    with the run. At its end, it removes semaphores and shared memory that the run has left. The
-    agent's tracker would not remove them at that time, because it continues after the run.
+    multiprocessing starts a new tracker for the fork when the fork needs a tracker. At the end of
+    the run, the new tracker removes semaphores and shared memory that the run did not release, and
+    ends. The agent's tracker would not remove them then, because the agent continues.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -497,9 +494,9 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether a process may still run: its exit code is not known yet.
+    """Return whether a process may still run, because its exit code is not known yet.
 
-    Return False for a process that was passed to `forget`.
+    Return False for a process that `forget` has released.
     """
     try:
         return _known_exitcode(process) is None
@@ -532,9 +529,10 @@ def exitcode(process: Any) -> int | None:
 
 
 def forget(process: Any) -> None:
-    """Release a process: wait up to `_FORGET_S` for its end, then close its descriptors.
+    """Wait up to `_FORGET_S` for the end of a process; then close the descriptors for the process.
 
-    If the process has not ended by then, the descriptors stay open.
+    If the process has not ended in time, the descriptors stay open. The caller may not use
+    `process` afterwards.
     """
     with _lock:
         process.join(_FORGET_S)
@@ -553,8 +551,8 @@ def report(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `LATER`, and prepare the forkserver for forks.
 
-    Each fork inherits the result. No import may create a CUDA context or a thread. A fork cannot
-    use an inherited CUDA context, and does not inherit threads.
+    No import may create a CUDA context or a thread, because a fork cannot use an inherited CUDA
+    context and does not inherit threads.
 
     If an import fails, this function prints the traceback and records the error in `_failure`.
     Python's forkserver would ignore an ImportError without a message.
@@ -623,7 +621,7 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 def _prepare_for_forks() -> None:
     """Disable finalizers that would run at exit, and exempt all objects from garbage collection.
 
-    Forks inherit both.
+    Both apply to later forks, too.
     """
     # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
     # first rank that exits would remove a temporary folder that all ranks share.

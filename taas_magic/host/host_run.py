@@ -98,7 +98,7 @@ POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
 
 CLEAN_UP_S = 120.0
-"""Maximum seconds to wait, before the next attempt, until this host has cleaned up the last one.
+"""Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt.
 
 During this time, the controller and the other hosts wait for this host.
 """
@@ -126,7 +126,8 @@ class HostShare(ABC):
         spec: The share, as the pool describes it.
         host_address: Name and address of the host.
         emit: Function that sends an event to the pool.
-        alone: Function that returns whether this is the only share on this host.
+        alone: Function that returns whether this share is the only share on this host. If so,
+            orphans that the supervisor has adopted belong to this share (`leftovers`).
         send_request: Function that sends a request for files to the pool and returns the response.
 
     Raises:
@@ -245,7 +246,7 @@ class HostShare(ABC):
         return self.folder
 
     def _sweep(self) -> None:
-        """End the processes that the share has left. Send a note about processes that remain."""
+        """End processes of the share that still run. Send a note if some cannot be ended."""
         found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
         if left := end_at_once(found):
             self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
@@ -362,7 +363,7 @@ class Attempt:
             self.monitor.check(now)
 
     def _poll_ends(self) -> None:
-        """Record each rank whose process has ended, after all messages of the rank were read."""
+        """Find ranks whose process has ended; read their last messages, then record their end."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.reader.drain(rank)  # record all the rank's messages before its end
@@ -419,10 +420,11 @@ class Attempt:
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
     def _report(self, verdict: Verdict) -> list[Failure]:
-        """Return the failures of this host's ranks, or the failure of the host itself.
+        """Return the failures of this host's ranks, or one failure of the host itself.
 
-        The list includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on
-        this host.
+        If the forkserver has ended, only the failure of the host is returned. Otherwise, the list
+        includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on this
+        host.
         """
         if verdict.cause == "host":
             return [host_failure(self._host_address.host, PoolError(forkserver.why_ended()))]
@@ -499,7 +501,7 @@ class HostRun(HostShare):
         return own_rendezvous.port if own_rendezvous else 0
 
     def stacks(self) -> RunStacks:
-        """Return the stacks of this host's ranks; an empty list if they have not started yet.
+        """Return the stacks of this host's ranks. If no rank has started yet, the list is empty.
 
         Blocks for some seconds. Called by another thread than the share's.
         """
@@ -557,7 +559,9 @@ class HostRun(HostShare):
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
-        """Write the known addresses of fetchers below `base`, and later addresses when they arrive.
+        """Write the known addresses of fetchers to a folder below `base`, where ranks read them.
+
+        When further addresses arrive, `handle_command` writes them to the same folder.
 
         Args:
             base: Folder that contains the folder of addresses (`service.addresses_folder`).
@@ -590,7 +594,8 @@ class HostRun(HostShare):
     def _follow_attempt(self, attempt: Attempt) -> None:
         """Check the ranks until the next attempt is requested or the run ends.
 
-        A check happens when a rank ends, when another thread sets `wakeup`, and after `POLL_S`.
+        A check happens when a rank ends, when another thread sets `wakeup`, and at the latest after
+        `POLL_S` seconds.
         """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
@@ -612,7 +617,7 @@ class HostRun(HostShare):
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
         """Replace the rendezvous and this host's files by those of the next attempt.
 
-        Then let `start_next_attempt` return, which waits in another thread.
+        Then set `is_clean`, for which `start_next_attempt` waits in another thread.
         """
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -684,7 +689,8 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
     Returns:
         Two values: a minimum number of batches, and a minimum number of bytes. 0 means no minimum,
-        and at least one of the two values is 0.
+        and at least one of the two values is 0. For `--prefill all`, the number of batches has
+        no practical limit.
     """
     if prefill is None:
         return 0, 0
