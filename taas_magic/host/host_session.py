@@ -26,20 +26,20 @@ from taas_magic.host.watch import REPORT_S, RankState
 from taas_magic.messages import CellOrder, Note, RanksKilled
 
 CUT_AFTER_S = 1.0
-"""Seconds from the interrupt of a rank until the rank's connections to other ranks are cut.
+"""Seconds from the interrupt of a cell to the first request that ranks cut their connections.
 
-A collective of gloo waits in C++, where SIGINT does not end it. Without connections, the collective
-raises an exception.
+The agent repeats the request after the same time. A collective of gloo waits in C++, where SIGINT
+does not end the wait. Without connections to other ranks, the collective raises an exception.
 """
 
 RETURN_S = 10.0
-"""Seconds that a rank has to raise KeyboardInterrupt after an interrupt.
+"""Maximum seconds from an interrupt until a rank must be back at its prompt. Then it is killed.
 
-A rank that needs longer is killed.
+If all ranks that still run the cell have already raised an exception, the limit is `REPORT_S`.
 """
 
 CELL_END_S = 20.0
-"""Maximum seconds that a session, when it is ended, waits for the end of its current cell."""
+"""Maximum seconds that an ending session waits for the end of its current cell."""
 
 START_S = 60.0
 """Maximum seconds that a cell waits until its session has started the ranks."""
@@ -88,7 +88,7 @@ class CellAttempt(Attempt):
         """Send the cell to the ranks.
 
         Args:
-            port: Not used, because the ranks have already met.
+            port: Not used, because the session's ranks need no new rendezvous.
         """
         spec = self._spec
         self._report_started()
@@ -123,7 +123,10 @@ class CellAttempt(Attempt):
         self._end_ranks(0.0)
 
     def note_if_cut(self) -> None:
-        """If connections of ranks were cut, send a note on how to renew the process group."""
+        """If ranks have cut their connections, tell the user in a note how to continue.
+
+        The note names the calls that create a new process group.
+        """
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session
@@ -137,8 +140,8 @@ class CellAttempt(Attempt):
     def _interrupt(self, since: float) -> None:
         """Interrupt the ranks that run the cell.
 
-        Every `CUT_AFTER_S` seconds after the interrupt, also cut the connections of the ranks that
-        still run the cell.
+        Every `CUT_AFTER_S` seconds after the interrupt, also request that the ranks that still run
+        the cell cut their connections to other ranks.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -172,16 +175,19 @@ class CellAttempt(Attempt):
             self._kill(lost)
 
     def _return_limit_s(self) -> float:
-        """Return the seconds after an interrupt within which ranks must be back at their prompt.
+        """Return the maximum seconds from an interrupt until ranks must be back at their prompt.
 
-        The limit is `RETURN_S`, or `REPORT_S` if all ranks that still run the cell have raised an
-        exception. These ranks need the longer limit to format their tracebacks.
+        The limit is `RETURN_S`. If all ranks that still run the cell have raised an exception, the
+        limit is `REPORT_S`, which is longer, because these ranks format their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
-        """Kill ranks that did not end the cell in time, and report this. The session then ends."""
+        """Kill `lost`, the ranks that did not end the cell in time, and send an event and a note.
+
+        The session then ends.
+        """
         limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
         self._killed.update(state.rank for state in lost)
@@ -215,10 +221,10 @@ class HostSession(HostRun):
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
-        """Reserve the ranks for a cell. Wait up to `START_S` until the session has started them.
+        """Reserve the ranks for a cell. First wait up to `START_S` for the start of the ranks.
 
         From now until `end_cell`, the cell's run checks the ranks for failures and hangs, and the
-        session does not check them.
+        session does not check the ranks.
 
         Args:
             cell: This host's share of the cell's run.
@@ -237,7 +243,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Release the ranks from the cell. The session then gets their output and checks them."""
+        """Release the ranks. The session then receives the ranks' output and checks the ranks."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
@@ -246,9 +252,9 @@ class HostSession(HostRun):
         self.wakeup.set()
 
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
-        """Return an attempt that can run `cell` on the ranks.
+        """Create the attempt that runs `cell` on the ranks.
 
-        This method also sends all further output and messages of the ranks to the cell's run.
+        Also redirects all further output and messages of the ranks to the cell's run.
         """
         ours = self._attempt
         assert ours is not None
@@ -269,7 +275,7 @@ class HostSession(HostRun):
 
     def _start_ranks(self) -> Attempt:
         attempt = super()._start_ranks()
-        # Each cell may have fetchers. The ranks read the addresses of all of them in one folder.
+        # Each cell may have fetchers. The ranks read the addresses of all fetchers in one folder.
         self.use_addresses(attempt.folder)
         self._started.set()
         return attempt
@@ -308,7 +314,7 @@ class HostSession(HostRun):
 
 
 class HostCell(HostRun):
-    """Runner of one cell on the ranks that a session has on this host.
+    """Runner of one cell on this host's ranks of a session.
 
     Args:
         spec: This host's share of the cell's run.
@@ -328,12 +334,12 @@ class HostCell(HostRun):
             session.end_cell()
             raise
         self._files.share_mirror(session.files)
-        self.port = session.port or 1  # not used, because the ranks have already met
+        self.port = session.port or 1  # not used, because the ranks need no new rendezvous
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Record or forward a rank's message. Called by the thread of the `PipeReader`.
+        """Record or forward a message that a rank of the session sends while it runs the cell.
 
-        Used while the cell runs.
+        Called by the thread of the `PipeReader`.
         """
         self._on_message(rank, message)
 

@@ -41,7 +41,7 @@ _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).d
 
 
 class Keyboard:
-    """Gives a rank's program the lines that the user types.
+    """Source of the lines that the user types for a rank's program.
 
     `install` makes the program's `input()`, `getpass` and `sys.stdin` read these lines.
 
@@ -61,13 +61,13 @@ class Keyboard:
         self.was_refused = False
 
     def install(self) -> None:
-        """Replace `input`, `getpass.getpass` and `sys.stdin` so that they read from the user."""
+        """Make `input`, `getpass.getpass` and `sys.stdin` request their lines from the user."""
         builtins.input = self._input
         getpass.getpass = self._getpass
         sys.stdin = _UserInput(self)
 
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
-        """Send the user a request for a line, and wait for the line. Any thread may call this.
+        """Request a line from the user, and wait for it. Any thread may call this.
 
         Args:
             prompt: Text to show before the input.

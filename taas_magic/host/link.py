@@ -28,8 +28,8 @@ OTHERS_END_S = 0.4
 """Maximum seconds that an ending rank waits until the other ranks end, too.
 
 The wait keeps this rank's sockets open, because another rank's `init_process_group` may still be
-connecting to this rank. Under torchrun, the sockets stay open while Python shuts down, which takes
-about the same time.
+connecting to this rank. Under torchrun, a rank's sockets stay open for a similar time, while Python
+shuts down.
 """
 
 SIGNAL = signal.SIGRTMAX - 3
@@ -44,7 +44,7 @@ _READ_BYTES = 65536
 
 
 RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks", "error.json"]
-"""Kind of a file that a rank shares with its agent.
+"""Kind of a file or named pipe that a rank shares with its agent.
 
 - `log`, `messages`: the pipes of the rank's output and messages.
 - `ask`: the pipe of the agent's requests to the rank.
@@ -57,14 +57,21 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 
 
 RUNNING = "running"
-"""Name of the pipe by which a rank notices that all ranks of this host end (`await_others`).
+"""Name of a pipe that every rank of this host keeps open for writing until the rank ends.
 
-Every rank keeps the pipe open while the rank runs. No process writes to the pipe.
+By this pipe, an ending rank notices that no other rank of the host runs any more (`await_others`).
+No process writes to the pipe.
 """
 
 
 def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
-    """Return the path of a rank's file in the private folder of its attempt."""
+    """Return the path of a file or named pipe that a rank shares with its agent.
+
+    Args:
+        folder: Private folder of the rank's attempt.
+        rank: Number of the rank.
+        what: Kind of the file.
+    """
     return folder / f"{rank}.{what}"
 
 
@@ -78,7 +85,7 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Send a rank the request to cut its connections to other ranks. No effect if `cell` is over.
+    """Request that a rank cut its connections to other ranks, if the rank still runs `cell`.
 
     Args:
         folder: Private folder of the rank's attempt.
@@ -89,7 +96,7 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Send a rank the request to send its stack report."""
+    """Request a rank's stack report. If the rank does not read its requests, do nothing."""
     _send_request(folder, rank, SEND_STACKS)
 
 
@@ -106,11 +113,12 @@ def send_cell_order(folder: Path, rank: int, cell: CellOrder) -> None:
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send the line that the user typed to the rank that requested it.
+    """Send a line of the user's input to the rank that requested input.
 
     Args:
         folder: Private folder of the rank's attempt.
-        answer: The line. The encoded answer may have at most PIPE_BUF bytes.
+        answer: The user's line, and the number of the rank. The encoded answer may have at most
+            PIPE_BUF bytes.
     """
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
@@ -164,8 +172,8 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 
     Args:
         message: The encoded message.
-        sender: Id that all pieces of the message have in common. The id must be unique in the pipe,
-            and must not contain spaces.
+        sender: Id of the message, by which the agent finds all pieces of the message. The id must
+            be unique in the pipe, and must not contain spaces.
     """
     for at in range(0, len(message), _PIECE_BYTES):
         end = at + _PIECE_BYTES
@@ -203,8 +211,8 @@ class Link:
     def redirect_output(self) -> None:
         """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
-        stdout and stderr share one pipe, so that their lines stay in order. Python writes each line
-        at once.
+        stdout and stderr share one pipe, so that their lines stay in order. They become
+        line-buffered: Python writes each complete line immediately.
         """
         sys.stdout.flush()
         sys.stderr.flush()

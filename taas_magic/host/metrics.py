@@ -1,8 +1,8 @@
 """Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
 A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
-tensors to numbers, and writes the numbers to the pipe. The conversion of a CUDA tensor waits for
-the GPU, so the program's own threads need not wait. This module imports little, because every rank
+tensors to numbers, and writes the numbers to the pipe. To convert a CUDA tensor, a thread must wait
+for the GPU; the program's own threads never do this. This module imports little, because every rank
 imports it.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 OFF = "TAAS_METRICS"
-"""Name of an environment variable that the user may set.
+"""Name of the environment variable by which the user disables metrics from TensorBoard.
 
-If it is "0", only `taas.log` records metrics. Otherwise, scalars that libraries write for
-TensorBoard are recorded, too (`record_tensorboard`).
+If its value is "0", only scalars from `taas.log` are recorded. Otherwise, scalars that libraries
+write for TensorBoard are recorded, too (`record_tensorboard`).
 """
 
 
@@ -35,13 +35,14 @@ class MetricBuffer:
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
-        """Append scalars to the buffer. Ranks other than 0 drop them, unless `all_ranks` is True.
+        """Append scalars to the buffer. On a rank other than 0, do so only if `all_ranks` is True.
 
-        A child that the rank forked always drops them.
+        In a child that the rank forked, do nothing.
 
         Args:
             values: Scalars by name.
-            step: Step of the training; None to count the steps of each name.
+            step: Step of the training. None to use the last step of the same name plus 1, or 0 for
+                the first scalar of a name.
             all_ranks: Whether ranks other than 0 store their scalars, too.
 
         Raises:
@@ -70,7 +71,7 @@ class MetricBuffer:
 def _kept(name: str, value: Any) -> Any:
     """Check a scalar, and return the copy that the buffer stores: a float or a tensor.
 
-    A tensor is copied, because the program may change the tensor before its value is sent.
+    The program may change a tensor before the heartbeat thread reads the value, hence the copy.
 
     Raises:
         TypeError: The value is neither a number nor a tensor with one element.

@@ -47,7 +47,7 @@ CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
 
 MAX_BARS = 32
-"""Maximum number of nested progress bars of a rank. Further bars become lines."""
+"""Maximum number of nested progress bars of a rank. If there are more, the top ones become lines."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
@@ -75,7 +75,7 @@ _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode UTF-8. Leave out an incomplete character at the end."""
+    """Decode UTF-8 bytes that may end in the middle of a character. Omit this character."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
@@ -83,7 +83,7 @@ class _Row:
     """One row of a rank's output as a terminal would show it.
 
     Attributes:
-        head: Beginning of the row's text, at most as long as a line may be.
+        head: Beginning of the row's text, up to the maximum length of a line.
         length_bytes: Length of the whole text.
         is_redrawn: Whether text after a carriage return has replaced the row's text.
     """
@@ -149,8 +149,9 @@ class LineAssembler:
       this. A carriage return directly before a newline is part of the line's end.
     - If a program prints text while a bar of tqdm is unfinished, a terminal shows the text behind
       the bar. The line then has only the text.
-    - tqdm moves the cursor up between nested bars. The rows of nested bars do not become lines
-      while all of them are unfinished bars. When a row below has other text, they become lines.
+    - tqdm moves the cursor up between nested bars. The rows above the cursor do not become lines
+      while all of them are unfinished bars. When one of these rows gets other text, that row and
+      all rows above it become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -165,7 +166,10 @@ class LineAssembler:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add the next bytes, and return the lines that they complete, without line ends."""
+        """Add the next bytes of the output. Return the lines that are now complete.
+
+        The lines have no line ends.
+        """
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
@@ -196,7 +200,11 @@ class LineAssembler:
         return lines
 
     def _whole_lines(self, body: bytes) -> list[str]:
-        """Add whole lines, without the last newline, and return the lines that are final."""
+        """Add whole lines, and return the lines that later output cannot change any more.
+
+        Args:
+            body: The lines, without the last newline.
+        """
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
         is_blank = len(self._rows) == 1 and not self._rows[0].head  # there may be a bar above
@@ -219,9 +227,11 @@ class LineAssembler:
             self._rows[self._at].add_bytes(above, self._limit_bytes)
 
     def _break(self) -> list[str]:
-        """Move to the row below. Remove the rows above that are final, and return them as lines.
+        """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
-        Rows are not final while they are nested progress bars.
+        The top row is unfinished while it is an unfinished progress bar, and all rows between it
+        and the cursor are unfinished bars or blank. If there are more than `MAX_BARS` rows, the top
+        row counts as finished.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -251,8 +261,8 @@ class _Bucket:
     """A token bucket for bytes and lines, as in network traffic shaping.
 
     Args:
-        burst: Maximum number of byte tokens in the bucket, and maximum number of line tokens.
-        per_s: Number of byte tokens that are added each second, and number of line tokens.
+        burst: Maximum numbers of tokens in the bucket, as (bytes, lines).
+        per_s: Numbers of tokens that are added each second, as (bytes, lines).
     """
 
     def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
@@ -285,15 +295,14 @@ class _Bucket:
 class LogBudget:
     """A rate limit that selects which of a rank's lines are sent to the notebook.
 
-    Lines that look like errors, including a traceback's frames, have an extra rate limit, the
-    reserve. So they are sent even while a flood of other lines is dropped. Dropped lines are
-    counted.
+    Lines that look like errors, including the frames of a traceback, have an additional budget,
+    the reserve. So errors are sent even while most other lines exceed the limit and are dropped.
+    `pop_dropped` returns the number of dropped lines.
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
-        burst: Maximum number of bytes that may be sent at once, and maximum number of lines.
-        per_s: Maximum number of bytes that may be sent each second in the long run, and maximum
-            number of lines.
+        burst: Maximum amount that may be sent at once, as (bytes, lines).
+        per_s: Maximum amount that may be sent each second in the long run, as (bytes, lines).
         reserve: Like `burst`, but for the reserve.
         reserve_per_s: Like `per_s`, but for the reserve.
     """
@@ -330,8 +339,9 @@ class LogBudget:
         """Select the lines that may be sent now, and drop all others.
 
         Returns:
-            Two lists. The first list has the first lines, as many as fit into the budget. The
-            second list has those of the other lines that look like errors and fit into the reserve.
+            Two lists. The first list has the first lines of `lines`, as many as fit into the
+            budget. Of the remaining lines, the second list has those that look like errors and fit
+            into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -361,7 +371,7 @@ class LogBudget:
         self._reserve.refill(elapsed_s)
 
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
-        """Return the errors that fit into the reserve, and count all other lines as dropped.
+        """Return the lines that look like errors and fit into the reserve; drop all others.
 
         To save time, this method checks single lines only if the whole text contains one of
         `ERROR_WORDS`, or if a traceback has begun in earlier lines.
@@ -430,7 +440,7 @@ class Wakeup:
 
 
 COALESCE_S = 0.002
-"""Seconds for which lines are collected, so that one event sends them together."""
+"""Minimum seconds between two times at which the reader sends lines, so that events are few."""
 
 PROGRESS_S = 0.1
 
@@ -443,7 +453,7 @@ MESSAGE_LIMIT_BYTES = 64 << 20
 MOST_BEGUN = 64
 """Maximum number of incomplete messages of a rank. If there are more, the oldest one is dropped.
 
-A message stays incomplete if the fork of the rank that sends the message is killed.
+A message stays incomplete if its sender, a process that the rank forked, is killed.
 """
 
 _CHUNK_BYTES = 1 << 20
@@ -515,10 +525,10 @@ class _MessageStream:
         self.is_open = True
 
     def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
-        """Add bytes, and return the messages that they complete.
+        """Add bytes that the agent has read, and return the messages that are now complete.
 
-        In place of a message that is too large, the result has a note. The first invalid message is
-        also replaced by a note, and further invalid messages are dropped.
+        A note for the user replaces a message that is too large, and the first invalid message.
+        Further invalid messages are dropped.
         """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
@@ -542,7 +552,12 @@ class _MessageStream:
     def _read(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
-        """Decode a complete message. If it is too large or invalid, return a note, or None."""
+        """Decode a complete message.
+
+        Returns:
+            The message. If it is too large, a note for the user in its place. If it is invalid, a
+            note the first time, and None later.
+        """
         if size_bytes > MESSAGE_LIMIT_BYTES:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
@@ -635,10 +650,10 @@ class PipeReader:
         done.wait(DRAIN_S)
 
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
-        """Redirect all further output of the ranks to another run's log files and events.
+        """Make another run the destination of all further output and messages of the ranks.
 
-        Output that the ranks have already written still goes to the old log files and events. Waits
-        up to `DRAIN_S` seconds until the thread has made the change.
+        Output that the ranks have already written still goes to the previous run. Waits up to
+        `DRAIN_S` seconds until the reader's thread has made the change.
 
         Args:
             folder: Folder of the other run, for the log files.
@@ -669,8 +684,8 @@ class PipeReader:
     def _run(self) -> None:
         """Read the pipes, and send their content to the sink, until `close` is called.
 
-        This is the function of the reader's thread. Between two reads, it handles the requests of
-        `drain` and `follow`.
+        This is the function of the reader's thread. Between two reads, the thread handles the
+        requests of `drain` and `follow`. After `close`, it reads the rest of the pipes.
         """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
@@ -719,7 +734,7 @@ class PipeReader:
                 self._end(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
-        """Read at least what the pipes contain now, and then stop.
+        """Read everything that the pipes contain at the time of the call, and possibly later data.
 
         Children of ranks may keep writing, so reading until the pipes are empty might never end.
         This method does not close pipes without a writer. A rank may not have opened its pipe yet,
@@ -775,7 +790,7 @@ class PipeReader:
             self._warn_of_end(stream, reason_of(error))
 
     def _send_output(self, rank: int) -> None:
-        """Send all output of a rank so far, including an unfinished line, which becomes a line.
+        """Send all output of a rank so far. An unfinished line is sent as a whole line.
 
         The unfinished line may be the question that the user must answer.
         """
@@ -794,7 +809,13 @@ class PipeReader:
             self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
-        """Send pending lines, at most once in `COALESCE_S`, and changed progress bars if due."""
+        """Send pending lines and changed progress bars.
+
+        Lines are sent at most once in `COALESCE_S`, and progress bars at most once in `PROGRESS_S`.
+
+        Args:
+            now: Time of the monotonic clock; infinity to send everything immediately.
+        """
         if now - self._flushed_at < COALESCE_S:
             return
         for stream in list(self._logs.values()):

@@ -20,7 +20,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
 class ProcessGroupPrefixes:
-    """Wrapper of `init_process_group` that gives each new process group its own prefix."""
+    """Wrapper of `init_process_group` that gives each new process group its own key prefix."""
 
     def __init__(self) -> None:
         self._cell = self._groups = 0

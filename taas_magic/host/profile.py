@@ -51,9 +51,9 @@ class StepProfiler:
 
     @contextmanager
     def batch(self, loader: str) -> Iterator[None]:
-        """Begin the next step, and record the time of the block as a wait for a batch.
+        """Begin the next step. In the trace, mark the `with` block as a wait for a batch.
 
-        After a call of `taas.step()`, this method begins no step and only records the wait.
+        After a call of `taas.step()`, this method begins no step and only marks the wait.
 
         Args:
             loader: Name of the registered loader.
@@ -79,9 +79,10 @@ class StepProfiler:
             self._note(f"--profile has recorded nothing: {self._why_empty}")
 
     def _begin_step(self) -> None:
-        """Begin the next step. Start or end torch's profiler if this step requires it.
+        """Begin the next step. The first step starts torch's profiler; the last step ends it.
 
-        Do nothing in other threads than that of the first step, and in forks of the rank.
+        Do nothing in a thread that did not begin the first step, in a fork of the rank, and after
+        the end of the profile.
         """
         here = threading.get_ident()
         if self._has_ended or os.getpid() != self._pid or self._thread not in (0, here):
@@ -117,7 +118,7 @@ class StepProfiler:
         self._profile.stop()
 
     def _write(self, profile: Any) -> None:
-        """Write the trace to a hidden file, and rename it when it is complete."""
+        """Write the trace to a hidden file. Then rename the file to the final path."""
         self._file.parent.mkdir(mode=0o700, exist_ok=True)
         part = self._file.with_name(f".{self._file.name}")
         profile.export_chrome_trace(str(part))
@@ -128,7 +129,7 @@ _profiler: StepProfiler | None = None
 
 
 def use_profiler(profiler: StepProfiler | None) -> None:
-    """Set the profiler whose steps `step` begins. With None, `step` does nothing."""
+    """Set the profiler that `step` uses. With None, `step` does nothing."""
     global _profiler
     _profiler = profiler
 

@@ -62,8 +62,8 @@ class Prompt:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         Args:
-            report: Function that is called after each cell. It sends the counts of batches, and the
-                metrics that were not sent yet.
+            report: Function that is called after each cell. The function sends the counts of
+                batches, and the metrics that were not sent yet.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -97,9 +97,9 @@ class Prompt:
             cut_connections()
 
     def _run_one(self, order: CellOrder) -> bool:
-        """Run one cell; return whether the cell succeeded.
+        """Enable SIGINT, run one cell, and ignore SIGINT again; return whether the cell succeeded.
 
-        SIGINT has an effect only while this method runs.
+        If SIGINT arrives while no code of the user runs, report the interrupt as a failure.
         """
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False

@@ -1,9 +1,9 @@
 """A rank: a torch.distributed process, forked by the agent's forkserver, that runs the work.
 
 The work is a cell or a function call. The forkserver has imported torch and IPython and created the
-shell (`prepare`). The work finds the same environment as in a process started by torchrun, and the
-process ends in the same way. The work runs in an IPython shell that sends its displays and
-tracebacks to the agent as messages.
+shell (`prepare`). The work has the same environment variables as in a process that torchrun has
+started, and the rank cleans up at its end as such a process does. The work runs in an IPython shell
+that sends its displays and tracebacks to the agent as messages.
 """
 
 import ast
@@ -97,11 +97,10 @@ MARKUP_LIMIT_BYTES = 5_000_000
 PLAIN_LIMIT_CHARS = 100_000
 _SHOWN_COLLECTIVES = 3
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""Description of the rank's `__main__` module in an error message of pickle.
+"""Description of the rank's `__main__` module, which pickle inserts into one of its errors.
 
-pickle raises this error if a cell loads a file with objects of a class that `__main__` does not
-define. A rank's `__main__` defines only the classes of the cell, and classes of the notebook that
-the cell uses.
+pickle raises this error if a cell loads an object whose class `__main__` does not define. A rank's
+`__main__` defines only the classes of the cell, and classes of the notebook that the cell uses.
 """
 
 HIDDEN_DISPLAYS = (
@@ -117,8 +116,8 @@ attempt_folder = Path()
 def prepare() -> None:
     """Create the shell and import modules in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises an exception. So IPython imports the modules that format a
-    traceback. Without this step, a failing rank would import these modules while the agent already
+    To make IPython import the modules that format tracebacks, the shell runs a cell that raises an
+    exception. Without this step, a failing rank would import these modules while the agent already
     ends the other ranks. `numpy.random` is imported here because numpy imports it only on first
     use.
     """
@@ -137,7 +136,9 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
     This function returns if the work succeeded. Otherwise, this function ends the process with exit
-    code 1. A session counts as succeeded, even if cells of the session failed.
+    code 1. A session counts as succeeded, even if cells of the session failed. If the work succeeded
+    and the rank still has a process group, this function waits up to `OTHERS_END_S` seconds for the
+    other ranks.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -199,10 +200,10 @@ def _work_and_wait(
     rank: int,
     fed: RankFeed | SessionFeeds | None,
 ) -> bool:
-    """Run the work, or the cells of a session, and wait for threads that the program has left.
+    """Run the work, or the cells of a session; then wait for the program's other threads.
 
-    A child that the work forked may also reach the end of the work. This function then ends the
-    child's process, so that only the rank continues.
+    Sends heartbeats during this time. A child that the work forked may also reach the end of the
+    work. This function then ends the child's process, so that only the rank continues.
 
     Returns:
         Whether the work succeeded.
@@ -254,9 +255,10 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 
 
 def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
-    """Restrict writes to the project store to rank 0.
+    """Make this process enforce the rule that only rank 0 writes to the project store.
 
-    Call before any thread starts and before any code of the user runs.
+    Also reports writes and the kind of protection to the agent. Call before any thread starts and
+    before any code of the user runs.
     """
     share = spec.share
     rule = share.store
@@ -284,7 +286,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 def _profiled(
     share: LocalShare, link: Link, rank: int, fed: RankFeed | SessionFeeds | None
 ) -> Iterator[None]:
-    """With `--profile`, profile the steps in the block; write the profile when the block ends."""
+    """If the run has `--profile`, profile the steps in the `with` block, and write the profile."""
     if not share.plan.profile:
         yield
         return
@@ -333,20 +335,19 @@ def _heartbeat(
 ) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.
 
-    With each heartbeat, the thread sends the main thread's stack, the counts of received batches,
-    and the metrics logged since the last heartbeat. Counts and metrics are sent once more at the
-    block's end. If the agent requests a stack report, the thread sends the stacks of all threads
-    instead of the heartbeat.
-
-    Yields:
-        Function that sends the counts and metrics immediately.
+    With each heartbeat, the thread sends the main thread's stack, the progress of collectives, the
+    counts of received batches, and the metrics logged since the last heartbeat. Counts and metrics
+    are sent once more at the block's end. If the agent requests a stack report, the thread sends
+    the stacks of all threads and the pending collectives instead of the heartbeat.
 
     Args:
         link: The rank's connection to its agent.
         fed: Access to the run's data service; None if the cell uses no registered loader.
-        cut_connections: Function that cuts this rank's connections to other ranks if the rank runs
-            the cell with the given number. The thread calls this function when the agent requests
-            it. None outside a session.
+        cut_connections: Function that the thread calls when the agent sends `CUT_CONNECTIONS`. Its
+            argument is the number of the cell whose collective must end. None outside a session.
+
+    Yields:
+        Function that sends the counts and metrics immediately.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -394,11 +395,11 @@ def _heartbeat(
 
 
 def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
-    """Return a message if all ranks wait forever because the cell changed the rendezvous address.
+    """Return a message for the user if the cell's own rendezvous address makes all ranks wait.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
-    address as a client, so no rank listens at a changed address. Return "" if the address is
-    unchanged or the variable is not set.
+    rendezvous address as a client. If the cell has changed the address, all ranks wait forever.
+    Return "" if the address is unchanged or the variable is not set.
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -452,7 +453,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 def _pending() -> list[str]:
     """Return the names of this rank's pending collectives, such as "all_reduce #12".
 
-    The number is that of the collective in its process group. The list has only the first
+    A name ends in the number of the collective within its process group. The list has at most
     `_SHOWN_COLLECTIVES` names.
     """
     entries = [it for trace in _recorded(details=True).values() for it in trace.get("entries", [])]
@@ -465,7 +466,11 @@ def _pending() -> list[str]:
 
 
 def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
-    """Run the work and send its results or failure; return whether it succeeded."""
+    """Load the work from the payload, run it, and send its results or failure.
+
+    Returns:
+        Whether the work succeeded.
+    """
     shows = spec.share.plan.shows_displays(rank)
     own_keyboard = Keyboard(link, rank_file(spec.folder, rank, "input"))
     namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.run.origin.colors)
@@ -490,7 +495,11 @@ def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
 
 
 def _rehearsed() -> Rehearsed:
-    """Return this rank's peak memory, and the files that it has written, in a rehearsal."""
+    """Return this rank's data for the report of a rehearsal.
+
+    The data are the peak memory, and the files that the rank has written inside and outside the
+    project store.
+    """
     view = redirect.rehearsal_view()
     written, outside = (view.written(), view.outside()) if view is not None else ({}, {})
     return Rehearsed(
@@ -534,8 +543,8 @@ def _report(
         link: The rank's connection to its agent.
         writer: Writer of results.
         out: Values of `--out`, such as "loss@all".
-        changes: Detector of notebook values that the cell changed. For each change, the user gets a
-            note. None to send no such notes.
+        changes: Detector of notebook objects that the cell changed. For each change, this function
+            sends a note to the user. None to send no such notes.
         is_session: Whether the rank belongs to a session, in which `sys.exit(0)` only ends the
             cell.
     """
@@ -561,9 +570,10 @@ def _report(
 def _failure(shell: "RankShell", result: ExecutionResult) -> RankRaised | None:
     """Return the failure of the cell; None if the cell succeeded.
 
-    The failure is the first exception that IPython has shown. This exception may come from nested
-    code: `%run`, `%time`, `%%capture` and `run_cell` show the exceptions of their code, and the
-    cell continues.
+    The failure is the first exception that IPython has shown, even if the cell continued after it.
+    For example, `%run`, `%time`, `%%capture` and `run_cell` show an exception of their code, and
+    the cell continues. If IPython has shown none, the failure is the exception that ended the cell.
+    `sys.exit(0)` is not a failure.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:
@@ -680,15 +690,16 @@ def _prompt(
 def _end_program() -> None:
     """Clean up as Python does at a normal exit.
 
-    This function is needed because a fork of the forkserver exits by `os._exit`, without cleanup.
-    It runs atexit handlers and `weakref.finalize` callbacks. Then it deletes the program's objects,
-    so that Python flushes their open files. Last, it flushes stdout and stderr.
+    A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
+    handlers and `weakref.finalize` callbacks. Then it deletes the program's objects, so that Python
+    flushes their open files. Last, it flushes stdout and stderr.
 
     These parts of a normal exit do not happen here:
 
     - Waiting for threads. The caller has already waited.
-    - Ending multiprocessing's children. multiprocessing ends them when `rank_main` returns.
-    - Closing process groups that the cell left open. The end of the process closes them.
+    - Ending the child processes that multiprocessing has started. multiprocessing ends these
+      children when `rank_main` returns.
+    - Closing process groups that the cell left open. The end of the process closes these groups.
     - Unloading modules, which would take 0.4 s.
     """
     atexit._run_exitfuncs()
@@ -739,8 +750,8 @@ def _use_text_bars() -> None:
 def _find_the_notebooks_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    Without this function, hydra searches this folder only in a Jupyter kernel. Hydra recognizes the
-    kernel by the name of the shell's class.
+    Without this function, hydra searches this folder only in a Jupyter kernel, which hydra
+    recognizes by the class name of the IPython shell.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
 
@@ -748,7 +759,9 @@ def _find_the_notebooks_folder() -> None:
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a display without the representations that are too large for a browser.
 
-    If a representation was left out, the text representation says so. A long text is cut.
+    The limits are `IMAGE_LIMIT_BYTES` for images and `MARKUP_LIMIT_BYTES` for other types. The text
+    representation then names each omitted representation. A text longer than `PLAIN_LIMIT_CHARS` is
+    cut.
 
     Args:
         data: The representations of the display, by MIME type.
@@ -781,7 +794,7 @@ class _CellCompiler(CachingCompiler):
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         """Return the file name for a piece of code, and store the code in linecache.
 
-        The text of the `%%taas` cell is not stored, because linecache has it already.
+        The `%%taas` cell is not stored here, because `tracebacks.register_sources` has stored it.
         """
         if self.cell is not None and raw_code == self.cell.source:
             return self.cell.filename
@@ -842,9 +855,9 @@ class _LinkDisplayPublisher(DisplayPublisher):
 class _LineShift(ast.NodeTransformer):
     """An AST transformer that gives code the line numbers of the notebook's cell.
 
-    The rank runs only the lines below the `%%taas` line. Without this class, tracebacks would count
-    lines from there. Code that the cell passes to IPython, by `%%capture` or `run_cell`, keeps its
-    own line numbers.
+    The rank runs only the lines below the `%%taas` line. Without this class, tracebacks would give
+    number 1 to the first line below `%%taas`. Code that the cell passes to IPython, by `%%capture`
+    or `run_cell`, keeps its own line numbers.
 
     Args:
         shell: The shell that runs the cell.
@@ -951,7 +964,7 @@ class RankShell(InteractiveShell):
     def transform_cell(self, raw_cell: str) -> str:
         """Return the Python code for a text with IPython syntax.
 
-        The cell itself is not transformed here, because the kernel has already done so.
+        For the text of the cell itself, return the code into which the kernel has transformed it.
         """
         cell: CellWork | None = self.compile.cell
         if cell is not None and raw_cell == cell.source:
@@ -960,9 +973,9 @@ class RankShell(InteractiveShell):
         return python
 
     def _call(self, work: FunctionWork) -> ExecutionResult:
-        """Call the work's function, with the same events, traps and tracebacks as in `run_cell`.
+        """Call the work's function, with the same IPython events and hooks as in `run_cell`.
 
-        Tracebacks start at the frame of the function.
+        If the function raises an exception, the traceback starts at the frame of the function.
         """
         info = ExecutionInfo(work.raw, False, False, True, None)
         result = ExecutionResult(info)
@@ -997,9 +1010,9 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display to the agent if displays of this rank are shown.
+        """Send a display to the agent if the notebook shows displays of this rank.
 
-        Otherwise, send a note about hidden displays, but only for the first display.
+        Otherwise, drop the display; for the first one, send a note about hidden displays.
         """
         if self.link is not None and self.shows:
             shown = bounded(data)
@@ -1023,13 +1036,13 @@ class RankShell(InteractiveShell):
         """Record an exception that IPython shows, and report it to the agent.
 
         The first such exception is the rank's failure, even if the cell continues after it. The
-        rank sends a message to the agent before IPython formats the traceback, because this takes
-        up to 0.1 s. The order of these messages decides which rank counts as the first that failed.
+        rank sends its message to the agent before IPython formats the traceback, which takes up to
+        0.1 s. So the order in which ranks' messages arrive shows which rank has failed first.
 
         - If the exception ends the cell, the message has a traceback in Python's format. The agent
           may kill the rank before IPython's traceback is ready.
         - If the cell continues, the message has no traceback. This method writes the traceback to
-          the log, because the output of a cell without `%%taas` would show the traceback, too.
+          the log, because Jupyter would show it in the output of a cell without `%%taas`, too.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)

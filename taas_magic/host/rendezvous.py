@@ -156,12 +156,15 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value` under `key`, unless `key` has a value already; return the stored value."""
+        """If `key` has no value yet, store `value` under `key`. Return the value that `key` has."""
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store `value` under `key` for the other ranks; remove the older key `replaced`."""
+        """Store `value` under `key` for the other ranks.
+
+        Also remove the older key `replaced`, which ranks no longer read.
+        """
         store = self._client()
         store.set(self._prefix + key, value)
         store.delete_key(self._prefix + replaced)
@@ -170,7 +173,7 @@ class LoaderAgreement:
         """Wait for up to `_AGREE_S` seconds until another rank publishes `key`; return the value.
 
         Raises:
-            RuntimeError: The other rank or the store is gone.
+            RuntimeError: No rank has published `key` in time, or the store has ended.
         """
         found: bytes = self._client().get(self._prefix + key)
         return found
@@ -256,6 +259,9 @@ def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> di
     Args:
         environ: torchrun's variables of this rank.
         note: Function that sends a message to the user.
+
+    Raises:
+        RuntimeError: The first host has done neither within `_HOROVOD_ANSWER_S` seconds.
     """
     import torch.distributed as dist
 
