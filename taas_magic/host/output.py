@@ -47,7 +47,7 @@ CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
 
 MAX_BARS = 32
-"""Maximum number of nested progress bars of a rank. If there are more, the top ones become lines."""
+"""Maximum number of nested progress bars of a rank. If there are more, the top bars are lines."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.

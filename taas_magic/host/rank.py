@@ -136,9 +136,9 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
     This function returns if the work succeeded. Otherwise, this function ends the process with exit
-    code 1. A session counts as succeeded, even if cells of the session failed. If the work succeeded
-    and the rank still has a process group, this function waits up to `OTHERS_END_S` seconds for the
-    other ranks.
+    code 1. A session counts as succeeded, even if cells of the session failed. If the work has
+    succeeded and the rank still has a process group, this function waits up to `OTHERS_END_S`
+    seconds for the end of the other ranks.
 
     Args:
         spec: Settings of all ranks of this host.

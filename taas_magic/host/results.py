@@ -1,6 +1,6 @@
 """Send results from ranks to the notebook: the variables of `--out`, and the value of the work.
 
-The value of the work is the value of the cell's last expression, or what the function returns.
+The value of the work is the value of the cell's last expression, or the function's return value.
 
 A rank writes its values to archives, each of which is one file:
 
@@ -112,8 +112,9 @@ def receive(
     """Load the results of a run in the kernel, archive by archive.
 
     From an archive of a rank, the kernel reads only the names that `--out` requests from that rank.
-    From an archive of rank 0, it reads all names of `--out`, because rank 0 also gathers sharded
-    models for the other ranks.
+    From an archive of rank 0, the kernel reads all names of `--out`, because rank 0 also gathers
+    sharded models for the other ranks. The result for `NAME@all` is a list with the value of each
+    rank. If one rank's value did not arrive, `NAME` is missing in the result.
 
     Args:
         folder: `RunFolder.results`.
@@ -300,7 +301,10 @@ class ResultWriter:
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _record_missing(self, name: str, why: str) -> None:
-        """Record why a value cannot be sent, and send a note unless the work has failed."""
+        """Record why a value cannot be sent, and send a note unless the work has failed.
+
+        For the value of the work, do nothing unless `--out` requests this value.
+        """
         if name == VALUE and not self._needs_value:
             return
         self._missing[name] = why
@@ -330,7 +334,7 @@ class ResultWriter:
             self._write_group({name: values[name] for name in names})
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
-        """Write values that share objects to one archive. Send the notes about these values."""
+        """Write values that share objects to one archive. Send notes about problems with them."""
         pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
@@ -391,9 +395,9 @@ def _has_model(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the elements of nested dicts, lists and tuples.
+    """Yield the elements of nested dicts, lists and tuples; for any other value, the value itself.
 
-    For a model, yield its modules, parameters and buffers.
+    In place of a model, yield its modules, parameters and buffers.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -468,7 +472,7 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
 
 
 def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
-    """Group the names of values. Two values that share an object are in the same group.
+    """Group the names of values, so that values that share an object are in the same group.
 
     Args:
         shared_ids: For each name, the ids of the objects that other values may share.

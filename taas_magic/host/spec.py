@@ -60,7 +60,7 @@ BEAT_ACK = "taas_heard"
 """Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
-"""Key of the data by which a joining Dask worker identifies itself as an agent.
+"""Key in the start-up information of a Dask worker that is an agent.
 
 The pool does not use a worker without this key as a host.
 """
@@ -77,7 +77,8 @@ HOST = "TAAS_HOST"
 REACH = "TAAS_REACH"
 """Environment variable with `ShareSpec.reach`, the address of a server on the notebook's machine.
 
-Ranks connect to this server. The variable is not set if the run has no such server.
+Only the runs of farms have such a server: the scheduler of the farm's process. The nodes of the
+farm are the run's ranks, and connect to this scheduler.
 """
 
 
@@ -138,7 +139,7 @@ class Origin(Struct, frozen=True):
     store: Identity | None = None
 
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of ranks on another machine than the notebook's.
+        """Return the environment of ranks on a machine that is not the notebook's.
 
         The result is `environ` with the variables that the notebook has changed.
 
@@ -149,7 +150,7 @@ class Origin(Struct, frozen=True):
         return {name: value for name, value in merged.items() if value is not None}
 
     def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
-        """Return the import path of ranks on another machine than the notebook's.
+        """Return the import path of ranks on a machine that is not the notebook's.
 
         The result is `sys_path`, followed by the user's entries of the kernel's import path.
 
@@ -177,7 +178,7 @@ def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:
-    """Return the user's entries of an import path.
+    """Return the import path's entries that the user has added.
 
     These are all entries except the folders of Python itself and of installed packages.
 
@@ -202,11 +203,12 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         plan: Plan of the run.
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
-        requires: Modules that must be installed on the hosts. Before the run starts, the pool looks
-            for these modules, and compares the versions of Python and torch. None to skip both
-            checks.
+        requires: Modules that must be installed on the hosts. Before the run starts, the pool
+            checks that hosts have these modules, and compares the versions of Python and torch with
+            the notebook's. None to skip both checks.
         reach: Address of a server on the notebook's machine to which ranks connect, as
-            "tls://host:port". "" if there is none.
+            "tls://host:port". "" if there is none. In a run of a farm, the server is the scheduler
+            of the farm's process.
         reads_only: Whether the run should only read the project store. If True, the run does not
             lock the store, so another run may write to the store at the same time. Files that
             ranks write to a host's mirror are then not copied back.
@@ -362,7 +364,12 @@ class LocalShare(Struct, frozen=True):
         return RunFolder(Path(self.run_dir))
 
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
-        """Return the environment of this host's ranks, still without torchrun's variables."""
+        """Return the environment of this host's ranks, without torchrun's variables.
+
+        The environment is that of the share, with defaults for variables that it does not set (such
+        as OMP_NUM_THREADS and the network interfaces of gloo and NCCL), and with this package's own
+        variables.
+        """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
         environ = {  # defaults, which variables of the notebook override

@@ -93,11 +93,14 @@ _WAITING = {
 }
 """Texts for the user that name what a thread waits for.
 
-The key is the name of the standard library's file that the waiting code has called.
+The keys are names of files in the standard library: the thread waits in a function of this file.
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""Texts for the user that name what a fetcher's process waits for, by the waiting code's file."""
+"""Texts for the user that name what a process of a fetcher waits for.
+
+The keys are names of files in `taas_magic/data`: the process waits in a function of this file.
+"""
 
 _CPUS_LEAST_S = 0.5
 """Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
@@ -174,10 +177,10 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 
 
 def waits_for(sample: StackSample) -> str:
-    """Return a description, for the user, of what a process's main thread waits for.
+    """Return a text for the user that says what a process's main thread waits for.
 
-    The function decides by the state of the process, by the frames of the thread, and by pending
-    collectives.
+    The function uses the state of the process, the frames of the main thread, and the pending
+    collectives. If the thread does not wait, the text says so.
     """
     if sample.state == _GONE:
         return "nothing: it has ended"
@@ -375,8 +378,9 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        The CPU time of the ranks' descendants counts only if no rank's own process has used enough
-        CPU time. To sample the descendants is slower, because it reads all processes of the host.
+        If any rank's own process has used enough CPU time, descendants are not sampled, because
+        such a sample is slow: it reads all processes of the host. Otherwise, CPU time of a rank's
+        descendants counts for this rank.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -395,8 +399,8 @@ class StackMonitor:
         Ranks that busy-wait for a collective make no progress.
 
         Args:
-            before: CPU seconds of each rank in the last sample, by pid. This method updates it with
-                `used`.
+            before: CPU seconds of each rank in the last sample, by pid. This method then replaces
+                these values by those of `used`.
             used: CPU seconds of each rank now, by pid.
             least_s: Minimum CPU seconds that count as progress.
             now: The agent's monotonic clock, in seconds.
@@ -414,9 +418,10 @@ class StackMonitor:
         return is_any
 
     def _request_stacks(self, states: Sequence[RankState]) -> None:
-        """Request stack reports of ranks, and wait up to `ANSWER_S` for all of them.
+        """Request stack reports of ranks, and wait up to `ANSWER_S` for all responses.
 
-        The `sample` of a rank that has not responded becomes None.
+        Do not wait for ranks that SIGSTOP has suspended. If a rank has not responded, set the
+        attribute `sample` of its state to None.
         """
         asked = time.monotonic()
         for state in states:
@@ -489,17 +494,17 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
-    """Add the main thread's stack to `sample`, and to each descendant of the process.
+    """Complete the data about a process and its descendants by the stacks of their main threads.
 
-    This function signals each process that has no stack in `sample` yet. It signals one process
+    This function signals each process that has no stack in the data yet. It signals one process
     after the other, because all of them write to the same file. It signals a descendant only while
     the descendant sleeps.
 
     Args:
-        sample: Data about the process.
+        sample: Data about the process, with its descendants in `children`.
         path: File to which the processes write their stacks.
-        cells: The notebook's cells, to name them in the stacks.
-        states: States, as psutil names them, in which the process of `sample` may be signalled.
+        cells: The notebook's cells, whose labels and source lines replace file names in the stacks.
+        states: States, as psutil names them, in which the process itself may be signalled.
     """
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
         sample.threads = {"MainThread": [_named(frame, cells) for frame in frames]}
@@ -614,7 +619,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
-    """Return, by pid, the total CPU seconds of each process and all its descendants."""
+    """Return the CPU seconds of each process together with all its descendants, by pid."""
     found = {it.pid: it.info for it in psutil.process_iter(["ppid", "cpu_times"])}
     totals = dict.fromkeys(pids, 0.0)
     for pid, info in found.items():

@@ -2,7 +2,7 @@
 
 An engine starts the supervisor (`spawn_command`) and writes to the supervisor's standard input. The
 first line is for the agent. When the pool's process ends for any reason, standard input closes. The
-supervisor then ends the host: it ends the agent, all its other descendants, and itself. A cut
+supervisor then ends the host: it ends all its descendants, including the agent, and exits. A cut
 network cable does not close standard input. So an engine that works over a network also writes a
 byte regularly, and the supervisor ends the host if no byte arrives in time.
 
@@ -60,7 +60,7 @@ GRACE_S = 3.0
 """Maximum seconds for the agent to exit after SIGTERM. Then the supervisor kills the agent."""
 
 _JOINED = "joined"
-"""Name of a file in the host's folder. The agent creates it when the agent has joined the pool."""
+"""Name of a file that the agent creates in the host's folder when the agent joins the pool."""
 
 _LOOK_S = 0.5
 
@@ -87,15 +87,15 @@ def main() -> int:
 
 
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
-    """Run an agent until the agent ends, the lease ends, or the agent is stuck at its start.
+    """Start an agent, and wait until it ends or the host must end. Then end all descendants.
 
-    Then end all descendants of this process.
+    The host must end on SIGTERM, when the lease ends, or when the agent is stuck at its start.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
 
     Raises:
-        SystemExit: The host must end, although the agent has not ended.
+        SystemExit: The host had to end before the agent ended.
     """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
@@ -192,9 +192,9 @@ def _end_host(why: str) -> None:
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
     """Kill all descendants of this process except the agent and resource trackers.
 
-    The agent and the trackers end later. This function kills the ranks first, because the agent may
-    be suspended or slow to end. If the lease has ended, the pool may already start the same ranks
-    on another host, and only one rank 0 may write to the project store.
+    The agent and the trackers end later. This function kills the ranks immediately, because the
+    agent may be suspended or slow to end. If the lease has ended, the pool may already start the
+    same ranks on another host, and only one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -234,7 +234,7 @@ def report_joined() -> None:
 
 
 def run_folder() -> Path:
-    """Create a folder for a run's temporary files on this host. Runs in the agent.
+    """Create a folder for a share's pipes and scratch folders on this host. Runs in the agent.
 
     Raises:
         PoolError: The folder cannot be created.
@@ -262,7 +262,7 @@ def _make(prefix: str) -> Path:
 def _lock(folder: Path) -> int:
     """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
 
-    The function locks the file under another name, and then renames it to `lock`. So no other
+    The function locks the file under another name, and then renames the file to `lock`. So no other
     supervisor ever sees an unlocked `lock` in a folder that is in use.
     """
     beside = folder / ".lock"

@@ -1,8 +1,8 @@
-"""Functions that find this host's network addresses, and start and end processes on this host.
+"""Functions for the network addresses and the processes of this host.
 
-The functions for processes start processes, end a process when its parent ends, and find and end
-the processes that a run has left. The supervisor, the agent and ranks use this module, so this
-module imports neither torch nor any other module of this package.
+Functions for processes make the commands that start processes, end a process when its parent ends,
+and find and end processes that remain after a run. The supervisor, the agent and ranks use this
+module, so this module imports neither torch nor any other module of this package.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ RUN_TOKEN = "TAAS_RUN_ID"
 """Environment variable of ranks, fetchers and the programs that they start.
 
 The value is the id of the share (`ShareSpec.share_id`). By this variable, the agent finds programs
-that the share has left (`leftovers`).
+that still run when the share has ended (`leftovers`).
 """
 
 CALM_DASK = {
@@ -59,7 +59,7 @@ def name_of(address: str) -> str:
 
 
 def local_address_to(peer: str) -> str:
-    """Return the address from which this host would connect to `peer`. Sends nothing."""
+    """Return the address of this host from which it would connect to `peer`. Sends nothing."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
@@ -207,11 +207,11 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
 
 
 def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill processes. First give resource trackers `TRACKERS_END_S` seconds to exit by themselves.
+    """Kill processes immediately, except resource trackers, which get `TRACKERS_END_S` to exit.
 
-    A tracker exits when the last process that uses it has ended. Before its exit, the tracker
-    removes the semaphores and shared memory that these processes have left. A tracker that is
-    killed at once does not remove them.
+    A tracker exits when the last process that uses the tracker has ended. Before its exit, the
+    tracker removes semaphores and shared memory that these processes did not release. A killed
+    tracker does not do this. So only trackers that have not exited in time are killed.
 
     Returns:
         The processes that are still running.
@@ -255,12 +255,12 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
-    """Return the processes on this host that a share of a run has left. Runs in the agent.
+    """Return the processes that remain on this host after a share of a run. Runs in the agent.
 
     A process belongs to the share if any of these conditions is true:
 
     - The environment of the process has the share's id. So the function finds programs that a rank
-      has started.
+      or fetcher has started.
     - The process has a file or pipe of the share open. So the function finds forks of a rank.
     - The process is an orphan that the supervisor has adopted, and no other share is on this host.
       If there were another share, the orphan could belong to that share.

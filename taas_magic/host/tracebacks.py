@@ -251,10 +251,11 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text, with a hint for the user if this module has one.
+    """Return an exception's text, followed by a hint for the user for some causes.
 
-    A text longer than `MESSAGE_LIMIT_CHARS` is cut. If the exception's `__str__` raises an
-    exception, return a text that says so.
+    There are hints for a full disk, for a file that this host does not have, and for a refused
+    write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut. If the exception's
+    `__str__` raises an exception, return a text that says so.
     """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
@@ -319,8 +320,9 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 def _room_left(error: BaseException) -> str:
     """Return a hint if a write failed because a disk or a quota is full; "" for any other error.
 
-    The hint names the folder of the file that was written, and the free space of its disk. If the
-    file is not known, the hint names the working directory and the folder for temporary files.
+    The hint names the folder of the file that was written, and the free space of the folder's disk.
+    If the file is not known, the hint does so for the working directory and for the folder for
+    temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -337,11 +339,12 @@ def _room_left(error: BaseException) -> str:
 
 
 def _written_path(error: OSError) -> str:
-    """Return the path of the file that a failed call wrote; "" if it is not known.
+    """Return the path of the file to which a call could not write; "" if the path is not known.
 
     An error of `open` or `shutil.copyfile` names the file. An error of `write` does not name the
-    file, so this function searches the variables of the frames for open files, innermost frame
-    first. If the first frame with files open for writing has several, the file is not known.
+    file. So this function searches the local variables of the frames, innermost frame first, for
+    files that were opened for writing. If the first such frame has several files, the path is not
+    known.
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):
@@ -363,7 +366,11 @@ def _path_if_written(value: object) -> str:
 
 
 def _free_space(folder: str) -> str:
-    """Return a text with the free space of a folder's disk. It also reports missing inodes."""
+    """Return a text with the free space of a folder's disk, in bytes.
+
+    If the disk has no free inodes, the text says so. If the folder does not exist, the function
+    uses its nearest parent that exists.
+    """
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     room = os.statvfs(folder)

@@ -1,6 +1,6 @@
 """Describe the variables and memory of a session's rank, for example for `%taas vars`.
 
-The kernel runs these functions in all ranks of a session, and compares what they return.
+The kernel runs these functions in all ranks of a session, and compares the ranks' results.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """Raised for a value if no digest can be computed for the value or one of its elements."""
+    """Exception for a value that has no digest, or that has an element without a digest."""
 
 
 def describe() -> Any:
@@ -201,7 +201,9 @@ def _add(found: Any, value: Any, depth: int) -> None:
         depth: Number of containers around the value.
 
     Raises:
-        _NotComparedError: The value, or one of its elements, has no digest.
+        _NotComparedError: The value, or one of its elements, has no digest: it is not a tensor, an
+            array, a container or small plain data, or it is nested too deep, or it has too many
+            elements.
     """
     parts = _parts(value)
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):

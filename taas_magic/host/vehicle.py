@@ -9,7 +9,8 @@ A vehicle may end because its wall time is over, its job is cancelled, or its co
 scheduler is lost. The supervisor's standard input then closes, and the supervisor ends all
 processes of taas-magic on the host.
 
-Vehicles and engines import this module, but need not import the agent's modules.
+Vehicles and engines import this module. It does not import the modules of the agent, which these
+processes do not need.
 """
 
 import asyncio
@@ -29,8 +30,8 @@ def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
     The name has a random part, because two vehicles may have the same name: if the batch system
-    restarts a job, the new vehicle has the old vehicle's name. The pool may still know the agent
-    that the old vehicle started.
+    restarts a job, the new vehicle has the old vehicle's name. The pool may then still know the
+    agent of the old vehicle, so the new agent needs another name.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -47,7 +48,7 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin of a vehicle. It starts the host's supervisor, and ends it when the vehicle ends.
+    """Dask plugin that starts a supervisor on a vehicle's host, and ends it with the vehicle.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

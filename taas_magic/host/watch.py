@@ -44,14 +44,14 @@ from taas_magic.messages import (
 SETTLE_S = 0.5
 """Seconds to wait, after the first failure of a rank, for failures of other ranks.
 
-A failure that is reported later may be the cause of the first one.
+A failure that a rank reports later may be the cause of the first failure.
 """
 
 LEFT_GRACE_S = 3.0
 """Seconds that other ranks may continue after one rank has left by `sys.exit(0)`."""
 
 REPORT_S = 20.0
-"""Maximum seconds to wait for the formatted traceback and the results of a failed rank."""
+"""Maximum seconds to wait until a failed rank has sent its formatted traceback and results."""
 
 COLLECTIVE_S = 20.0
 """Seconds without progress after which a `Hang` event reports that a rank waits in a collective."""
@@ -207,6 +207,16 @@ def decide(
 ) -> Verdict | None:
     """Decide whether the run is over on this host; return None while it continues.
 
+    The first rule that applies decides:
+
+    1. If all ranks have succeeded, the run has succeeded.
+    2. If the user has interrupted the run, it ends when all ranks have ended, at the latest after
+       `INTERRUPT_GRACE_S`.
+    3. If a rank has failed, the run ends when all ranks have ended, at the latest after `SETTLE_S`.
+       While a rank formats its traceback or sends results, the limit is `REPORT_S`.
+    4. The run fails when `deadline` has passed, when a rank has left by `sys.exit(0)` for
+       `LEFT_GRACE_S`, or when SIGSTOP has suspended a rank for `STOPPED_S`.
+
     All times are in seconds of the agent's monotonic clock.
 
     Args:
@@ -246,11 +256,11 @@ def last_progress_at(ranks: Collection[RankState], now: float) -> float:
 
 
 def _since(ranks: Collection[RankState], what: str, now: float) -> float:
-    """Return the seconds since the earliest `what` of the ranks; 0 if `what` is None for all ranks.
+    """Return the seconds since an event first happened to a rank; 0 if it happened to no rank.
 
     Args:
         ranks: States of the ranks.
-        what: Name of an attribute of `RankState` with a time, such as "left_at".
+        what: Name of the attribute of `RankState` with the time of the event, such as "left_at".
         now: The current time.
     """
     times = [getattr(rank, what) for rank in ranks if getattr(rank, what) is not None]
@@ -259,6 +269,9 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 
 def is_consequence(etype: str, message: str) -> bool:
     """Return whether an exception looks like a consequence of another rank's end.
+
+    For example, a lost connection to the other rank is such a consequence. The function decides by
+    the type and by words in the message.
 
     Args:
         etype: Name of the exception's type.
@@ -594,8 +607,8 @@ class Ranks:
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record that a rank's process has ended.
 
-        Unless the rank has succeeded, also record the time, the Python stack at a signal, and
-        whether memory ran out.
+        Unless the rank has succeeded, also record the time and, if a signal killed the rank, the
+        Python stack at that moment. After SIGKILL, also record whether memory had run out.
 
         Args:
             rank: Number of the rank.
