@@ -59,7 +59,7 @@ def main() -> int:
     finally:
         os.kill(
             int(supervisor), signal.SIGCONT
-        )  # a stopped supervisor would not end, nor end the processes below it
+        )  # a supervisor suspended by SIGSTOP could neither exit nor end its descendants
     return 0
 
 

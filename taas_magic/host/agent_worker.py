@@ -119,9 +119,9 @@ EXPIRED = 75
 class Lease:
     """Time limit after which a host ends, unless the pool's process acknowledges a heartbeat.
 
-    Each acknowledged heartbeat renews the lease: it then lasts until `lease_s` seconds after the
-    host sent this heartbeat. The controller counts a host as lost one second later than `lease_s`
-    after a heartbeat arrived. So a host has already ended when the controller counts it as lost.
+    Each acknowledged heartbeat renews the lease: the lease then ends `lease_s` seconds after the
+    host sent this heartbeat. The controller counts a host as lost if no heartbeat has arrived for
+    one second more than `lease_s`. By that time, the host has already ended itself.
 
     Args:
         lease_s: Seconds from the sending of a heartbeat to the end of the lease.
@@ -238,7 +238,10 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def greet(self, asked: Greet) -> HostHello:
-        """Wait, without a time limit, until this host can start ranks; return facts about the host.
+        """Wait, without a time limit, until this host can start ranks; then describe the host.
+
+        The response has the host's name, address, protection and number of GPUs. If no run waits
+        for the host, the forkserver will import the optional modules (`import_rest`).
 
         Raises:
             PoolError: The forkserver has ended, so no run can start here. The pool then uses
@@ -341,7 +344,7 @@ class AgentWorker(ClosedWorker):
         try:
             share.run()
         finally:
-            if self._shares.get(run_id) is share:  # false if new fetchers of the run have started
+            if self._shares.get(run_id) is share:  # false if the run has new fetchers by now
                 del self._shares[run_id]
             self.loop.add_callback(self._is_rest_due.set)
 

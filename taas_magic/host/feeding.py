@@ -1,8 +1,8 @@
 """Connect a rank to the data service: the run's fetchers, or the rank's own data servers.
 
-A data server is a process below the rank that prepares the batches of one loader (`RankServers`).
-Only runs without fetchers have data servers. A data server starts when the rank first uses the
-loader.
+A data server is a descendant process of a rank that prepares the batches of one loader
+(`RankServers`). Ranks have data servers only if there are no fetchers. A data server starts when
+the rank first uses the loader.
 
 In a session, a loader stays usable in later cells. Each cell whose payload has loaders gets its own
 data service, with its own fetchers or data servers. A data server may start in a later cell than
@@ -248,7 +248,8 @@ class SessionFeeds:
     def counts(self) -> dict[str, RankCounts]:
         """Return counts and times of the loaders that the current cell has used, by loader name.
 
-        They include the batches and units that the rank received, and the seconds that it waited.
+        Examples are the number of batches that the rank received from the loader, and the seconds
+        for which the rank waited for these batches.
         """
         found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}

@@ -58,8 +58,8 @@ class Fetcher:
     def entry(self) -> AddressesByLoader:
         """Return the addresses at which this fetcher serves its loaders, by the loader's name.
 
-        The agents of hosts with ranks write these addresses to the run folder, or to their copies
-        of it, where ranks read them (`FolderDirectory`).
+        The agent of each host with ranks writes these addresses to a folder on its host, where the
+        ranks read the addresses (`FolderDirectory`).
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
@@ -95,7 +95,11 @@ class Fetcher:
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _served(self, loader: LoaderSettings) -> ServedLoader:
-        """Return a loader's settings in the form that `Server` needs."""
+        """Return a loader's settings in the form that `Server` needs.
+
+        The result has the loader's part of the fetcher's memory budget, and this fetcher's part of
+        the batches that must be prepared before ranks request data.
+        """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
         return ServedLoader(

@@ -133,7 +133,7 @@ class RunFolderCopy:
             name = path.relative_to(base).as_posix()
             of_attempt = RESULT.fullmatch(name) or PROFILE.fullmatch(name)
             is_old = of_attempt is not None and int(of_attempt[1]) != self._attempt
-            # A hidden file is one that a killed rank had not finished.
+            # Hidden files are incomplete: a rank was killed while it wrote them.
             if not path.name.startswith(".") and not is_old:
                 self._send_file(path, name)
 
@@ -145,6 +145,11 @@ class RunFolderCopy:
         """Append a part to a file of the copy. If `offset` is 0, create the file first.
 
         The parts of a file arrive in order.
+
+        Args:
+            name: Path of the file in the run folder.
+            offset: Position of the part in the file, in bytes.
+            data: The part.
         """
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -156,6 +161,10 @@ class RunFolderCopy:
         """Send a file in pieces to the notebook's run folder.
 
         Of a log, send only the last `LOG_BYTES` bytes.
+
+        Args:
+            path: Path of the file on this host.
+            name: Path of the file in the run folder.
         """
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -344,6 +353,12 @@ class HostFiles:
 
     If the host does not share the notebook's folders, this class copies files from these folders to
     the host and back. A share of fetchers writes no files to the project store.
+
+    Args:
+        spec: The share, as the pool describes it.
+        host_address: Name and address of the host.
+        send_request: Function that sends a request to the pool's process and returns the response.
+        emit: Function that sends an event to the pool.
     """
 
     def __init__(
@@ -467,7 +482,7 @@ class HostFiles:
                     self._record_receipt(receipt)
                 self._emit(receipt)
         finally:
-            if mirror is not None:  # last, because the ledger reads files of the mirror
+            if mirror is not None:  # last, because the receipt's builder reads the mirror
                 mirror.close()
 
     def _record_receipt(self, receipt: StoreReceipt) -> None:
@@ -477,8 +492,8 @@ class HostFiles:
         """
         rule = self._spec.plan.store
         assert rule is not None
-        # Without this record, a later run on another host cannot replace these files. The new files
-        # are then stored beside them.
+        # Without this record, a later run on another host could not replace these files, and its
+        # new files would be stored beside them.
         with suppress(OSError):
             folder = state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

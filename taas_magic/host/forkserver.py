@@ -4,8 +4,8 @@ Two processes import this module:
 
 - The agent, which imports neither torch nor IPython. The agent starts the forkserver, and sends
   requests to fork processes. Each request has the dotted name of the function that the new process
-  calls. To fork takes tens of milliseconds. The new process has all modules that the forkserver has
-  imported.
+  calls. A new process starts within tens of milliseconds, because it inherits all modules that the
+  forkserver has imported.
 - The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
   the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute. During the
   import, a fork of the forkserver (`_StandIn`) starts processes in place of the forkserver.
@@ -68,7 +68,7 @@ _LOST = 255
 """Exit code that multiprocessing assigns to a process if the forkserver ended before it."""
 
 _SEEN_S = 1.0
-"""Maximum seconds to wait, after a forkserver's pipes have closed, until psutil shows its end."""
+"""Maximum seconds to wait until psutil shows that a forkserver with closed pipes has ended."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -313,13 +313,13 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, read_end: Connection) -> None:
-    """Serve requests for new processes in a stand-in, until no process holds the pipe's write end.
+    """Run the server of a stand-in, which forks a process for each request.
 
-    The new process that becomes the stand-in calls this function.
+    The server ends when no process holds a write end of the pipe `read_end` any more.
 
     Args:
         listener: Socket on which requests for new processes arrive.
-        read_end: Read end of the pipe. The agent and each child of the stand-in hold a write end.
+        read_end: Read end of a pipe. The agent and each child of the stand-in hold a write end.
     """
     global _own_pid
     _own_pid = os.getpid()
@@ -531,7 +531,7 @@ def exitcode(process: Any) -> int | None:
 def forget(process: Any) -> None:
     """Wait up to `_FORGET_S` for the end of a process; then close the descriptors for the process.
 
-    If the process has not ended in time, the descriptors stay open. The caller may not use
+    If the process has not ended in time, the descriptors stay open. The caller must not use
     `process` afterwards.
     """
     with _lock:

@@ -422,7 +422,7 @@ class Attempt:
     def _report(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or one failure of the host itself.
 
-        If the forkserver has ended, only the failure of the host is returned. Otherwise, the list
+        If the forkserver has ended, return only the failure of the host. Otherwise, the list
         includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on this
         host.
         """
@@ -448,7 +448,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class _NextAttempt:
-    """A command of the controller to start another attempt."""
+    """A command of the controller to start another attempt.
+
+    Attributes:
+        spec: This host's share of the next attempt.
+        rendezvous: New rendezvous if this is the run's first host; else None.
+    """
 
     spec: ShareSpec
     rendezvous: Rendezvous | None
@@ -458,6 +463,10 @@ class _NextAttempt:
 
 class HostRun(HostShare):
     """Runner of one run's ranks on this host, in all attempts of the run.
+
+    Args:
+        spec: This host's share of the first attempt.
+        *about: Further arguments of `HostShare`.
 
     Raises:
         OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
@@ -728,7 +737,7 @@ class _Running:
 
 
 class HostFetchers(HostShare):
-    """Runner of one run's fetchers on this host."""
+    """Runner of one run's fetchers on this host. Reports the end of each fetcher to the pool."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -26,14 +26,15 @@ from taas_magic.host.watch import REPORT_S, RankState
 from taas_magic.messages import CellOrder, Note, RanksKilled
 
 CUT_AFTER_S = 1.0
-"""Seconds from the interrupt of a cell to the first request that ranks cut their connections.
+"""Seconds after an interrupt until the agent requests that ranks cut their connections.
 
-The agent repeats the request after the same time. A collective of gloo waits in C++, where SIGINT
-does not end the wait. Without connections to other ranks, the collective raises an exception.
+The agent repeats the request after each further `CUT_AFTER_S`. A collective of gloo waits in C++,
+where SIGINT does not end the wait. Without connections to other ranks, the collective raises an
+exception.
 """
 
 RETURN_S = 10.0
-"""Maximum seconds from an interrupt until a rank must be back at its prompt. Then it is killed.
+"""Maximum seconds from an interrupt until a rank is back at its prompt. A slower rank is killed.
 
 If all ranks that still run the cell have already raised an exception, the limit is `REPORT_S`.
 """
@@ -175,7 +176,7 @@ class CellAttempt(Attempt):
             self._kill(lost)
 
     def _return_limit_s(self) -> float:
-        """Return the maximum seconds from an interrupt until ranks must be back at their prompt.
+        """Return the maximum seconds from an interrupt until the ranks are back at their prompt.
 
         The limit is `RETURN_S`. If all ranks that still run the cell have raised an exception, the
         limit is `REPORT_S`, which is longer, because these ranks format their tracebacks.

@@ -132,7 +132,7 @@ def _write_line(path: Path, message: CellOrder | AnswerInput) -> None:
 
 
 class LineReader:
-    """The rank's end of a pipe from which the rank reads lines.
+    """Reader of lines from a named pipe to which the agent writes. Used in a rank.
 
     Args:
         path: Path of the named pipe.
@@ -152,7 +152,10 @@ class LineReader:
 
 
 def make_pipe(path: Path) -> int:
-    """Create a named pipe and open its read end without blocking. Runs in the agent."""
+    """Create a named pipe, and return a non-blocking descriptor of its read end.
+
+    Runs in the agent.
+    """
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -195,7 +198,7 @@ class Link:
         self._numbers = itertools.count()
         self._messages = os.open(rank_file(folder, rank, "messages"), os.O_WRONLY)
         self._log = os.open(rank_file(folder, rank, "log"), os.O_WRONLY)
-        with suppress(OSError):  # the user's limit of pipe memory is reached: 64 KiB work, too
+        with suppress(OSError):  # at the user's limit of pipe memory, the pipe keeps 64 KiB
             fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         # Also open for writing, so that reads never report the end, and opening does not block.
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)

@@ -2,8 +2,8 @@
 
 A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
 tensors to numbers, and writes the numbers to the pipe. To convert a CUDA tensor, a thread must wait
-for the GPU; the program's own threads never do this. This module imports little, because every rank
-imports it.
+for the GPU. Only the heartbeat thread does this, so the program itself does not wait. This module
+imports little, because every rank imports it.
 """
 
 import os
@@ -71,7 +71,7 @@ class MetricBuffer:
 def _kept(name: str, value: Any) -> Any:
     """Check a scalar, and return the copy that the buffer stores: a float or a tensor.
 
-    The program may change a tensor before the heartbeat thread reads the value, hence the copy.
+    A tensor is copied, because the program may change it before the heartbeat thread reads it.
 
     Raises:
         TypeError: The value is neither a number nor a tensor with one element.

@@ -47,7 +47,7 @@ CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
 
 MAX_BARS = 32
-"""Maximum number of nested progress bars of a rank. If there are more, the top bars are lines."""
+"""Maximum number of nested progress bars of a rank. Bars above this number become lines."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
@@ -207,7 +207,7 @@ class LineAssembler:
         """
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
-        is_blank = len(self._rows) == 1 and not self._rows[0].head  # there may be a bar above
+        is_blank = len(self._rows) == 1 and not self._rows[0].head  # no nested bars above
         if is_plain and is_blank and max(map(len, pieces)) <= self._limit_bytes:
             return body.decode("utf-8", "replace").split("\n")
         lines = []
@@ -331,7 +331,7 @@ class LogBudget:
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Return the lines among `lines` that may be sent now, in their order."""
+        """Return the lines among `lines` that may be sent now, in their order; drop all others."""
         fit, errors = self.split(lines)
         return fit + errors
 

@@ -232,7 +232,10 @@ def _work_and_wait(
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Reset the state inherited from the forkserver, and apply the notebook's environment."""
+    """Reset the state inherited from the forkserver, and apply the notebook's environment.
+
+    Sets new random seeds, the environment variables, the working directory and the import path.
+    """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
@@ -242,7 +245,7 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
     os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)
-    # torch has read these variables at its import in the forkserver, so it must read them again
+    # At its import in the forkserver, torch has read older values of these variables.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     if any(name in os.environ for name in ("TORCH_LOGS", "TORCH_TRACE")):
         torch._logging._init_logs()  # type: ignore[attr-defined]
@@ -931,7 +934,7 @@ class RankShell(InteractiveShell):
         self.link, self.keyboard, self.shows = link, own_keyboard, shows
         own_keyboard.install()
         self.colors = colors
-        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 does not set these by `colors`
+        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks
             self.InteractiveTB.set_colors(colors)
         # If ps1 is set, Lightning assumes an interactive session and refuses DDP
         for name in ("ps1", "ps2", "ps3"):
@@ -941,7 +944,14 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the work. If an exception ends the work, send the failure before returning."""
+        """Run the work, and return IPython's result.
+
+        If an exception ends the work, `showtraceback` sends the failure before this method returns.
+
+        Args:
+            work: The cell or function call.
+            sources: The notebook's cells, by the file name under which each cell was compiled.
+        """
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.labels = tracebacks.register_sources(sources)
@@ -1065,7 +1075,8 @@ class RankShell(InteractiveShell):
             self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
             shown = tracebacks.describe_exception(value, self._drawn) if self._drawn else shown
-        # Here, `sys.exit(3)` in the cell looks the same as `sys.exit(3)` in a `%run` of the cell.
+        # Here, `sys.exit(3)` in a `%run` of the cell looks the same as `sys.exit(3)` in the cell.
+        # So every SystemExit counts as the end of the cell.
         if self.failure is not None or not (ends_cell or is_exit):
             shown.is_logged = True
             # Not `sys.stderr`, which `%%capture` may redirect: errors must not be captured.

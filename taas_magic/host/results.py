@@ -334,7 +334,7 @@ class ResultWriter:
             self._write_group({name: values[name] for name in names})
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
-        """Write values that share objects to one archive. Send notes about problems with them."""
+        """Write `values`, which share objects, to one archive. Send notes about problems."""
         pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))

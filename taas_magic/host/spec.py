@@ -77,8 +77,8 @@ HOST = "TAAS_HOST"
 REACH = "TAAS_REACH"
 """Environment variable with `ShareSpec.reach`, the address of a server on the notebook's machine.
 
-Only the runs of farms have such a server: the scheduler of the farm's process. The nodes of the
-farm are the run's ranks, and connect to this scheduler.
+Only runs of a farm have such a server: the scheduler of the farm's process. The rank of such a run
+starts a node, which connects to this scheduler.
 """
 
 
@@ -270,8 +270,8 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         run: The run, without the fields that hosts do not need (`RunSpec.for_hosts`).
         host_rank: Number of this host, from 0, among the hosts that run the ranks, or among the
             hosts that run the fetchers.
-        host_plan: Numbers of this host's ranks, and their number of threads. None if the share
-            consists of fetchers.
+        host_plan: Numbers of this host's ranks, and the number of threads for each rank. None if
+            the share consists of fetchers.
         n_hosts: Number of hosts that run the ranks.
         master_addr: Address of the first host, which runs torch's key-value store for the ranks.
         master_port: Port of the key-value store. 0 on the first host, which chooses the port.
@@ -397,7 +397,8 @@ class Launch(Request[StartResponse]):
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
         run: The run.
-        fetcher_events: Events that the run's fetchers have already sent to the kernel.
+        fetcher_events: Events that the run's fetchers have already sent to the kernel. By these
+            events, the pool knows the fetchers' addresses.
     """
 
     owner: str

@@ -99,7 +99,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
     """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
-    sys.stderr.write("\n")  # shows an engine over SSH that this process has started
+    sys.stderr.write("\n")  # tells an engine that uses SSH that this process has started
     sys.stderr.flush()
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:

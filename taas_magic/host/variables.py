@@ -68,7 +68,7 @@ class _NotComparedError(Exception):
 
 
 def describe() -> Any:
-    """Return a dict with a `Variable`, as plain data, for each of the user's variables.
+    """Return a dict that maps the name of each user's variable to a `Variable`, as plain data.
 
     Modules, functions and classes are left out. Names that begin with an underscore are left out,
     too.

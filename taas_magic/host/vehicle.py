@@ -9,8 +9,8 @@ A vehicle may end because its wall time is over, its job is cancelled, or its co
 scheduler is lost. The supervisor's standard input then closes, and the supervisor ends all
 processes of taas-magic on the host.
 
-Vehicles and engines import this module. It does not import the modules of the agent, which these
-processes do not need.
+This module does not import the agent's modules, because vehicles and engines, which import this
+module, do not need the agent's modules.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that starts a supervisor on a vehicle's host, and ends it with the vehicle.
+    """Dask plugin that starts a supervisor on a vehicle's host, and ends the supervisor at the end.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.

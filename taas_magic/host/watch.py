@@ -210,12 +210,13 @@ def decide(
     The first rule that applies decides:
 
     1. If all ranks have succeeded, the run has succeeded.
-    2. If the user has interrupted the run, it ends when all ranks have ended, at the latest after
-       `INTERRUPT_GRACE_S`.
-    3. If a rank has failed, the run ends when all ranks have ended, at the latest after `SETTLE_S`.
-       While a rank formats its traceback or sends results, the limit is `REPORT_S`.
-    4. The run fails when `deadline` has passed, when a rank has left by `sys.exit(0)` for
-       `LEFT_GRACE_S`, or when SIGSTOP has suspended a rank for `STOPPED_S`.
+    2. If the user has interrupted the run, it ends when no rank runs the cell any more, at the
+       latest `INTERRUPT_GRACE_S` seconds after the interrupt.
+    3. If a rank has failed, the run ends when no rank runs the cell any more, at the latest
+       `SETTLE_S` seconds after the first failure. While a rank formats its traceback or sends
+       results, this limit is `REPORT_S`.
+    4. The run fails when `deadline` has passed, `LEFT_GRACE_S` seconds after a rank has left by
+       `sys.exit(0)`, or when SIGSTOP has suspended a rank for `STOPPED_S` seconds.
 
     All times are in seconds of the agent's monotonic clock.
 
