@@ -1,8 +1,8 @@
-"""Turn the failures of a run into the one exception that the notebook raises. Pure.
+"""Turn the failures of a run into the exception that the notebook raises.
 
 The event `RunEnded` names the failure that came first. This module writes the exception's message
 from that failure, and summarizes the other failures. It also limits the length of all texts: a
-message of a megabyte must not reach the browser.
+message of a megabyte must not reach the browser. The functions do no I/O.
 """
 
 import re
@@ -58,14 +58,20 @@ def no_gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Return a text; if it is too long, its beginning and a note with its full length."""
+    """Shorten a text to `limit_chars` characters, and append a note with its full length.
+
+    A text within the limit is returned unchanged.
+    """
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """Return lines; if there are too many, only the first and last ones. Long lines are cut."""
+    """Replace the middle lines by a note if there are more than `limit_lines` lines.
+
+    `cut` shortens each remaining line.
+    """
     if len(lines) > limit_lines:
         half = limit_lines // 2
         left_out = len(lines) - 2 * half
@@ -74,7 +80,10 @@ def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
 
 
 def who_failed(failure: Failure) -> str:
-    """Return the failed rank, such as `rank 3 on host gpu1 (pid 812)`; else the failed host."""
+    """Return text that names the failed rank, such as `rank 3 on host gpu1 (pid 812)`.
+
+    If a host failed, or if the rank is unknown, the text names only the host.
+    """
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
     named = f"rank {failure.rank} on host {failure.host}"
@@ -82,10 +91,10 @@ def who_failed(failure: Failure) -> str:
 
 
 def cause(failure: Failure) -> str:
-    """Return what happened, in one line without the rank and host.
+    """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    If an exception passes on the traceback of another process, such as that of a DataLoader worker,
-    its first line does not say what happened there. The last line does.
+    A message may quote the traceback of another process, such as a DataLoader worker. The first
+    line of such a message does not name the error of that process, so the last line is added.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -180,7 +189,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rank_positions(failures: Sequence[Failure]) -> list[str]:
-    """Return text with the notebook lines at which ranks were when `--timeout` ended the run.
+    """Return lines of text that say where ranks were when `--timeout` ended the run.
 
     Ranks that were at the same notebook line share one line of the result.
     """
@@ -193,9 +202,10 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """Return the file, line number and code of the innermost frame of a notebook cell in a stack.
+    """Return text with the file, line number and code of one frame of a stack.
 
-    If no frame is in a cell, return those of the innermost frame.
+    The frame is the innermost frame in a notebook cell. If no frame is in a cell, it is the
+    innermost frame of the stack.
     """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
@@ -210,8 +220,8 @@ def _notebook_line(stack: Sequence[str]) -> str:
 def labelled(text: str, labels: Mapping[str, str]) -> str:
     """Replace the file names of the notebook's cells in a text by the cells' labels.
 
-    Worker processes, fetchers and faulthandler know only the file names under which the kernel
-    compiled the cells.
+    Worker processes, fetchers and faulthandler do not know the labels. Their tracebacks contain the
+    file names under which the kernel compiled the cells.
 
     Args:
         text: Any text, such as a line of a traceback.
@@ -255,11 +265,12 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
 
 
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
-    """Return an exception of the type that a rank raised; None if the kernel has no such type.
+    """Return an exception of the type that a rank raised, for the notebook's traceback.
 
-    The type must exist under its name in the notebook or in a module that is already imported. The
-    exception has the message as its argument and no attributes, because this function makes the
-    exception without running any code of the type.
+    The type is looked up by name in the notebook, or in the imported module that defines the type.
+    The exception has the message as its only argument. It has no other attributes, because the
+    type's own `__new__` and `__init__` are not called. The result is None if the kernel has no such
+    type, or if the type cannot be created from a message.
 
     Args:
         failure: The failure that came first.

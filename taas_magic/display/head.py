@@ -1,9 +1,9 @@
-"""The status header (the lines above a run's log): its state, and its form as text and HTML. Pure.
+"""The status header (the lines above a run's log) as text and HTML, and the state that it shows.
 
-`RunState` computes the state from the run's events. Text and HTML show the same facts. Jupyter
-removes some HTML from an untrusted notebook, so the HTML here uses only what Jupyter keeps: inline
-styles, and elements such as <details>. The colours are readable on light and dark themes. All
-texts from hosts and users are escaped.
+`RunState` computes the state from the run's events. The functions do no I/O. Text and HTML show the
+same facts. Jupyter removes some HTML from an untrusted notebook. So the HTML here uses only what
+Jupyter keeps: inline styles, and elements such as <details>. The colours are readable on light and
+dark themes. All texts from hosts and users are escaped.
 """
 
 import math
@@ -99,20 +99,19 @@ class RunState:
 
     Attributes:
         gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
-        held_gpu_s: GPU-seconds up to the last change of `gpus`.
+        held_gpu_s: GPU-seconds that the run held before the time `up_since`.
         began: Start time of the run, on the caller's clock.
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
-        hosts_attempt: The newest attempt that has started ranks on a host.
-        first_ranks: The lowest rank of each of these hosts.
+        hosts_attempt: Number of the newest attempt that has started ranks on a host.
+        first_ranks: The lowest rank of each host in `hosts`, by the host's name.
         up: Numbers of the ranks that have started and have not failed.
-        up_since: Start of the time that `held_gpu_s` does not include yet, on the caller's clock.
-            This is the last change of `gpus`, or the start of the first ranks if it was later.
-            Infinity until the first ranks start.
+        up_since: Time of the last change of `gpus`, on the caller's clock. `held_gpu_s` does not
+            include the time since then. Infinity until the first ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
         hangs: For each host that reported a hang, the time of the report and the stacks of its
             ranks.
-        settled: The hosts whose ranks have ended or failed.
+        settled: Names of the hosts whose ranks have all ended, and of lost hosts.
         asking: Numbers of the ranks that wait for a line of input from the user.
         last_attempt: Number of the last attempt, once the run has ended. Only the results of this
             attempt count.
@@ -161,9 +160,9 @@ class RunState:
 
         Args:
             event: The event.
-            now: Time at which the event arrived, from the same clock as `began`; None for the time
-                in the event. A live view passes the time of its own clock, because the clocks of
-                machines may differ by days.
+            now: Time at which the event arrived, from the same clock as `began`. None to use the
+                time that the event contains. A live view passes the time of its own clock, because
+                the clocks of machines may differ by days.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -212,9 +211,9 @@ class RunState:
 
     @property
     def hang(self) -> list[RankStack]:
-        """The stacks of all ranks if no rank makes progress on any host; else an empty list.
+        """The stacks of all ranks if every host with active ranks reports a hang; else [].
 
-        Their times (`RankStack.since`) are from the same clock as `began`.
+        `RankStack.since` in these stacks is a time on the clock of `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -237,7 +236,10 @@ class RunState:
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _started(self, event: RanksStarted, now: float) -> None:
-        """Record that a host has started its ranks. In a new attempt, forget the earlier hosts."""
+        """Record that a host has started its ranks.
+
+        The first such event of a new attempt removes the hosts of the last attempt.
+        """
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}
@@ -252,7 +254,7 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
-        """Record a failure; the first one that is no consequence of another becomes `first`."""
+        """Record a failure. Store it in `first` if it is the first with a cause of its own."""
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
@@ -269,7 +271,7 @@ class RunState:
             known.clear()
 
     def _set_gpus(self, gpus: int, now: float) -> None:
-        """Change the number of GPUs that the run holds from `now` on."""
+        """Record that the run holds `gpus` GPUs from the time `now` on."""
         self.held_gpu_s = self.gpu_seconds(now)
         if self.up_since < math.inf:
             self.up_since = max(self.up_since, now)
@@ -359,7 +361,7 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the status header with the first metrics that ranks logged by `taas.log`.
+    """Yield the rows of the status header with the first `MAX_CURVES` metrics of `taas.log`.
 
     In HTML, the metrics are one row of small curves. In text, each metric is one line.
     """
@@ -439,7 +441,7 @@ def plain(progress: str) -> str:
 
 
 def shown_notes(state: RunState) -> list[str]:
-    """Return the first notes, and a line with the number of further notes."""
+    """Return the first `MAX_NOTES` notes; if there are more, also a line with their number."""
     notes = [cut(note, NAME_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
@@ -529,7 +531,7 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
 
 
 def filling(flow: Flow) -> str:
-    """Return the progress of `--prefill`; "" if no ranks wait for prepared data."""
+    """Return text with the progress of `--prefill`; "" if no ranks wait for prepared data."""
     if flow.filling is None:
         return ""
     done, wanted = flow.filling.done, flow.filling.wanted
@@ -565,10 +567,10 @@ def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
 
 
 def _waited(loader: LoaderFlow) -> str:
-    """Return text with the share of time that ranks waited for a loader.
+    """Return text with the percentage of time that ranks waited for a loader.
 
-    The mean over all ranks comes first. In parentheses follow the shares of all ranks or, if there
-    are more than `MAX_RANKS` ranks, the smallest and the largest share.
+    The text begins with the mean over all ranks. In parentheses, it lists the percentage of each
+    rank. For more than `MAX_RANKS` ranks, it lists only the smallest and the largest percentage.
     """
     shares = loader.shares
     mean = f"{loader.sums(0.0).share:.0%}"
@@ -585,7 +587,7 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return the facts of a receipt: files that ranks wrote to the store or were kept out of it."""
+    """Return the facts of a receipt, such as the files that were saved and those that were not."""
     if receipt is None:
         return []
     written = []
@@ -614,10 +616,13 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Group values by file. All files in a `.zarr` folder, a data cube, count as one file.
+    """Group values by file; all files of a data cube (a `.zarr` folder) form one group.
 
     Args:
-        files: Values by path. If `.zarr` folders are nested, the outermost one counts.
+        files: Values by path.
+
+    Returns:
+        Lists of values, by file or data cube. Of nested `.zarr` folders, the outermost is the cube.
     """
     found: dict[str, list[T]] = {}
     for path, known in files.items():
@@ -627,7 +632,10 @@ def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
 
 
 def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the files that were kept out of the store, each with the ranks that wrote it."""
+    """Return text for each file that was kept out of the store, with the ranks that wrote it.
+
+    Files of one data cube share one text, as in `_by_cube`.
+    """
     shown = []
     for name, each in _by_cube(files).items():
         ranks = sorted({rank for ranks in each for rank in ranks})
@@ -651,7 +659,7 @@ def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
 
 
 def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of a hang: one for each group of ranks."""
+    """Yield the rows of a hang's table, one for each of the first `MAX_GROUPS` groups of ranks."""
     for group in _groups(rows)[:MAX_GROUPS]:
         hosts = list(dict.fromkeys(row.host for row in group))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
@@ -741,7 +749,10 @@ def _memory(process: ProcessStack) -> int:
 
 
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
-    """Return lines with what a process waits for, its threads, and its children."""
+    """Return lines of text about a process: what it waits for, its stacks, and its children.
+
+    The children follow in the same form, indented further.
+    """
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():
         lines += [f"{indent}{name}:", *(f"{indent}  {frame}" for frame in frames)]

@@ -1,4 +1,6 @@
-"""Merge the lines of all ranks into a run's log in the notebook. Pure: callers pass the time.
+"""Merge the lines of all ranks into a run's log in the notebook.
+
+The code does no I/O, and callers pass the current time.
 
 If several ranks print the same line at about the same time, the log shows the line once. A prefix
 names the ranks that printed it. To find equal lines, `LineMerger` holds each new line back until
@@ -6,11 +8,11 @@ the first of these events:
 
 - All ranks have printed the line.
 - Every rank has waiting lines, and each copy of the line is the first waiting line of its rank.
-- The line has waited for `hold_s` seconds, which is too short to notice.
+- The line has waited for `hold_s` seconds. Users do not notice this delay.
 
-A browser draws all output of a cell again whenever more is added. So a cell shows at most
-`CELL_BYTES` of text. A summary of the further lines (`LogSummary`) is updated in place. The summary
-shows the number of further lines, the errors among them, and the last lines.
+Whenever a cell gets more output, the browser draws the whole output again. Therefore, a cell shows
+at most `CELL_BYTES` of text. Below the text, a summary (`LogSummary`) is updated in place. The
+summary shows the number of further lines, the errors among them, and the last lines.
 """
 
 import math
@@ -51,7 +53,7 @@ class LineMerger:
     """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
 
     Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
-    Groups are in a dict by their line, so a line takes the same time for 2 ranks and for 8,192.
+    A dict maps each such line to its group, so a rank finds its group without a search.
 
     A line that all ranks have printed is shown at once. Any other line waits at most `hold_s`.
 
@@ -88,7 +90,7 @@ class LineMerger:
         return shown + self._release_unmatched()
 
     def due(self, now: float) -> list[ShownLine]:
-        """Return the lines that have waited long enough."""
+        """Remove and return the lines that have waited for `hold_s` seconds."""
         shown: list[ShownLine] = []
         while self.next_due() <= now:
             _, rank, number = self._deadlines[0]
@@ -105,7 +107,7 @@ class LineMerger:
         return math.inf
 
     def flush(self) -> list[ShownLine]:
-        """Return all waiting lines."""
+        """Remove and return all waiting lines."""
         shown: list[ShownLine] = []
         while self._groups:
             shown += self._release(next(iter(self._groups)))
@@ -113,12 +115,12 @@ class LineMerger:
         return shown
 
     def _release_unmatched(self) -> list[ShownLine]:
-        """Remove and return lines for which no further copy can be expected soon.
+        """Remove and return lines that no further rank is likely to print soon.
 
-        A line is removed if every queue has lines, and each waiting copy of the line is the first
-        line of its queue. While a queue is empty, no line is removed, because the next line of that
-        rank may be a copy. If several lines can be removed, the line of the lowest rank comes
-        first, because rank 0 usually prints more than the other ranks.
+        While any rank has no waiting line, no line is removed, because that rank may print a copy
+        next. Otherwise, a line is removed if each waiting copy of the line is the first line of its
+        queue. If several lines can be removed, the line of the lowest rank comes first, because
+        rank 0 usually prints more than the other ranks.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -134,18 +136,18 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Remove the first waiting line of a rank from the queue, and return it.
+        """Remove and return the first waiting line of a rank, and possibly further lines.
 
-        If the line is also the first waiting line of other ranks, it is removed there too, and
-        shown once for all these ranks.
+        If the line is also the first waiting line of other ranks, it is removed from their queues,
+        too. It is returned once, with the numbers of all these ranks.
 
-        If no queue contains a second copy of the line, the next lines of this rank are also removed
-        and returned, up to the first line with a second copy. A rank that prints very much has many
-        such lines. To handle them one by one would take several times as long.
+        If no other waiting line equals the line, the method also removes the rank's next lines, up
+        to the first line that has a copy. A rank that prints much has many lines without a copy. To
+        remove them in one call is several times as fast as to remove each in its own call.
 
         Args:
-            rank: The rank, which has a waiting line.
-            most: Maximum number of lines without a second copy to return.
+            rank: A rank that has a waiting line.
+            most: Maximum number of lines without a copy to remove.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -186,7 +188,10 @@ class LineMerger:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[ShownLine]:
-        """Return and remove the line of a group; then do so for each group that now has all ranks.
+        """Remove a group's line from the queues of its ranks, and return the line.
+
+        After that, the next lines of these ranks may complete other groups. The lines of groups
+        that now have all ranks are removed and returned, too.
 
         Args:
             text: The line of the first group.
@@ -214,10 +219,10 @@ CELL_BYTES = 500_000
 """Maximum bytes of a run's log in the output of a notebook's cell."""
 
 UNBOUNDED = 1 << 62
-"""Limit in bytes of a log that has no limit."""
+"""A number of bytes that no log reaches; stands for "no limit"."""
 
 ERRORS = (16_000, 200)
-"""Limits, in bytes and in lines, on the errors that the summary keeps."""
+"""Maximum bytes, and maximum number, of the error lines in the summary."""
 
 LAST_LINES = 100
 """Number of last lines that the summary shows."""
@@ -226,10 +231,13 @@ LINE_CHARS = 500
 """Maximum length of a line in the summary."""
 
 DROPPED_NOTE_S = 1.0
-"""Seconds between the first and the second line that report dropped lines."""
+"""Minimum seconds between the first and the second note on dropped lines.
+
+Dropped lines are lines that a host did not send to the notebook, because there were too many.
+"""
 
 MAX_DROPPED_NOTE_S = 60.0
-"""Maximum seconds between two lines that report dropped lines."""
+"""Upper limit of the pause between two notes on dropped lines, which doubles each time."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -247,7 +255,7 @@ class LogSummary:
     def count(self, n_lines: int, n_bytes: int) -> None:
         """Add to the number and the size of the lines beyond the limit.
 
-        If the host has not sent the text of these lines, only the log files have the text.
+        Call this method for lines whose text the host did not send, and `add_lines` for others.
         """
         self._lines += n_lines
         self._bytes += n_bytes
@@ -259,7 +267,7 @@ class LogSummary:
         Args:
             prefix: The prefix with the ranks that printed the lines.
             lines: All lines.
-            errors: The lines among `lines` that look like errors, as many as `ERRORS` allows.
+            errors: The lines among `lines` that look like errors; `ERRORS` limits their number.
         """
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
@@ -282,7 +290,7 @@ class LogText:
         plan: The plan of the run. If the run has several hosts, prefixes also name the host. Only
             the lines of `plan.log_ranks` are shown.
         run_dir: The run folder, with the complete logs.
-        limit_bytes: Maximum bytes of text for the cell. The lines after that go to `rest`.
+        limit_bytes: Maximum bytes of text for the cell. Further lines go to `rest`.
 
     Attributes:
         rest: The summary of the lines beyond the limit; None while there are none.
@@ -300,7 +308,7 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Count the cell's text from zero again, because the cell's output was cleared."""
+        """Reset the count of the cell's text and the summary, because the output was cleared."""
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, UNBOUNDED),
@@ -336,7 +344,7 @@ class LogText:
             self.rest.add_lines("", [text], [text])
 
     def due(self, now: float) -> None:
-        """Add the lines that have waited long enough."""
+        """Add the lines that have waited for `HOLD_S`, and add a due note on dropped lines."""
         self._add(self._merger.due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
@@ -346,7 +354,7 @@ class LogText:
         self._add(self._merger.flush())
 
     def close(self, now: float) -> None:
-        """Add all waiting lines, and the number of lines that were left out."""
+        """Add all waiting lines, and a note with the number of dropped lines, if any."""
         self.flush()
         self._note_dropped(now)
 
@@ -361,7 +369,7 @@ class LogText:
 
     @property
     def fullness(self) -> float:
-        """The share of the cell's limit that is used, from 0 to 1."""
+        """The fraction of the cell's limit that is used, from 0 to 1."""
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def pop_text(self) -> str:
@@ -392,10 +400,10 @@ class LogText:
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:
-        """Add a line with the number of lines left out since the last such line.
+        """Add a note with the number of lines dropped since the last note.
 
-        The pause between two such lines doubles each time, up to `MAX_DROPPED_NOTE_S`. So a long
-        flood of output causes only a few of these lines.
+        The pause between two notes doubles each time, up to `MAX_DROPPED_NOTE_S`. So even a long
+        flood of output causes only a few notes.
         """
         if not self._dropped:
             return

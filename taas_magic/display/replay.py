@@ -1,7 +1,8 @@
-"""Compute a run's state and its past output from its journal, for views opened later. Pure.
+"""Compute a run's state and its past output from its journal, for views opened later.
 
-The state is the same as in a view that was open all the time. The reader decodes only those printed
-lines that the view shows, so a journal of 100 MB takes less than a second.
+The state is the same as in a view that has been open since the start of the run. Most events of a
+journal hold printed lines. Only those lines that the view shows are decoded, so a journal of 100 MB
+takes less than a second. The code does no I/O.
 """
 
 import re
@@ -32,10 +33,13 @@ TAIL_BYTES = 500_000
 """Maximum bytes of past log that a view shows; earlier lines are left out."""
 
 END_LINES = 100
-"""Number of lines that the view of an ended run shows from each end of a log that is too long."""
+"""Number of first lines, and of last lines, that the view of an ended run shows of a long log.
+
+A log is long if it has more than `TAIL_BYTES`.
+"""
 
 ERRORS = (64_000, 1_000)
-"""Maximum bytes, and maximum number, of error lines to show from the part that is left out."""
+"""Maximum bytes, and maximum number, of error lines to show from the middle of a long log."""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -45,10 +49,10 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Minimum number of events with loader counts that a replay applies at each end of an attempt.
+"""Minimum for the argument `most` of `_CountsBuffer`: number of events with loader counts.
 
-In runs of many ranks, a replay applies more events at each end. Of the events in between, a replay
-applies only the newest of each rank and fetcher; see `_CountsBuffer`.
+The replay applies at least this number of first events, and of last events, of an attempt. For each
+rank, it adds 8 to this number.
 """
 
 OutputPiece = Event | str
@@ -80,7 +84,7 @@ class Replay:
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Process the next chunk of the journal, which has whole lines."""
+        """Process the next chunk of the journal. The chunk must consist of whole lines."""
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
         if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
@@ -115,7 +119,7 @@ class Replay:
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
-        """Apply an event to the past output and, unless it only concerns output, to the state."""
+        """Apply an event to the past output and to the state; displays only to the output."""
         self._shown.add_event(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
@@ -142,12 +146,12 @@ class _CountsBuffer:
     The counts are sums since the rank or fetcher started. So the sums in the newest event of a rank
     or fetcher include those in its earlier events. The buffer keeps three parts:
 
-    - The first `most` events: they have the counts at the start of the ranks.
-    - The last `most` events, or a few more: they are needed to compute the current rates.
-    - Of the events between, the newest of each rank and fetcher.
+    - The first `most` events, because they contain the counts at the start of the ranks.
+    - The last `most` events or a few more, because the current rates are computed from them.
+    - Only the newest event of each rank and fetcher from the events between these two parts.
 
     Args:
-        most: Number of first events to keep, and minimum number of last events to keep.
+        most: Number of first events to keep; also the minimum number of last events to keep.
         reporters: Number of ranks and fetchers that send such events.
     """
 
@@ -173,14 +177,14 @@ class _CountsBuffer:
             self._add_up(old)
 
     def pop_events(self) -> list[bytes]:
-        """Empty the buffer, and return its events in order, to be applied to the run's state."""
+        """Remove all events from the buffer, and return them in the order of the journal."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()
         return taken
 
     def _add_up(self, lines: list[bytes]) -> None:
-        """Keep only the newest of these events for each rank and fetcher."""
+        """Move events to the middle part, which keeps only the newest of each rank and fetcher."""
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):
             newest.setdefault((line[:12], _reporter(line)), line)
@@ -260,8 +264,9 @@ class _PastOutput:
     def add_event(self, event: Event) -> None:
         """Process an event that is not a printed line.
 
-        Displays and restarts are always shown. An update changes an earlier display, and a
-        `ClearOutput` removes all earlier output. Other events are ignored.
+        Keep restarts, and the displays of the ranks whose displays the run shows. Change the
+        earlier display if the event updates it. For a `ClearOutput` of the first shown rank, remove
+        all earlier output. Ignore other events.
         """
         self._numbers += 1
         match event:
@@ -280,10 +285,11 @@ class _PastOutput:
                 self._kept.append((self._numbers, event))
 
     def pieces(self, state: RunState) -> list[OutputPiece]:
-        """Return the past output; of a long log, return a part, with a line that says so.
+        """Return the past output. Shorten a log of more than `TAIL_BYTES`, and add a note on that.
 
-        Of a run that has not ended, the earlier lines are left out. Of an ended run, the middle is
-        left out, except for lines that look like errors. Displays and restarts are always included.
+        For an active run, the first lines of a long log are left out. For an ended run, the middle
+        lines are left out, except for lines that look like errors. Displays and restarts are always
+        included.
 
         Args:
             state: The run's state after the whole journal.

@@ -1,4 +1,4 @@
-"""The table of `%taas vars`: the variables of a session's ranks, and their agreement. Pure."""
+"""The table of `%taas vars`: a session's variables, and whether ranks have equal values."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -276,7 +276,7 @@ class NoView:
         return math.inf
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there is no output to finish."""
 
 
 class View:

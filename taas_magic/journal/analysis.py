@@ -1,4 +1,6 @@
-"""Analysis of a run's loaders: sums, advice and plots of how long ranks waited for batches. Pure.
+"""Analysis of a run's loaders: how long ranks waited for batches, why, and what would help.
+
+The module has the sums, the advice and the plots. It does no I/O.
 
 Ranks and fetchers send events with counts, such as batches received and seconds waited. The status
 header, the advice and the plot use the same sums of these counts. The clocks of hosts may differ by
@@ -66,7 +68,7 @@ class Point(NamedTuple):
         return Point._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """Return `value` per second of `time`. Call this on a difference of two points."""
+        """Return `value` divided by `time`. Call this method on a difference of two points."""
         return value / self.time if self.time > 0 else 0.0
 
     @property
@@ -137,7 +139,7 @@ class LoaderFlow:
 
     @property
     def recent(self) -> Point:
-        """The change of the sums over the newest points, for current rates."""
+        """The difference between the newest and the oldest kept sums, for current rates."""
         return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
 
     @property
@@ -231,23 +233,23 @@ class Flow:
 
 
 TOLERABLE = 0.1
-"""Maximum fraction of their loop time for which ranks may wait for batches without advice."""
+"""Largest fraction of loop time that ranks may wait for batches before the user gets advice."""
 
 _LEAST_SPAN_S = 1.0
 """Minimum seconds that a rank has spent in loops over a loader, for advice on this loader."""
 
 _BUSY = 0.7
-"""Workers count as busy if they prepare batches for at least this fraction of the time."""
+"""Minimum fraction of the time in which busy workers prepare batches."""
 
 _CPU_BOUND = 0.6
-"""If at least this fraction of a step's time is CPU time, the CPU counts as the limit of the step.
+"""Minimum fraction of CPU time in an activity for which the CPU counts as the limit.
 
-The steps are the preparation of batches, which storage may limit instead, and the reception of
-batches, which the network may limit instead.
+There are two activities. Workers prepare batches; otherwise, storage counts as the limit. Ranks
+receive batches; otherwise, the network counts as the limit.
 """
 
 _FULL = 0.8
-"""The hosts' cores count as fully used if at least this fraction of them is in use."""
+"""Minimum fraction of the hosts' cores in use for which the cores count as fully used."""
 
 _MOST_TIMES = 8
 """Maximum ratio of the advised number of fetchers to the present number."""
@@ -263,28 +265,27 @@ _WORKER_PER_CORE = "this host already has a worker for each core"
 class LoaderUse:
     """The use of one loader, and the time that ranks waited for it.
 
-    A share is a fraction from 0 to 1. Loop time is the time that ranks spent in loops over the
-    loader.
+    All fractions are from 0 to 1. Loop time is the time that ranks spent in loops over the loader.
 
     Attributes:
         name: The loader's name.
-        waited: The share of the loop time that ranks spent waiting for batches.
-        first: The share of the loop time that ranks spent waiting for their first batches.
+        waited: The fraction of the loop time that ranks spent waiting for batches.
+        first: The fraction of the loop time that ranks spent waiting for their first batches.
         ranks: Number of ranks that use the loader.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
         workers: Number of worker processes.
         working: Mean number of workers that work in parallel: the work of all workers, divided by
             the work of the busiest one.
-        busy: The share of time in which the busiest worker prepared batches.
-        cpu: The share of the preparation time that was CPU time. In the rest of the preparation
+        busy: The fraction of time in which the busiest worker prepared batches.
+        cpu: The fraction of the preparation time that was CPU time. In the rest of the preparation
             time, workers waited for storage.
-        cores: The share of all cores of the fetchers' hosts that the workers kept busy.
+        cores: The fraction of all cores of the fetchers' hosts that the workers kept busy.
         own_hosts: Whether every fetcher has a host to itself.
         room: Maximum number of fetchers for which the hosts have enough cores, if each fetcher has
             as many workers as now. Infinite if each fetcher has a host to itself, or if the number
             of cores is unknown.
         crosses: Whether batches are sent from host to host.
-        receiving: The share of the time for receiving batches that was CPU time of the ranks.
+        receiving: The fraction of the time for receiving batches that was CPU time of the ranks.
         mb_per_s: Megabytes per second that all ranks received.
     """
 
@@ -306,7 +307,7 @@ class LoaderUse:
 
     @property
     def later(self) -> float:
-        """The share of the loop time after the first batches that ranks spent waiting."""
+        """The fraction of the loop time that ranks waited for batches after the first ones."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
@@ -380,8 +381,8 @@ def _prepared_by_ranks(load: LoaderUse) -> str:
 def _delivery(load: LoaderUse) -> str:
     """Return the advice for a loader whose workers are not busy.
 
-    The limit of such a loader is the way of the batches to the ranks: the ranks' CPU time to
-    receive batches, the buffer, or the network.
+    The delivery of batches to the ranks limits such a loader: the ranks' CPU time to receive
+    batches, the size of the buffer, or the network.
     """
     if load.receiving >= _CPU_BOUND:
         return (
@@ -404,10 +405,10 @@ def _delivery(load: LoaderUse) -> str:
 
 
 def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
-    """Return the advice to use more fetchers.
+    """Return the advice to use more fetchers, or other hosts if these have too few cores.
 
     Args:
-        load: The load of the loader.
+        load: The use of the loader.
         most: Maximum factor by which more fetchers could make the ranks faster.
     """
     if load.room < load.fetchers + 1:
@@ -428,14 +429,14 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
-    The number is higher than now, and high enough that ranks would not wait. But it is at most
-    `_MOST_TIMES` times as high as now, and at most `load.room` if this is higher than now.
+    With the advised number, ranks would not wait, unless one of two limits prevents it. The limits
+    are `_MOST_TIMES` times the present number, and `load.room`. The advised number is always higher
+    than the present number.
 
     Args:
-        load: The load of the loader.
+        load: The use of the loader.
         most: Maximum of the factor.
-        busy: The share of time in which the busiest worker works now. More fetchers divide this
-            work among them.
+        busy: The fraction of time in which the busiest worker works now.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
     at_most = min(_MOST_TIMES * load.fetchers, load.room)
@@ -448,7 +449,7 @@ def _times(faster: float) -> str:
 
 
 def loader_use(flow: Flow, loader: LoaderFlow) -> LoaderUse:
-    """Compute the load of one loader from the counts that ranks and fetchers have sent.
+    """Compute the use of one loader from the counts that ranks and fetchers have sent.
 
     Args:
         flow: The counts about all loaders of the run.
@@ -533,7 +534,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
-    """Draw two curves over time: the share of time in which ranks waited, and the batches/s.
+    """Draw two curves over time: the fraction of time that ranks waited, and the batches/s.
 
     Args:
         events: The events of the run's journal.

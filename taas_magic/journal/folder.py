@@ -94,7 +94,10 @@ _BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, Fetche
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
 
 _YOUNG_S = 60.0
-"""Age in seconds from which a folder without a plan counts as broken; a younger one may be new."""
+"""Minimum age in seconds of a run folder without a plan to count as broken.
+
+A younger folder may belong to a run that is being created.
+"""
 
 
 def state_dir() -> Path:
@@ -219,7 +222,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Run the block that fills the folder; if it raises OSError, remove the folder.
+        """Remove the folder if the block, which fills the folder, raises OSError.
 
         Raises:
             PoolError: The block raised OSError.
@@ -307,9 +310,10 @@ class RunFolder:
 
 
 KEPT_FREE_BYTES = 64 << 20
-"""Maximum bytes of free space that logs and the journal leave for the run's results.
+"""Bytes of free disk space that logs and the journal leave for the run's results.
 
-On a small disk, they leave an eighth of the disk, or half of the space that is free now.
+If an eighth of the disk, or half of its free space, is smaller, they leave only that. The free
+space is measured once, when the `DiskRoom` is created.
 """
 
 GRANT_BYTES = 256 << 10
@@ -317,9 +321,9 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 
 class DiskRoom:
-    """Limit on the size of logs and the journal, so that the run's results still fit on the disk.
+    """Limit on the size of a log or the journal, so that the run's results still fit on the disk.
 
-    Results are written after the logs. On a full disk they would be lost.
+    A run writes its results last. On a full disk, the results would be lost.
 
     Args:
         folder: The folder of the logs or the journal.
@@ -332,10 +336,10 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def reserve(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` more may be written.
+        """Return whether the caller may write `size_bytes` more.
 
-        A call reserves space for later small writes, too. So most calls do not have to ask the
-        system for the free space.
+        If so, count these bytes as written. A call may also reserve space for later small writes,
+        so that most calls need not ask the system for the free space.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -348,8 +352,7 @@ class DiskRoom:
     def _space(self) -> tuple[int, int]:
         """Return the free and the total bytes of the disk.
 
-        If the system does not know them, returns huge numbers. If the disk is full, the write
-        itself then fails.
+        If the system cannot tell, return huge numbers, so that the limit never applies.
         """
         try:
             found = os.statvfs(self._folder)
