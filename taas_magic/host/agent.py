@@ -66,8 +66,8 @@ def main() -> int:
 def use_temporary_folder(folder: str) -> None:
     """Use `folder` for temporary files, but /tmp for sockets if the path of `folder` is too long.
 
-    The path of a Unix socket may have at most 107 bytes. Python 3.14 and later use /tmp for longer
-    paths without this function.
+    The path of a Unix socket may have at most 107 bytes. Python 3.14 and later use /tmp by
+    themselves if a path would be longer.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"

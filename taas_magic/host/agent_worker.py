@@ -84,7 +84,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 REST_IDLE_S = 2.0
-"""Seconds that a host must be without a run before the forkserver imports the optional modules.
+"""Seconds that a host must be without a run before its forkserver imports `forkserver.LATER`.
 
 A host that gets its next run or cell within this time does not spend processor time on this import.
 """
@@ -241,7 +241,7 @@ class AgentWorker(ClosedWorker):
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
         The response has the host's name, address, protection and number of GPUs. If no run waits
-        for the host, the forkserver will import the optional modules (`import_rest`).
+        for the host, the forkserver will import its remaining modules (`import_rest`).
 
         Raises:
             PoolError: The forkserver has ended, so no run can start here. The pool then uses
@@ -305,7 +305,7 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
-        """Return the function that creates the share that `spec` describes.
+        """Return a function that creates the share described by `spec`.
 
         A share has one of four classes: for ranks of a run, for fetchers, for ranks of a session,
         or for a cell in a session.
@@ -384,7 +384,7 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Make the forkserver import the optional modules when the host is idle for `REST_IDLE_S`.
+        """Make the forkserver import `LATER` when the host has had no run for `REST_IDLE_S`.
 
         Runs until this task is cancelled. The forkserver imports the modules only once; later idle
         times have no effect.

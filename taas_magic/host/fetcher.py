@@ -71,7 +71,7 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and send statistics to the agent, until the agent requests the end or ends.
+        """Serve ranks and send statistics to the agent, until the agent ends this fetcher or exits.
 
         Args:
             control: Connection to the agent. This method returns when the agent sends any message

@@ -262,9 +262,9 @@ class StoreCopy:
         return copy_environ(self._rule.path, self._mirror.path)
 
     def locate(self, path: str) -> str:
-        """Return the path in the mirror for a path of the notebook's machine.
+        """Translate a path on the notebook's machine into the path of the same file in the mirror.
 
-        A path outside the project store is returned unchanged.
+        Return a path outside the project store unchanged.
         """
         if not is_below(path, self._rule.path):
             return path
@@ -276,8 +276,8 @@ class StoreCopy:
 
         Updates the mirror from the store, so that every rank finds the same last checkpoint. There
         is no update if rank 0 ran on this host in the last attempt and stays here. In this case,
-        the mirror has the newest files already. The mirror may also have files that the store
-        did not accept.
+        the mirror has the newest files already. An update would remove files of the mirror that
+        the store did not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -292,8 +292,8 @@ class StoreCopy:
     def finish(self) -> None:
         """Send the remaining files to the store, and stop the transfer in both directions.
 
-        Called before each further attempt, and at the end of the run, when all processes of the run
-        on this host have ended.
+        Called when all processes of the run on this host have ended: before each further attempt,
+        and at the end of the run.
         """
         if self._updater is not None:
             self._updater.finish()
@@ -325,7 +325,10 @@ class StoreCopy:
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
-    """Send a note that names the first files of the project store that were not copied, and why."""
+    """If files of the project store were not copied to this host, send a note with the reasons.
+
+    The note names at most `_NAMED_AT_MOST` files.
+    """
     if manifest.skipped:
         named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
         more = len(manifest.skipped) - len(named)

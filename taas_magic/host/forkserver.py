@@ -56,16 +56,16 @@ _AGENT_PID = "TAAS_AGENT_PID"
 """Environment variable with the agent's pid. The forkserver ends when the agent ends."""
 
 _IMPORTS = "TAAS_IMPORTS"
-"""Environment variable with the path of a file.
+"""Environment variable with the path of the imports file.
 
-The forkserver writes the name of the module that it is importing to this file.
+While the forkserver imports a module, this file contains the module's name.
 """
 
 _FORGET_S = 1.0
 """Maximum seconds that `forget` waits until the forkserver reports the end of a process."""
 
 _LOST = 255
-"""Exit code that multiprocessing assigns to a process if the forkserver ended before it."""
+"""Exit code that multiprocessing assigns to a process if the forkserver has ended first."""
 
 _SEEN_S = 1.0
 """Maximum seconds to wait until psutil shows that a forkserver with closed pipes has ended."""
@@ -86,7 +86,7 @@ _stand_ins: list["_StandIn"] = []
 _has_rest = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
-"""While a process is being started: idle timer of the forkserver or of the stand-in; else None."""
+"""Idle timer of the forkserver or stand-in while it starts a process; None at other times."""
 
 _start_timeout_s = START_TIMEOUT_S
 _imports_file = Path()
@@ -131,9 +131,10 @@ def begin(modules: Sequence[str]) -> None:
 
 
 def importing() -> tuple[str, float]:
-    """Return the name of the module that the forkserver is importing, and for how many seconds.
+    """Return the name of the module that the forkserver is importing, and the seconds until now.
 
-    If the forkserver is importing nothing, the name is "" and the time is 0.
+    The seconds count from the first call that returned this name. If the forkserver is importing
+    nothing, the name is "" and the number is 0.
     """
     global _imports_seen
     try:
@@ -339,8 +340,8 @@ def start_importing_rest() -> None:
 def _import_rest_once() -> None:
     """Make the forkserver import `LATER`, and wait for the end of the import.
 
-    Until then, a new stand-in starts processes. Does nothing if the forkserver has already imported
-    `LATER`.
+    During this time, a new stand-in starts processes. Does nothing if the forkserver has already
+    imported `LATER`.
     """
     global _has_rest
     with _importing:
@@ -509,8 +510,8 @@ def _known_exitcode(process: Any) -> int | None:
 
     The code is not known while the process runs, or while another thread holds `_lock` to start a
     process. This function must not wait for the lock, because the thread of `_watch` calls this
-    function. The other thread may wait for a suspended forkserver, and only `_watch` kills the
-    suspended forkserver. Both threads would then wait forever.
+    function. The thread that holds the lock may wait for a suspended forkserver, and only `_watch`
+    kills a suspended forkserver. Both threads would then wait forever.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -577,7 +578,7 @@ def _preload() -> None:
 
 
 def _import_modules(imports_file: Path) -> None:
-    """Import `MODULES` and the modules of the pool's settings, and prepare what ranks need.
+    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell.
 
     Args:
         imports_file: File for the name of the module that is being imported.

@@ -114,7 +114,7 @@ PoolCommand = Halt | EndRun | SetFetcherAddress | AnswerInput | PauseClocks
 - `Halt`: end early, because the run was stopped.
 - `EndRun`: end, because the run is over on all hosts.
 - `SetFetcherAddress`: write the address of a fetcher to the run folder, where ranks read it.
-- `AnswerInput`: pass the line that the user typed to the rank that asked for input.
+- `AnswerInput`: send the user's line to the rank that requested input.
 - `PauseClocks`: pause or resume the clocks of `--timeout` and `--hang`.
 """
 
@@ -158,7 +158,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with this host's paths. Available after its files were copied to the host."""
+        """The share with this host's paths. Available when the host has the share's files."""
         assert self._local is not None
         return self._local
 
@@ -197,7 +197,7 @@ class HostShare(ABC):
     def handle_command(self, told: PoolCommand) -> None:
         """Carry out `Halt`; ignore the other commands, which only `HostRun` carries out.
 
-        Called by another thread than the share's.
+        Not called in the share's own thread.
         """
         if isinstance(told, Halt):
             if told.how == "kill":
@@ -210,7 +210,7 @@ class HostShare(ABC):
     def stacks(self) -> RunStacks:
         """Return the stacks of the share's processes. Blocks for some seconds.
 
-        Called by another thread than the share's.
+        Not called in the share's own thread.
         """
 
     @abstractmethod
@@ -335,11 +335,11 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """One descriptor for each running rank, which becomes readable when the rank ends."""
+        """Descriptors, one for each running rank, that become readable when their rank ends."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Update the ranks' states, and end the attempt if `decide` says that it is over.
+        """Update the ranks' states, and end the attempt if `decide` returns a verdict.
 
         Args:
             deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock.
@@ -386,7 +386,7 @@ class Attempt:
         self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
-        """End the remaining ranks and their children.
+        """End the remaining ranks; then kill their children.
 
         Args:
             grace_s: Seconds that ranks may take to end after SIGTERM.
@@ -494,8 +494,8 @@ class HostRun(HostShare):
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Request the next attempt, and wait until the current attempt is cleaned up on this host.
 
-        Waits for at most `CLEAN_UP_S` seconds. Called by another thread than the share's; the
-        share's thread starts the ranks.
+        Waits for at most `CLEAN_UP_S` seconds. Not called in the share's own thread, which starts
+        the ranks.
 
         Args:
             spec: This host's share of the next attempt.
@@ -512,7 +512,7 @@ class HostRun(HostShare):
     def stacks(self) -> RunStacks:
         """Return the stacks of this host's ranks. If no rank has started yet, the list is empty.
 
-        Blocks for some seconds. Called by another thread than the share's.
+        Blocks for some seconds. Not called in the share's own thread.
         """
         monitor = self._attempt.monitor if self._attempt is not None else None
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
@@ -533,8 +533,9 @@ class HostRun(HostShare):
     def handle_command(self, told: PoolCommand) -> None:
         """Carry out a command of the pool (`PoolCommand`).
 
-        Called by another thread than the share's. `Halt` only records the time of the interrupt.
-        The share's thread then sends SIGINT to the ranks, or kills them if `how` is "kill".
+        Not called in the share's own thread. For `Halt`, this method only records the time of the
+        interrupt. The share's thread then sends SIGINT to the ranks, or kills the ranks if
+        `Halt.how` is "kill".
         """
         super().handle_command(told)
         match told:
@@ -584,7 +585,10 @@ class HostRun(HostShare):
         )
 
     def _start_ranks(self) -> Attempt:
-        """Start the ranks of an attempt, and the rendezvous if it is on this host."""
+        """Start the ranks of an attempt. On the run's first host, also start the rendezvous.
+
+        On other hosts, first check that this host can connect to the rendezvous.
+        """
         spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
@@ -639,7 +643,9 @@ class HostRun(HostShare):
             next_attempt.is_clean.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Record a rank's message in the rank's state, and pass it on to the pool or the receipt.
+        """Record a rank's message in the rank's state. Send events to the pool.
+
+        A message about a file of the project store is recorded for the receipt instead.
 
         Called by the thread of the `PipeReader`.
         """
@@ -746,7 +752,7 @@ class HostFetchers(HostShare):
     def stacks(self) -> RunStacks:
         """Return the stacks of the fetchers and their workers. Blocks for some seconds.
 
-        Called by another thread than the share's.
+        Not called in the share's own thread.
         """
         found = []
         for one in list(self._running.values()):
@@ -758,7 +764,8 @@ class HostFetchers(HostShare):
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages until all fetchers have ended.
 
-        If the share must end, request the end of all fetchers, and wait at most `_END_S` for it.
+        If the share must end, request the end of all fetchers, and wait at most `_END_S` seconds
+        until all fetchers have ended.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -846,7 +853,7 @@ class HostFetchers(HostShare):
         return ended
 
     def _check_for_writes(self, one: _Running) -> None:
-        """If a fetcher has tried to write to the project store, send one note about the fetcher."""
+        """If a fetcher has tried to write to the project store, send a note, once per fetcher."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return

@@ -108,7 +108,7 @@ class CellAttempt(Attempt):
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
-        So the cell's log is complete before the cell ends. `Attempt.check` checks the ranks.
+        Because of this order, the cell's log is complete when the cell ends.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:

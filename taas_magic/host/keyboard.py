@@ -1,9 +1,9 @@
-"""A rank's keyboard: lines that the user types in the notebook while a cell runs.
+"""Input for a rank: lines that the user types in the notebook while a cell runs.
 
-`input()`, `breakpoint()`, `pdb` and `getpass` in a cell ask the user. The rank sends a request to
-its agent. The kernel that runs the cell shows an input box, and sends the line back
-(`notebook/keyboard.py`). If nobody can type, the kernel refuses the request, and the call in the
-cell raises EOFError.
+`input()`, `breakpoint()`, `pdb` and `getpass` in a cell request a line from the user. The rank
+sends the request to its agent, and the agent sends it to the kernel. The kernel shows an input box,
+and sends the line back (`notebook/keyboard.py`). If nobody can type, the kernel refuses the
+request, and the call in the cell raises EOFError.
 
 IPython's debugger and `torch.distributed.breakpoint` also work, because they call `input()`.
 """
@@ -109,7 +109,7 @@ class Keyboard:
 
 
 class _UserInput(io.TextIOBase):
-    """A replacement of `sys.stdin`. Each `readline` asks the user for a line."""
+    """A replacement for `sys.stdin`. Each `readline` requests a line from the user."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard

@@ -1,11 +1,12 @@
-"""The two pipes between a rank and its agent.
+"""The pipes between a rank and its agent.
 
-The log pipe carries the raw bytes that the rank and its children write to descriptors 1 and 2. The
-message pipe carries JSON objects: failures, displays, notes, heartbeats. Threads and forks of a
-rank write to the message pipe at the same time, and may be killed while they write. So each message
-is divided into pieces that are written atomically (`pieces`).
+A rank writes to two pipes. The log pipe carries the raw bytes that the rank and its children write
+to descriptors 1 and 2. The message pipe carries JSON objects: failures, displays, notes,
+heartbeats. Threads and forks of a rank write to the message pipe at the same time, and may be
+killed while they write. So each message is divided into pieces that are written atomically
+(`pieces`). The agent writes requests, cells and the user's input to further pipes (`RankFile`).
 
-Both pipes are named pipes in a private folder on the host. Unnamed pipes would have to be passed
+All pipes are named pipes in a private folder on the host. Unnamed pipes would have to be passed
 through the forkserver, which passes at most 256 descriptors. This module does not import torch,
 because the agent imports this module.
 """

@@ -217,7 +217,7 @@ class LineAssembler:
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
-        """Add bytes without a newline. Each CURSOR_UP among the bytes moves to the row above."""
+        """Add bytes without a newline. Each CURSOR_UP in the bytes moves the cursor up one row."""
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
         for above in others:
@@ -477,7 +477,7 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes to the log file, and add the lines that may be sent to `pending`.
+        """Write bytes to the log file. Add to `pending` those new lines that may be sent.
 
         Returns:
             The reason if this call has closed the log file because of an error, such as a full
@@ -706,7 +706,7 @@ class PipeReader:
         self._flush(float("inf"))
 
     def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
-        """Send what the ranks have written so far to the old sink, then use `sink` and `logs`."""
+        """Send all output so far to the old sink; then use the new `sink` and `logs`."""
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
             was_open = old.is_open

@@ -26,7 +26,7 @@ class ProcessGroupPrefixes:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Use the number of a new cell in prefixes, and count process groups from 1 again."""
+        """Begin a new cell: put its number into later prefixes, and count its groups from 1."""
         self._cell, self._groups = number, 0
 
     def install(self) -> None:

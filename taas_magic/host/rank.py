@@ -427,7 +427,7 @@ def _recorded(details: bool) -> dict[str, dict[str, Any]]:
     there is no process group.
 
     Args:
-        details: Whether to include each collective, which takes about 0.1 s.
+        details: Whether the records include each collective. If True, the call takes about 0.1 s.
     """
     c10d = torch._C._distributed_c10d
     recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -442,7 +442,7 @@ def _progress() -> tuple[list[tuple[int, int]], bool]:
 
     Returns:
         Two values. First, for each backend, the number of collectives that have begun, and the
-        number that have ended. Second, whether this rank may be busy-waiting for a NCCL collective.
+        number that have ended. Second, whether this rank may busy-wait for an NCCL collective.
     """
     counts = {}
     for backend, trace in _recorded(details=False).items():
@@ -607,7 +607,11 @@ class _SessionCells:
         self._groups.install()
 
     def run(self, order: CellOrder) -> bool:
-        """Run a cell, and send its results or failure; return whether the cell succeeded."""
+        """Run a cell, and send its results or failure; return whether the cell succeeded.
+
+        Also sends the names that the cell has assigned or deleted. If this rank does not take part
+        in the cell, only the results of `--out` are sent.
+        """
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None
         os.environ[cell_main.PAYLOAD] = str(folder.payload)

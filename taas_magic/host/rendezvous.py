@@ -2,9 +2,9 @@
 
 torchrun's agent serves the store itself. This package's agent does not import torch, so the agent
 only binds the port. The pool can then send the port to all hosts before the store runs. After the
-agent has started the ranks, it starts a fork of the forkserver, which serves the store on this
-port. Each attempt has a new store, because the store of an earlier attempt has the addresses at
-which the earlier ranks listened.
+start of the ranks, the agent starts a separate process, a fork of the forkserver, which serves the
+store on this port. Each attempt has a new store, because the store of an earlier attempt has the
+addresses at which the earlier ranks listened.
 
 If a run has several hosts, its ranks use the store to wait for one another before they end
 (`await_all`). If a run has loaders but no fetchers, its ranks use the store to agree on the
@@ -179,7 +179,7 @@ class LoaderAgreement:
         return found
 
     def _client(self) -> Any:
-        """Return this process's connection to the store. A fork of the rank opens a new one."""
+        """Return this process's connection to the store. The first call in a process opens it."""
         import torch.distributed as dist
 
         with self._lock:

@@ -314,7 +314,7 @@ class ResultWriter:
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
-        Record each value that cannot be written in `_missing`.
+        If a value cannot be written, add its name and the reason to `_missing`.
         """
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():

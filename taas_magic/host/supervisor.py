@@ -66,7 +66,7 @@ _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Create the host's folder, run the agent, and at the end remove all processes of the host.
+    """Create the host's folder and run the agent. At the end, end all processes of the host.
 
     Returns:
         The agent's exit code.
@@ -273,7 +273,7 @@ def _lock(folder: Path) -> int:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether `folder` is the host's folder of a supervisor of this user that has ended."""
+    """Return whether a supervisor of this user has created `folder` and has ended."""
     try:
         return folder.lstat().st_uid == os.getuid() and is_free(folder / "lock", os.O_NOFOLLOW)
     except OSError:

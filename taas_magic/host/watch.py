@@ -120,8 +120,8 @@ class RankState:
     takes_interrupt: bool = False
     """Whether the agent may send SIGINT.
 
-    True if the rank has reported that it accepts SIGINT and still runs the cell. False after the
-    agent has sent SIGINT.
+    True as soon as the rank has reported that it accepts SIGINT. False again when the agent has
+    sent SIGINT, or when the rank is back at its prompt.
     """
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
@@ -190,9 +190,10 @@ class Verdict:
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
         cause: Reason for the end; "" on success. "rank": a rank raised an exception or died.
-            "left": a rank left by `sys.exit(0)`, and others did not. "stopped": SIGSTOP suspended a
-            rank for too long. "timeout": the time of `--timeout` is over. "interrupt": the user
-            interrupted the run. "host": the forkserver has ended, and so all ranks have ended.
+            "left": a rank left by `sys.exit(0)`, and other ranks did not. "stopped": SIGSTOP
+            suspended a rank for too long. "timeout": the time of `--timeout` is over. "interrupt":
+            the user interrupted the run. "host": the forkserver has ended, and so all ranks have
+            ended.
     """
 
     state: str
@@ -335,11 +336,10 @@ _LOG_SLACK_S = 1.0
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """Return the counters of out-of-memory kills in a process's cgroups, by the counter's file.
+    """Return the numbers of out-of-memory kills in a process's cgroups, by path of the counter.
 
-    The system counts a kill in the cgroup of the killed process. It does so when the cgroup has run
-    out of memory, and also when the whole machine has run out of memory. The result is empty if the
-    system has no such counters.
+    Linux counts a kill in the cgroup of the killed process, even if the whole machine has run out
+    of memory and not only the cgroup. The result is empty if the system has no such counters.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
@@ -493,8 +493,9 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 def users_frames(text: str) -> list[str]:
     """Return the user's frames of each thread in a text that faulthandler wrote.
 
-    In the text, frames are innermost first, and empty lines separate threads. Frames from IPython's
-    first frame on are left out, and so are threads of this package.
+    In the text, frames are innermost first, and empty lines separate threads. In each thread, this
+    function leaves out the first frame of IPython and all frames after it. It also leaves out
+    threads of this package.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
