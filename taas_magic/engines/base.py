@@ -85,7 +85,9 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return shells that run commands on the pool's hosts, even if no run has requested them.
+        """Return shells that run commands on the pool's hosts.
+
+        The shells also reach hosts that no run has requested.
 
         Args:
             stop: Event that the caller sets to end attempts to connect.
@@ -116,10 +118,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """End or return hosts, including hosts that have not joined yet.
+        """End or return all hosts except those in `keep`.
+
+        Hosts that have not joined yet are also ended.
 
         Args:
-            keep: Names of the agents whose hosts the pool keeps. All other hosts are given back.
+            keep: Names of the agents whose hosts the pool keeps.
         """
 
     def is_starting(self) -> bool:
@@ -134,7 +138,7 @@ class Engine(ABC):
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
         """Let a host connect to a port of this machine until the block ends.
 
-        Yields the address that the host must use for the port. This may differ from `address`.
+        Yields the address to which the host must connect; it may differ from `address`.
 
         Args:
             agent: Name of the host's agent.
@@ -229,9 +233,9 @@ class HostsEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`.
 
-        Begins the start of the missing hosts in background tasks. If hosts of earlier calls failed
-        to start, raises one PoolError with their failures and forgets these hosts. The next call
-        starts new hosts in their place.
+        Starts the missing hosts in background tasks. If hosts of earlier calls failed to start,
+        this method raises one PoolError with all failures and forgets the failed hosts. The next
+        call starts new hosts in place of the failed ones.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
@@ -250,8 +254,9 @@ class HostsEngine(Engine):
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
 
-        A starting host makes progress or ends. If its agent is stuck before it joins, the
-        supervisor ends the host. If its forkserver is stuck, the agent ends the host.
+        Every starting host counts as making progress, because a stuck host is ended: by its
+        supervisor if the agent is stuck before the agent joins the pool, by the agent if the
+        forkserver is stuck.
         """
         return any(not host.start_task.done() for host in self.hosts.values())
 
@@ -262,7 +267,7 @@ class HostsEngine(Engine):
         await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`. Also ends the processes that are left of the host."""
+        """See `Engine.why_lost`. Also ends the host's remaining processes, in the background."""
         if (host := self.hosts.get(agent)) is None:
             return ""
         why = await host.why_lost()

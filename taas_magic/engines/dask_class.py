@@ -68,9 +68,8 @@ class DaskClassEngine(Engine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        Without values in taas.toml, a host counts as one without GPUs and with as many cores as
-        this machine. The engine cannot ask the hosts, because the batch system has not allocated
-        them yet.
+        By default, the result is 0 GPUs and the number of cores of this machine. The engine cannot
+        ask the hosts, because the batch system has not allocated them yet.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -117,16 +116,20 @@ class DaskClassEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
 
-        If the caller is cancelled, the request continues (`asyncio.shield`). Otherwise, no record
-        would be kept of a host that is requested at that moment.
+        If the caller is cancelled, the request continues (`asyncio.shield`), so that the engine
+        still records the host that it is just requesting.
         """
         return await asyncio.shield(self._request_hosts(count))
 
     async def _request_hosts(self, count: int) -> list[str]:
-        """Let the cluster start Dask workers until `count` have been requested.
+        """Let the cluster start Dask workers until `count` workers have been requested.
 
-        Returns the lines of `Vehicles.describe_awaited`. Raises PoolError if a worker could not be
-        started, or if its batch job ended before the agent joined.
+        Returns:
+            The lines of `Vehicles.describe_awaited`.
+
+        Raises:
+            PoolError: A worker could not be started, or a worker's batch job ended before the
+                worker's agent joined.
         """
         from distributed import Status
 
@@ -154,10 +157,11 @@ class DaskClassEngine(Engine):
             return lines
 
     def is_starting(self) -> bool:
-        """See `Engine.is_starting`: whether a host's Dask worker has joined, but not its agent.
+        """Return whether any host's Dask worker has joined, but its agent has not.
 
-        Such a host counts as making progress: if its agent is stuck, its supervisor ends the host.
-        The wait in the batch system's queue does not count as a start.
+        Such a host counts as making progress (see `Engine.is_starting`), because the supervisor
+        ends the host if the agent is stuck. A host whose job waits in the batch system's queue does
+        not count as starting.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
@@ -275,7 +279,10 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 
 
 def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
-    """Make every plain worker that joins `scheduler` start an agent; return the scheduler."""
+    """Make every vehicle (plain Dask worker) of `scheduler` start an agent; return the scheduler.
+
+    Also add a handler to the scheduler that gives each new agent its name and certificate.
+    """
     from distributed.protocol.pickle import dumps
 
     from taas_magic.host.vehicle import Vehicle
@@ -382,7 +389,7 @@ class BatchSystem:
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
-        A job that the batch system does not know any more has ended.
+        A job that is missing from the result has ended, and the batch system has forgotten it.
 
         Raises:
             OSError: The command cannot be run, fails, or does not answer in time.
@@ -399,7 +406,7 @@ class BatchSystem:
         return found
 
     async def _run_command(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
-        """Run a command; return the jobs in its output, and its error text if it fails."""
+        """Run a command; return the jobs in its output, and its error text ("" if it succeeds)."""
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -463,7 +470,7 @@ class Vehicles:
 
     Args:
         system: The batch system; None if it cannot be queried.
-        output: Folder with the output of jobs; None if there is none.
+        output: Folder with the output of jobs; None if there is no such folder.
     """
 
     def __init__(self, system: BatchSystem | None, output: Path | None) -> None:
@@ -547,7 +554,7 @@ class Vehicles:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended. The message contains the end of its output.
+            PoolError: A job has ended. The message contains the last lines of the job's output.
         """
         if self._system is None or not awaited:
             return {}

@@ -99,8 +99,9 @@ class _LocalHost(Host):
     async def start(self) -> None:
         """See `Host.start`.
 
-        The start fails if a process of the host ends, is stopped, or does nothing for
-        `start_timeout_s`, or if the agent leaves the pool.
+        The start fails if one of these problems lasts for `START_FAILED_S`: the supervisor has
+        ended, a process of the host is stopped (SIGSTOP), the agent has left the pool, or the
+        supervisor has done nothing for `start_timeout_s` and the agent has not joined the pool.
         """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
@@ -142,7 +143,10 @@ class _LocalHost(Host):
             await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> None:
-        """Close the supervisor's standard input; return when no process of the host is left."""
+        """Close the supervisor's standard input, so that the supervisor ends the whole host; wait.
+
+        If the supervisor has not ended after `HOST_END_S` seconds, kill the supervisor.
+        """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()
         supervisor = self._supervisor

@@ -155,9 +155,10 @@ class SshEngine(HostsEngine):
         return None
 
     async def return_host(self, host: str, end: Callable[[], None]) -> None:
-        """Call `end`; then add a host to the end of the list of free hosts.
+        """Call `end` in a thread; then append `host` to the list of free hosts.
 
-        `acquire_host` takes the first host of this list.
+        `acquire_host` takes the first host of this list. So of all free hosts, `host` is taken
+        last.
 
         Args:
             host: The host, as taas.toml names it.
@@ -204,14 +205,15 @@ def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterato
 
 
 class _SshHost(Host):
-    """A host that is reached over SSH: a supervisor process and its agent."""
+    """A host that is reached over SSH; the host runs a supervisor and an agent."""
 
     def __init__(self, engine: SshEngine, name: str) -> None:
         super().__init__(name)
         self._engine = engine
         self._host: str | None = None
-        """Name of the host in taas.toml. Each new connection looks it up in the SSH configuration.
-        None while no host is taken."""
+        """Name of the host in taas.toml; None while no host is taken.
+
+        Each new connection looks up this name in the SSH configuration."""
         self.connection: Connection | None = None
         self._command: HeartbeatCommand | None = None
         self._stop = threading.Event()
@@ -254,7 +256,7 @@ class _SshHost(Host):
         raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:
-        """See `Host.end`. Cancels `start` first, if it is still running."""
+        """See `Host.end`. If `start` is still running, cancels `start` first."""
         self._stop.set()
         if not self.start_task.done():
             if self.connection is not None:
@@ -268,7 +270,10 @@ class _SshHost(Host):
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`. The reason comes from the SSH connection."""
+        """See `Host.why_lost`.
+
+        The reason is the error of the SSH connection, or the last line that the supervisor wrote.
+        """
         command, connection = self._command, self.connection
         if command is None or connection is None:
             return ""
