@@ -44,7 +44,10 @@ _CHECK_AGAIN_S = 0.25
 """Seconds between checks for further fetchers, after the first fetcher has started."""
 
 _FIRST_LOOKS_S = 0.01
-"""Seconds between checks until the first fetcher, or a stream's fetcher, has started."""
+"""Seconds between checks while the client waits for a fetcher to start.
+
+The client waits for the loader's first fetcher, and for the fetcher of an iterable-style stream.
+"""
 
 _FIRST_PAUSE_S = 0.05
 """Seconds of a fetcher's pause after its first failure; each further failure doubles it."""
@@ -70,8 +73,8 @@ class Route:
 
     Args:
         loader: Name of the loader.
-        directory: Function that returns the current addresses of a loader's fetchers, for the
-            loader's name.
+        directory: Function that takes a loader's name, and returns the current addresses of the
+            loader's fetchers.
         key: The run's key.
         tls: TLS client context for fetchers on other hosts; None for plain TCP.
         lease: Time limits for the fetchers to start and to respond.
@@ -109,11 +112,13 @@ class Route:
         """Return the index of the fetcher to request a batch from.
 
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
-        fetcher is paused or has not started, the result is another fetcher, if there is one.
+        fetcher is paused or has not started, the result is another fetcher. If no other fetcher is
+        usable, the result is still the assigned one.
 
-        For an iterable-style loader, first wait until the stream's fetcher has started, but not
-        longer than `start_s`. Another fetcher might read an unseeded dataset in another order. If
-        it read the stream's first batches, samples would arrive twice or not at all.
+        For an iterable-style loader, this method first waits for the stream's fetcher to start, at
+        most `start_s` seconds. Otherwise another fetcher would send the stream's first batches. If
+        the dataset is not seeded, the two fetchers may read the stream in different orders. Then
+        samples would arrive twice or not at all.
 
         Args:
             slot: Number of the batch in the epoch's order.
@@ -147,10 +152,10 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The value is the smaller one of two times: half of `fetch_s` (`FetchLease.silent_s`), and
-        the rest of `fetch_s`. The rest is `fetch_s` minus the time for which no fetcher has
-        responded. So if no fetcher responds, the run fails after about `fetch_s`, even if the rank
-        tries several fetchers. The value is at least `ALIVE_S`.
+        The value is half of `fetch_s` (`FetchLease.silent_s`). If no fetcher has responded for some
+        time, less than half of `fetch_s` may be left; then the value is the time that is left, but
+        at least `ALIVE_S`. So if no fetcher responds, the run fails after about `fetch_s`, even if
+        the rank tries several fetchers.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -427,14 +432,14 @@ class Client:
         return decode_slot_response(*self._await(self._loader_request(request)))
 
     def sample(self, index: Any) -> Any:
-        """Return `dataset[index]` from a fetcher's dataset."""
+        """Request `dataset[index]` from a fetcher, and return the item."""
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the dataset's latest state among those that a worker saved at or before a slot.
+        """Return the latest saved state of a stream's dataset, at or before a slot.
 
-        Each stream has its own copy of the dataset, with states of its own. The result is a state
-        of the slot's stream.
+        Each stream has its own copy of the dataset, and a worker saves states of this copy. The
+        result belongs to the stream that contains `slot`.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -446,11 +451,11 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Tell a fetcher to resume the slot's stream at the slot.
+        """Make a fetcher resume a stream at a slot, from a state of the stream's dataset.
 
         Args:
-            slot: Number of a batch in the epoch's order.
-            state: State for the fetcher's copy of the dataset to load.
+            slot: Number of a batch in the epoch's order; determines the stream and its fetcher.
+            state: State that the fetcher's copy of the dataset loads.
         """
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
@@ -627,10 +632,10 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        Store the response if it has the hash of the epoch's order, or no hash. Otherwise send the
-        request that `_follow_up_request` returns; the class docstring describes the sequence of
-        requests. The response to the last request of the sequence is stored as the response to the
-        first request.
+        If the response has the hash of the epoch's order, or no hash, store the response. Otherwise
+        send the request that `_follow_up_request` returns. This begins the sequence that the class
+        docstring describes: batch, indices, batch with these indices. When the last response of
+        the sequence arrives, store it as the response to the sequence's first request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:

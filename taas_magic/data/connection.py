@@ -46,12 +46,11 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class PeerSilent(OSError):
-    """Exception for one tick (`ALIVE_S`) in which the peer sent no data.
+    """Exception that a receive raises if the peer sent no data for `ALIVE_S` seconds (one tick).
 
-    The silence of a peer is measured in ticks. If this process is stopped, or the cell holds the
-    interpreter lock in a long call, the pause counts as at most one tick. After the pause, this
-    process first reads the data that has arrived. So a pause of this process does not count as
-    silence of the peer.
+    The caller adds up ticks to measure how long the peer has been silent. A pause of this process
+    adds at most one tick, because afterwards this process first reads the data that has arrived.
+    This process pauses if it is stopped, or if the cell holds the interpreter lock in a long call.
     """
 
 
@@ -266,7 +265,7 @@ class Inbox:
         return whole
 
     def next_complete(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body; None if the chunk does not have all of both yet."""
+        """Return the next message and its body; None if either is not completely in the chunk."""
         now = self._now
         if now is None:
             now = self._now = self._state.decode(self._chunk[self._start : self._end])
@@ -335,8 +334,9 @@ class Inbox:
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived.
 
-        First replace a chunk that has too little space left. With TLS, if a body has begun, wait
-        for its rest. Otherwise, one system call receives what has arrived.
+        If the chunk has too little space left, first replace the chunk. If the connection uses TLS
+        and the chunk has the beginning of a body, wait for the rest of this body. Otherwise, make
+        one system call, which receives the data that has arrived.
 
         Raises:
             PeerSilent: No data arrived for a tick, and no frame has begun.

@@ -38,13 +38,13 @@ _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
 _CACHED_HEAD_BYTES = 4096
-"""Maximum size in bytes of a table of contents to cache when it is decoded or summed.
+"""Size limit of a table of contents, in bytes, for caching its checksum and its decoded form.
 
 Several batches may have the same small table; a large table is rarely used twice.
 """
 
 _MOST_PARTS = 16
-"""Maximum number of tensors in a batch that `_split` handles."""
+"""Maximum number of tensors in a common batch (see `_split`)."""
 
 _PIECE_BYTES = 256 << 10
 """Size of the pieces of a buffer: each piece is copied, then its checksum is computed."""
@@ -59,11 +59,11 @@ If the span is larger, most of the span belongs to no tensor, and each tensor is
 """
 
 _MOST_SPREAD, _SPREAD_FROM_BYTES = 16, 1 << 20
-"""Limits on the span of a view with gaps, from its first to its last value.
+"""Limits on the span of a view with gaps; the span reaches from the first to the last value.
 
-If the span exceeds both limits, the rank gets a dense tensor instead of one with the view's
-strides, which would need the memory of the whole span. The first limit is a multiple of the view's
-own size, the second one is in bytes.
+A decoded tensor with the view's strides needs memory for the whole span. So if the span exceeds
+both limits, the rank gets a dense tensor instead. The first limit is a multiple of the size of the
+view's values. The second limit is in bytes.
 """
 
 SUM_MASK = (1 << 64) - 1
@@ -279,8 +279,8 @@ def _pickle(
     """Pickle a value.
 
     Returns:
-        The pickle, its out-of-band buffers, and the plain tensors. In the pickle, each plain tensor
-        is replaced by its index in this list.
+        The pickle, its out-of-band buffers, and the list of plain tensors. In the pickle, each
+        plain tensor is replaced by its index in the list of plain tensors.
     """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickler_type(file, protocol=5, buffer_callback=buffers.append)
@@ -646,9 +646,9 @@ def checksum(data: bytes | memoryview) -> int:
 def fingerprint(encoded: Encoded) -> int:
     """Return a 32-bit hash of a batch, never 0.
 
-    The hash covers the values of the batch's tensors and arrays. If the batch has neither, the hash
-    covers the pickle of the batch. Otherwise the pickle is left out, because the pickles of equal
-    objects may differ; for example, the pickles of equal sets on two hosts.
+    If the batch has tensors or arrays, the hash covers only their values. The pickle is left out,
+    because pickles of equal objects may differ, for example of equal sets on two hosts. If the
+    batch has neither tensors nor arrays, the hash covers the pickle.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head
@@ -657,5 +657,8 @@ def fingerprint(encoded: Encoded) -> int:
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
-    """Return the checksum of a table of contents, which is the same for all batches of a form."""
+    """Return the checksum of a table of contents.
+
+    The result is cached, because all batches of a form have the same table of contents.
+    """
     return checksum(head)

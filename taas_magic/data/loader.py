@@ -360,10 +360,10 @@ class RemoteLoader(DataLoader[Any]):
         warns.
 
         Raises:
-            ValueError: The state belongs to a loader with another dataset, seed, number of streams
-                or batch size of streams, or is not the state of a registered loader. Or the state
-                was saved with another number of ranks, and with the current number the position is
-                in the middle of a step.
+            ValueError: `state` is not the state of a registered loader; or the state belongs to a
+                loader with another dataset, seed, number of streams, or batch size of streams; or
+                the position is in the middle of a step, because the state was saved with another
+                number of ranks.
         """
         self._check(state)
         position, slot, first_slots = state["place"]
@@ -505,10 +505,10 @@ _feed: RankFeed | None = None
 
 
 def _reset_in_fork() -> None:
-    """Make a fork of the rank independent of the rank's lock and connections.
+    """Make a fork of the rank independent of the rank's lock `_one_route` and its connections.
 
-    The fork gets a new lock, and closes its copies of the connections. Its loaders open new
-    connections when they are used.
+    The fork gets a new lock, and closes its copies of the connections. The fork's loaders open new
+    connections when the fork uses them.
     """
     global _one_route
     _one_route = threading.Lock()
@@ -640,8 +640,9 @@ class RemoteDataset(Dataset[Any]):
     Args:
         loader: The remote loader.
         path: Name of the dataset in messages.
-        copy: This rank's copy, for a dataset that is an attribute of another one. None for the
-            loader's own dataset: its length and small attributes are known without a copy.
+        copy: This rank's copy of the dataset, if the dataset is an attribute of another dataset.
+            None for the loader's own dataset; the length and small attributes of the loader's
+            dataset are known without a copy.
     """
 
     def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:

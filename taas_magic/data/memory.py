@@ -21,7 +21,7 @@ from typing import Any
 from taas_magic.data.protocol import SharedSpan, aligned
 
 _STEPS = 8
-"""Number of block sizes between a power of two and the next one."""
+"""Number of block sizes for each power of two; `ReceiveBlocks` rounds up to one of these sizes."""
 
 _FIRST_BYTES = 1 << 30
 """Initial size of an arena's file.
@@ -185,7 +185,10 @@ class BorrowedSpans:
         return places
 
     def close(self) -> None:
-        """Call `on_unused` when no span is in use, which may be now. Spans in use stay valid."""
+        """Call `on_unused` as soon as no span is in use. Spans that are in use stay valid.
+
+        If no span is in use now, this method itself calls `on_unused`.
+        """
         self._is_closed = True
         if not self._read:
             self._on_unused()
@@ -217,7 +220,7 @@ class ReceiveBlocks:
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
     The tensors of a batch are views of a block, so each tensor is a reference to the block. A
-    block is free if there is no reference to it except that of `Blocks` itself.
+    block is free if only this object refers to it.
 
     Args:
         keep_bytes: Limit on the total size of all blocks, in bytes. Above the limit, the oldest

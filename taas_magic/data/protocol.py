@@ -4,10 +4,10 @@ Each message is a typed struct and is validated when it is decoded. This module 
 between bytes and messages; it uses no sockets, no pickle and no torch.
 
 A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
-an optional body. Prefix and message each have a checksum. The receiver verifies the checksum before
-it uses the content. As in the HTTP library h11, the state of the connection (`ProtocolState`)
-decides which messages are allowed, and how large message and body may be. Any other input raises
-`ProtocolError`.
+an optional body. Prefix and message each have a checksum. The receiver verifies each checksum
+before it uses the prefix or the message. As in the HTTP library h11, the state of the connection
+(`ProtocolState`) decides which messages are allowed, and how large message and body may be. Any
+other input raises `ProtocolError`.
 
     server                          rank
     Challenge               ─────►
@@ -114,11 +114,12 @@ class EpochDescription(Struct, frozen=True, array_like=True):
         streams: Number of streams of an iterable-style loader; None for a map-style one.
         order: Hash of the epoch's order; 0 for an iterable-style loader.
         counted: Whether the first batch has `hints["units"]`; always False without `--units`.
-        counter: Name of the attribute in which an iterable-style dataset counts its epochs. A
-            worker finds this attribute when a stream ends; "" for none. Rank 0 warns of such a
-            counter: each epoch uses a fresh copy of the dataset, so the counter never advances.
-        generator: Name of the attribute in which `worker_init_fn` has stored a random generator.
-            "" for none.
+        counter: Name of the attribute in which an iterable-style dataset counts its epochs; "" if
+            no such attribute is known. A worker finds this attribute when a stream ends. Rank 0
+            warns the user of such a counter: each epoch uses a fresh copy of the dataset, so the
+            counter never advances.
+        generator: Name of the attribute in which `worker_init_fn` has stored a random generator;
+            "" if there is no such attribute.
     """
 
     batches: int | None
@@ -194,11 +195,13 @@ class Alive(Struct, frozen=True, array_like=True, tag=9):
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
-    """Position and size of a body in shared memory. The rank reads the body until it sends `Free`.
+    """Position and size of a body in shared memory.
+
+    The server reuses the memory only after the rank has sent `Free`.
 
     Attributes:
-        is_new: Whether the message carries the descriptor of the arena's file, because the rank
-            does not have it yet.
+        is_new: Whether this is the first body from this arena on the connection. If so, the message
+            carries the descriptor of the arena's file.
     """
 
     place: SharedSpan
@@ -215,11 +218,11 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     Attributes:
         slot: Slot of the first request.
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
-        order: Hash that shows whether ranks get the same data; 0 for none. For a map-style loader,
-            the hash of the order that the worker itself computed for the epoch. For items 0, 1, 2,
-            4, 8, … of a stream, the hash of the batch. For other items, the hash of item 0, if the
-            worker has just read the stream again, to get to this item (BATCH, PEEKED, VOID, and
-            VALUE in reply to ORDER).
+        order: Hash that shows whether ranks get the same data; 0 for none (BATCH, PEEKED, VOID, and
+            VALUE in reply to ORDER). For a map-style loader, this is the hash of the order that the
+            worker itself computed for the epoch. For batch 0, 1, 2, 4, 8, … of a stream, this is
+            the hash of the batch. For another batch of a stream, this is 0. If the worker has just
+            skipped batches of the stream, this is the hash of batch 0 instead.
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.
@@ -300,7 +303,10 @@ _STATES = {
         _State("ready", 1 << 13, MAX_BATCH_BYTES, Response | Alive | Cancelled),
     ),
 }
-"""States of each side, in order. Each received message leads to the next state, up to the last."""
+"""States of each side of a connection, in order.
+
+Each received message moves the side to its next state. The side then stays in its last state.
+"""
 
 
 class ReceivedFrame(NamedTuple):
@@ -393,8 +399,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
 class Assembler:
     """Splitter of a received byte stream into messages with bodies.
 
-    The splitter copies the data. So only servers use it, because ranks send small messages. The
-    one exception is the state of a dataset, which may be large.
+    The splitter copies the data, which is slow for large messages. So only servers use the
+    splitter: ranks send small messages to servers. Only the state of a dataset may be large.
 
     Args:
         state: Decodes the messages, and checks which ones are allowed.

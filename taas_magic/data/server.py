@@ -680,7 +680,12 @@ class Server:
         return has_gone
 
     def _wait_to_send(self, connection: RankConnection, waits: bool) -> None:
-        """Choose whether the event loop reports when the connection's socket can send again."""
+        """Choose whether the event loop reports when the connection's socket can send again.
+
+        Args:
+            connection: The connection.
+            waits: Whether to report; True if the socket accepts no more data at the moment.
+        """
         if waits is not connection.waits_to_send:
             connection.waits_to_send = waits
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
@@ -709,10 +714,11 @@ class Server:
         return True
 
     def _run_periodic_checks(self, now: float) -> None:
-        """Do the periodic checks.
+        """Kill stopped parents of workers, close peers without proof, and send heartbeats.
 
-        Kill stopped (SIGSTOP) parent processes of workers, close peers that have not authenticated
-        in time, and send `Alive` messages to ranks that wait for a response.
+        A parent process of workers is killed if it is stopped (SIGSTOP). A peer's connection is
+        closed if the peer has not authenticated within `PROOF_S` seconds. A rank that waits for a
+        response gets an `Alive` message every `ALIVE_S` seconds.
         """
         for loader in self._loaders.values():
             loader.check_parent()
@@ -866,7 +872,9 @@ class RankServers:
             server.join()
 
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
-        """Run a server's process for one loader until the rank closes a socket or ends.
+        """Run one loader's server in this process until the rank closes `answer` or `life`.
+
+        If the rank ends, the kernel closes both sockets.
 
         Args:
             served: The settings for the loader.

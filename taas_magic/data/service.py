@@ -149,7 +149,7 @@ def payload_file(run_dir: Path, name: str) -> Path:
 
 
 def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> None:
-    """Write the files that ranks and fetchers need.
+    """Create the folder of a run's data service; write `service.json` and the pickled loaders.
 
     Args:
         run_dir: The run folder.
@@ -174,10 +174,10 @@ def read(run_dir: Path) -> Service | None:
 
 
 Directory = Callable[[str], LoaderAddresses]
-"""Function that returns the current addresses of a loader's fetchers, for the loader's name.
+"""Function that takes a loader's name, and returns the current addresses of the loader's fetchers.
 
-If all fetchers have failed, the result has the reason instead. Ranks call the function again
-whenever a fetcher does not respond.
+If all fetchers of the loader have failed, the result has the reason instead of addresses. Ranks
+call the function again whenever a fetcher does not respond.
 """
 
 
