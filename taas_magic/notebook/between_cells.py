@@ -1,7 +1,7 @@
 """Functions and names that other modules register here, and that the magics read at each cell.
 
-The magics do not read them from the other modules, because a background thread imports those
-modules. While the first cells run, an import may not be complete.
+A background thread imports those other modules, and the import may not be complete while the first
+cells run. So the magics read the functions and names from this small module.
 """
 
 from collections.abc import Callable

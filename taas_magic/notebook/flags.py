@@ -3,8 +3,9 @@
 The table `FLAGS` is the single source of the parser, of `%%taas?`, of Tab completion and of error
 messages. An error message is one line that says what to write.
 
-IPython also calls `transform_pragma` to find out whether a half-typed cell is complete. So this
-function depends only on the text, and reports no errors. Errors are reported when the cell runs.
+IPython also calls `transform_pragma` to find out whether a half-typed cell is complete. So
+`transform_pragma` depends only on the text, and reports no errors. Errors are reported when the
+cell runs.
 """
 
 import io
@@ -101,9 +102,9 @@ MAX_RANKS = 1_000_000
 MAX_COUNT = 1 << 60
 
 REHEARSED_BATCHES = 3
-"""Number of batches after which each pass over a registered loader ends in a rehearsal.
+"""Default value of `--rehearse`: number of batches in a rehearsal.
 
-This is the default value of `--rehearse`.
+Each pass over a registered loader ends after this number of batches.
 """
 
 _NOT_REHEARSED = (
@@ -200,7 +201,7 @@ def some_ranks(text: str) -> tuple[int, ...]:
 
 
 def variables(text: str) -> tuple[str, ...]:
-    """Parse names of variables such as `x,y`."""
+    """Parse the value of `--send`: names of variables such as `x,y`, without duplicates."""
     listed = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not all(name.isidentifier() for name in listed):
         raise ValueError(text)
@@ -208,7 +209,7 @@ def variables(text: str) -> tuple[str, ...]:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """Parse `KEY=VALUE`."""
+    """Parse the value of `--env`, such as `KEY=VALUE`, into the name and the value."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
@@ -578,9 +579,10 @@ def check_ranks(flags: Flags) -> None:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Raise UsageError if fetchers could never prepare what `--prefill` asks for.
+    """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
 
-    `all` needs `--units`, every value needs `--cpus`, and a size must fit the fetchers' buffers.
+    Every value needs `--cpus`. The value `all` also needs `--units`. A size must not exceed the
+    buffers of the fetchers.
     """
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")

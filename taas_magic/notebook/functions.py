@@ -66,7 +66,7 @@ def run(
         prefill: Data that fetchers prepare before ranks start, as `--prefill`.
         out: Global variables of the function's module to copy back to the notebook, as `--out`.
         name: Name of the run, as `--name`.
-        max_restarts: How often all ranks may be restarted after a failure, as `--max-restarts`.
+        max_restarts: Maximum number of restarts of all ranks after failures, as `--max-restarts`.
         timeout: Limit on the run's time, in seconds.
         profile: Number of steps that torch.profiler records on every rank, as `--profile`.
         env: Environment variables of the ranks, as `--env`.
@@ -112,7 +112,9 @@ def run(
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
-    """Return the flags for the options of `run`; add the function's returned value to `--out`.
+    """Convert the options of `run` to flags, as if the user had written them after `%%taas`.
+
+    The flag `--out` also contains the value that the function returns.
 
     Raises:
         UsageError: An option has an impossible value.

@@ -108,6 +108,8 @@ def can_type(shell: "InteractiveShell | None") -> bool:
 def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
     """Ask the user for the line that a rank requests. Block the kernel's main thread meanwhile.
 
+    Ask again if the answer is longer than `ANSWER_LIMIT_BYTES`.
+
     Args:
         request: The rank's request.
         plan: Plan of the run.

@@ -67,9 +67,9 @@ NO_LOADER_SENT = (
 )
 
 PRUNE_S = 60.0
-"""Minimum seconds from one search for old runs to the next, after cells of sessions.
+"""Minimum seconds since the last search for old runs before a session's cell starts a new one.
 
-Each run with ranks of its own starts a search as well.
+A run outside a session always starts a search.
 """
 
 _pruned_at = float("-inf")
@@ -82,8 +82,8 @@ _told: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool.
 
-    Block until the run has ended and its end is shown. The flags, the work and all objects that the
-    work uses are checked before any process is started.
+    Block until the view shows the end of the run, or until the run is detached. The flags, the work
+    and all objects that the work uses are checked before any process is started.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -215,7 +215,7 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return the facts about a run that other processes need. The caller adds the cells' labels."""
+    """Return the content of the file `run.json`, except for the labels of the cells."""
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
         project=str(Path.cwd()),
@@ -246,11 +246,11 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes to show in the status header of a run; leave out lasting notes shown before.
+    """Return the notes to show in the status header of a run.
 
-    Notes on a missing GPU and on differing constants are lasting: they hold for many runs. A kernel
-    shows each lasting note once. If the values of the constants change, the note on them is shown
-    again.
+    A note on a missing GPU, or on differing constants, holds for many runs. A kernel shows such a
+    lasting note only once, unless the values of the constants change. All other notes are always
+    shown.
 
     Args:
         notes: Notes of the plan.
@@ -341,7 +341,7 @@ def carry_out(
 
 
 def _prune(config: Config) -> None:
-    """Remove the folders of the oldest runs, beyond the limits in `[runs]` of taas.toml."""
+    """Remove folders of the oldest runs if all folders exceed the limits `[runs]` in taas.toml."""
     global _pruned_at
     _pruned_at = time.monotonic()
     journal.prune(config.runs.keep, config.runs.keep_bytes)
@@ -477,7 +477,7 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
-    """End a session's ranks, and start new ranks on the same hosts.
+    """End a session's ranks, and start new ranks in the same pool with the session's flags.
 
     Raises:
         UsageError: There is no such session.
@@ -547,7 +547,9 @@ def with_fetchers(
     config: Config,
     cpus: int | None = None,
 ) -> Plan:
-    """Add to the plan the pool and hosts that run the registered loaders; allocate no hosts.
+    """Add the fetchers of registered loaders to a plan, with their pool and hosts.
+
+    Allocate no hosts. The plan stays without fetchers if the cell needs none.
 
     Args:
         flags: Flags of the cell. For a cell of a session, `Session.complete` has added the

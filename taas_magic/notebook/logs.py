@@ -44,7 +44,8 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 def end_of_log(path: Path) -> str:
     """Return the last lines of a log as a terminal would show them.
 
-    If earlier lines are left out, the first line names the file and the size of these lines.
+    At most `READ_BYTES` are read, and at most `SHOWN_BYTES` are returned. If earlier lines are left
+    out, the first line names the file and the size of the part that is left out.
     """
     if not path.exists():
         return ""

@@ -84,9 +84,9 @@ class TaasMagics(Magics):
     def on_cell_end(self, result: Any) -> None:
         """Print hints about a cell that has ended.
 
-        IPython calls this method for its event `post_run_cell`. One hint is for cells
-        that install PyPI's package `taas`. The other hint is for a name that the notebook lacks,
-        because an earlier cell assigned the name only on ranks.
+        IPython calls this method for its event `post_run_cell`. One hint
+        appears after a cell that installs PyPI's package `taas`. The other hint appears after a
+        NameError, if an earlier cell assigned the name only on ranks.
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)
@@ -334,7 +334,7 @@ _warm_ups: list[_WarmUp] = []
 
 
 def _warm_local(magics: TaasMagics) -> None:
-    """Warm the local pool in a thread."""
+    """Start a thread that warms the local pool. Print a message if taas.toml is invalid."""
     try:
         settings = magics.settings()
     except UsageError as error:
@@ -518,7 +518,10 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    """Return a table of pools and their hosts for `%taas pools`; check the hosts if `--check`."""
+    """Return a table of pools and their hosts, for `%taas pools`.
+
+    With `--check`, check whether the hosts can run cells, and return the report.
+    """
     from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
@@ -741,10 +744,11 @@ TaasMagics.run_line.__doc__ = "\n".join(
 
 
 def _optional_word(name: str, words: Sequence[str], most: int = 1) -> str | None:
-    """Return the word after a command, or None.
+    """Return the word after a command of `%taas`; None if there is no word.
 
     Args:
-        name: Name of the command.
+        name: Name of the command, for the error message.
+        words: The words to check.
         most: Number of words that the command accepts, 0 or 1.
 
     Raises:
@@ -770,7 +774,7 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
-    """Return the typed beginning of the word at the cursor, and the words that complete it.
+    """Split off the word at the cursor, and return this word and its possible completions.
 
     The result is None if the line has no taas magic or comment.
 
@@ -790,7 +794,7 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
 
 def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the typed beginning and its completions after `%%taas` or `#pragma taas`."""
+    """Return the word at the cursor and its completions, after `%%taas` or `#pragma taas`."""
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
@@ -809,7 +813,7 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the typed beginning and its completions after `%taas`."""
+    """Return the word at the cursor and its completions, after `%taas`."""
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:

@@ -98,7 +98,7 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
 
 
 def print_line(line: str) -> None:
-    """Print a line below the waiting cell, and flush it."""
+    """Print a line below the waiting cell, and flush standard output."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -106,8 +106,8 @@ def print_line(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Open a pool in a background thread, and return the thread.
 
-    This function shows no failure. If the pool does not open, the next cell that needs it reports
-    the failure.
+    This function reports no failure. If the pool does not open, the next cell that needs the pool
+    reports the failure.
     """
     pool = named(name, config)
     wait = Wait(pool)  # created before the thread starts, so that `down` can cancel it

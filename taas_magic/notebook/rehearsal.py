@@ -39,7 +39,7 @@ BATCHES_VARIABLE = "TAAS_REHEARSE"
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
-"""Minimum seconds of a rank's computing for a batch. Below this, `--cpus` is not estimated."""
+"""Minimum seconds of computing for each batch on a rank, for an estimate of `--cpus`."""
 
 
 @dataclass
@@ -190,10 +190,11 @@ def _run_here(
 
 
 def flags_here(flags: Flags, loaders: int) -> Flags:
-    """Return the flags of the rehearsed run.
+    """Return the flags of the rehearsed run: the cell's flags, changed for the local pool.
 
-    One fetcher prepares all batches before the ranks start. Otherwise, the fetcher and the ranks
-    would slow each other down, and the measured speeds would be too low.
+    The run has at most `MAX_RANKS` ranks, without GPUs. One fetcher prepares all batches before the
+    ranks start. Otherwise, the fetcher and the ranks would slow each other down, and the measured
+    speeds would be too low.
 
     Args:
         flags: Flags of the cell.

@@ -30,7 +30,7 @@ PACKAGES = (
 """Packages whose versions the report lists if they are installed."""
 
 FIRST_EVENTS = 200
-"""Maximum number of journal events in the report. Events with output are left out, not counted."""
+"""Maximum number of journal events in the report. Events with output of ranks are left out."""
 
 _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOutput)
 

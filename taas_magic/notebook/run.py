@@ -250,7 +250,7 @@ class RunFetchers:
         self._beginning = Background(self._begin)
 
     def wait(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
-        """Wait until the fetchers were started, and pass lines of progress to `show_line`.
+        """Wait until the fetchers have been started; pass lines of progress to `show_line`.
 
         Raises:
             PoolError: The pool could not get the hosts.
@@ -273,12 +273,12 @@ class RunFetchers:
         return drain(self._events)
 
     def forward_events(self, connection: PoolConnection, run_id: str = "") -> None:
-        """Send all further events to the process of the ranks' pool, in a thread.
+        """Start a thread that sends the fetchers' further events to the process of the ranks' pool.
 
         Args:
-            connection: Connection to that process.
-            run_id: Run to which that process adds the events, for example the run of a session. ""
-                for the run that started these fetchers.
+            connection: Connection to the process of the ranks' pool.
+            run_id: Id of the run in whose journal the process writes the events, for example the
+                session's own run. "" for the run that started these fetchers.
         """
         self._listen = lambda event: None
         self._relay = threading.Thread(
@@ -318,21 +318,22 @@ class RunFetchers:
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
         """End the fetchers. If fetchers are still starting, end them as soon as they have started.
 
-        The fetchers' pool may still be killing them when this method returns. The user's second
-        interrupt ends the wait for the pool's answer.
+        The method waits for the answer of the fetchers' pool, but not for the end of the fetchers.
+        The user's second interrupt ends the wait.
 
         Args:
             is_detached: Whether the run was detached. The fetchers of a detached run continue,
-                because the pool's process of the ranks owns them now.
+                because the process of the ranks' pool owns them now.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
             interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
     def _close(self, is_detached: bool) -> None:
-        """End the fetchers, or only stop listening to them if `is_detached`.
+        """End the fetchers; if `is_detached`, only stop receiving their events.
 
-        Then end the thread that forwards events to the ranks' pool, and wait for its end.
+        In both cases, also end the thread that forwards events to the ranks' pool, and wait for the
+        end of this thread.
         """
         if not is_detached:
             self._end()
@@ -605,7 +606,7 @@ class RunDriver:
         view.close()
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Store the results in the notebook; then raise the run's error, if any.
+        """Store the results in the notebook, print notes on them, and raise the error of the run.
 
         The results of a failed run are stored, too. For a detached run, this method does nothing.
         The raised errors are those of `Run.raise_failure`.
@@ -675,7 +676,11 @@ class RunDriver:
         return [*([] if first is None else [first]), *drain(self._events)]
 
     def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
-        """Record events and show them."""
+        """Record events in this object, and show them in the view.
+
+        Some events change the state of this object: requests for input, restarts, detaching, and
+        the end of the run.
+        """
         for seen in events:
             self.listener(seen)
             if isinstance(seen, InputRequested):
@@ -729,7 +734,10 @@ class RunDriver:
         threading.Thread(target=send, name=thread, daemon=True).start()
 
     def _check(self, connection: PoolConnection, view: View | NoView) -> None:
-        """Mark the run as lost if the pool's process has ended or is silent for too long."""
+        """Mark the run as lost if the pool's process has ended or is silent for `SILENT_LOST_S`.
+
+        After a silence of `SILENT_NOTE_S`, show a note once.
+        """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
             in_journal = not connection.process.is_alive()
@@ -759,13 +767,15 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Return a `RunEnded` event for a run whose end the pool does not report.
+        """Create a `RunEnded` event for a run whose end the pool does not report.
+
+        Write the event to the journal if `in_journal`.
 
         Args:
             state: State in which the run ended.
             why: Reason for the end.
-            in_journal: Whether to write the end to the journal. False if the pool's process still
-                owns the run and will write it.
+            in_journal: Whether to write the event. False if the pool's process still owns the run:
+                that process will write the real end.
         """
         elapsed_s = self.head.elapsed(time.monotonic())
         attempt = self.head.restarts

@@ -113,7 +113,7 @@ class Run:
 
     @property
     def state(self) -> RunStatus:
-        """State of the run, for comparison with a string: `run.state == "SUCCEEDED"`."""
+        """State of the run. It can be compared with a string: `run.state == "SUCCEEDED"`."""
         return RunStatus(self.live.state if self.live else self._summary().state)
 
     @property
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def results(self) -> list[Any]:
-        """Values that the function of `taas.run(..., gather=True)` returned, by rank; else []."""
+        """Values that the function of `taas.run` returned, by rank; [] without `gather=True`."""
         found: list[Any] = self._results().values.get(VALUE, []) if VALUES in self.plan.out else []
         return found
 
@@ -206,8 +206,9 @@ class Run:
     def result_notes(self) -> list[str]:
         """Notes for the user about functions that the run returned.
 
-        In the notebook, a returned function uses the notebook's variables. Each note names one of
-        these variables whose value in the notebook differs from its value in the cell.
+        A function that a run returned uses the notebook's variables, not those of the ranks. Each
+        note names a variable of such a function whose value in the notebook differs from the value
+        in the cell.
         """
         return list(self._results().notes)
 

@@ -160,9 +160,9 @@ class Session:
     def complete(self, flags: Flags) -> Flags:
         """Add the session's flags to a cell's flags, and return the result.
 
-        The session's first cell sets the flags in `FIXED` for all its cells. The first
-        cell also sets defaults of `--cpus` and `--data-pool`. A cell may change these two for the
-        loaders that the cell sends.
+        The flags in `FIXED` have the values of the session's first cell. `--cpus` and `--data-pool`
+        also have these values by default. But a cell may give both flags other values, which apply
+        to the loaders that this cell sends.
 
         Raises:
             UsageError: The cell gives a flag in `FIXED` another value.
@@ -184,8 +184,8 @@ class Session:
         """Prepare the session for a new cell, and return the cell's plan on the session's ranks.
 
         The first cell's plan also becomes the plan of the session's own run, without the options
-        that concern only the cell. For a later cell, this method forgets the last cell's reports,
-        and allows the session's fetchers one restart.
+        that concern only the cell. For a later cell, this method also discards what the ranks
+        reported about the last cell, and allows the session's fetchers one restart.
         """
         self._loaded, self._changes = set(), []
         if self._n_fetchers:
@@ -320,8 +320,8 @@ class Session:
     def _allow_restarts(self) -> None:
         """Allow the fetchers of each earlier cell one restart during the cell that begins now.
 
-        Background threads send this message to the processes of the ranks' pool and the fetchers'
-        pools, so that the cell need not wait for the responses.
+        Background threads send an `AllowRestarts` request to the process of the ranks' pool and of
+        each fetchers' pool. So the cell need not wait for the responses.
         """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
@@ -335,9 +335,9 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record which names a cell changed on a rank, or that ranks were killed.
+        """Record which names a cell changed on a rank (`CellNames`), or a kill (`RanksKilled`).
 
-        Called with every event of a cell; ignores all events of other kinds.
+        The caller passes every event of a cell. This method ignores events of other kinds.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
@@ -433,11 +433,15 @@ class Session:
             )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until the session's ranks have ended; return whether they have."""
+        """Wait up to `timeout_s` for the end of the ranks; return whether they have ended."""
         return self._over.wait(timeout_s)
 
     def _on_run_event(self, event: Event) -> None:
-        """Record an event of the session's own run. Called in the Dask client's thread."""
+        """Record notes and the end of the session's own run. Called in the Dask client's thread.
+
+        If the run has ended, or if another kernel has taken the session over, end the session in
+        this kernel. The fetchers then end, or are left to the other kernel.
+        """
         if isinstance(event, Note):
             self._notes.append(event.text)
         elif isinstance(event, RunEnded | Detached):
@@ -452,7 +456,8 @@ class Session:
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process, and ignore a PoolError.
 
-    If the pool's process has ended, the session has ended, too. The next cell reports that.
+    A PoolError means that the pool's process has ended, and so the session, too. The next cell
+    reports the end of the session.
     """
     with suppress(PoolError):
         connection.call(request)
@@ -628,7 +633,8 @@ def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
     """Take over a detached session of another kernel. The other kernel may have ended.
 
     Returns:
-        The session, and what `Session.take_over` returns.
+        The session, and the run id of a cell to show: of the running cell, or of the newest cell
+        that lost its kernel; "" for none.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.
