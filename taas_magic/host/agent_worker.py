@@ -196,7 +196,7 @@ class AgentWorker(ClosedWorker):
 
     Args:
         host_address: Name and address of the host.
-        lease: The host's lease. Each heartbeat that the pool's process acknowledges renews it.
+        lease: The host's lease. Each acknowledged heartbeat renews the lease.
         warming: Task that is done when the host can start ranks. The result of the task has one
             message for each module that the forkserver could not import. Every run shows these
             messages as notes.

@@ -141,8 +141,8 @@ class CellAttempt(Attempt):
     def _interrupt(self, since: float) -> None:
         """Interrupt the ranks that run the cell.
 
-        Every `CUT_AFTER_S` seconds after the interrupt, also request that the ranks that still run
-        the cell cut their connections to other ranks.
+        Every `CUT_AFTER_S` seconds after the interrupt, also send each rank that still runs the
+        cell the request to cut its connections to other ranks (`CUT_CONNECTIONS`).
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.

@@ -2,8 +2,8 @@
 
 A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
 tensors to numbers, and writes the numbers to the pipe. To convert a CUDA tensor, a thread must wait
-for the GPU. Only the heartbeat thread does this, so the program itself does not wait. This module
-imports little, because every rank imports it.
+for the GPU. The main thread does this only at the end of a cell, for the scalars that are left.
+This module imports little, because every rank imports it.
 """
 
 import os
@@ -57,7 +57,8 @@ class MetricBuffer:
     def pop_scalars(self) -> list[MetricPoint]:
         """Return the scalars logged since the last call, as numbers. Clears the buffer.
 
-        Only the heartbeat thread calls this, because converting a CUDA tensor waits for the GPU.
+        While the cell runs, only the heartbeat thread calls this, because to convert a CUDA tensor,
+        a thread must wait for the GPU. At the end of the cell, the main thread calls this, too.
         """
         waiting, self._waiting = self._waiting, []
         points = []

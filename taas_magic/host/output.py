@@ -749,8 +749,9 @@ class PipeReader:
         """Read a pipe once, and process the data.
 
         Returns:
-            The data. None if the pipe is empty, but some process has it open for writing. b"" if
-            the pipe is empty and no process has it open for writing, or if this end is closed.
+            The data. None if the pipe is empty, but some process has the pipe open for writing. b""
+            if the pipe is empty and no process has the pipe open for writing, or if this reader has
+            already closed the pipe.
         """
         if not stream.is_open:  # the stream ended meanwhile
             return b""

@@ -357,7 +357,7 @@ class ResultWriter:
             self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value by a collective of all ranks, and write it if `keeps` is True.
+        """Gather a sharded value by a collective of all ranks. If `keeps`, write the whole value.
 
         If this rank's work has failed, do not gather the value.
         """

@@ -48,7 +48,9 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that starts a supervisor on a vehicle's host, and ends the supervisor at the end.
+    """Dask plugin that starts a supervisor on a vehicle's host.
+
+    When the vehicle ends, the plugin ends the supervisor.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
