@@ -35,7 +35,10 @@ _ENGINES = {
     "local": "taas_magic.engines.local:LocalEngine",
     "ssh": "taas_magic.engines.ssh:SshEngine",
 }
-"""Import path of each engine's class; only the engine that a pool names is imported."""
+"""Import path of each engine's class, by the engine's name in taas.toml.
+
+`find_engine` imports only the class that the pool needs.
+"""
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
@@ -283,7 +286,9 @@ class HostsEngine(Engine):
 
 
 def find_engine(pool: PoolConfig) -> Engine:
-    """Return the engine that a pool's settings name.
+    """Return a new engine for a pool, as the pool's setting `engine` names it.
+
+    A name with a dot is the import path of a Dask cluster class.
 
     Raises:
         UsageError: No engine has that name.
@@ -300,6 +305,6 @@ def find_engine(pool: PoolConfig) -> Engine:
 
 
 def log_tail(path: Path) -> str:
-    """Return the last lines of a log file, followed by its path."""
+    """Return the last `LOG_LINES` lines of a log file, and below them the file's path."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

@@ -212,14 +212,16 @@ def _accepted_arguments(cluster_class: type, values: Mapping[str, Any]) -> dict[
 def batch_options(
     pool: PoolConfig, options: Mapping[str, Any], system: str, folder: Path
 ) -> dict[str, Any]:
-    """Return keyword arguments for a dask-jobqueue class: our defaults, updated by the user's.
+    """Return keyword arguments for a dask-jobqueue class: our defaults and the user's options.
+
+    An option of the user replaces the default of the same name.
 
     Args:
         pool: The pool's settings.
         options: The user's own keyword arguments.
         system: dask-jobqueue's name of the batch system.
-        folder: The pool's private folder. Hosts must share it: it holds the keys (0600) and the
-            output of jobs.
+        folder: The pool's private folder, with the keys (0600) and the output of jobs. The hosts
+            must share this folder with this machine.
     """
     jobs = folder / "jobs"
     jobs.mkdir(mode=0o700, exist_ok=True)
@@ -529,6 +531,8 @@ class Vehicles:
 
     async def why_lost(self, name: str) -> str:
         """Return the state of a lost host's batch job in words; "" if no batch job is known.
+
+        Waits up to `JOB_END_WAIT_S` seconds for the batch system to show that the job has ended.
 
         Args:
             name: Name of the host's Dask worker.

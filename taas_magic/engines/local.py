@@ -48,7 +48,8 @@ class LocalEngine(HostsEngine):
     def prepare(self) -> None:
         """Start the first host's supervisor early, while this process imports Dask.
 
-        The imports are the slowest step of a host's start, and they need no scheduler.
+        The slowest step of a host's start is the imports in the host's own processes. This step
+        needs no scheduler.
         """
         self._started.append(self.take_supervisor())
 

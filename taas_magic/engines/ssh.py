@@ -82,7 +82,10 @@ class SshEngine(HostsEngine):
         return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
-        """See `Engine.notes`."""
+        """See `Engine.notes`.
+
+        The note says that the SSH configuration is ignored, because no `ssh` is installed.
+        """
         note = unread_config(self.config_file)
         return (note,) if note else ()
 
