@@ -177,8 +177,8 @@ def _with_grad_and_attributes(
 def _reduce(tensor: torch.Tensor) -> Any:
     """Return the function call that rebuilds a tensor that is not plain.
 
-    This is a reducer for pickle's `dispatch_table`. The call's arguments are plain tensors; the
-    pickler writes a number in place of each.
+    This is a reducer for pickle's `dispatch_table`. The call's arguments are plain tensors. The
+    pickler writes a number in place of each plain tensor.
     """
     if tensor.requires_grad or tensor.__dict__:
         return _with_grad_and_attributes, (
@@ -344,7 +344,7 @@ def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's memory.
+    """Return a view of the memory with a tensor's values; fail if the tensor is not plain.
 
     Raises:
         AttributeError, RuntimeError, TypeError, ValueError: The value is not a plain dense CPU
@@ -487,7 +487,7 @@ def _choose_spans(
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
-    """Decode a batch; its tensors and arrays are views of `body` and keep it alive.
+    """Decode a batch; its tensors and arrays are views of `body`, whose memory they keep alive.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 

@@ -249,7 +249,7 @@ class RemoteLoader(DataLoader[Any]):
     def visible_parts(self) -> tuple[Any, ...]:
         """Return the sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`.
 
-        They are copies of the registered loader's own objects.
+        The returned objects are copies of the registered loader's own objects.
         """
         if self._visible is None:
             self._visible = load_with_dataset(bytes(self.shape.shown), self.dataset)
@@ -320,8 +320,8 @@ class RemoteLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch (torchdata's protocol).
 
-        If an iterable-style dataset has a `state_dict`, this method requests its state from the
-        fetchers and includes it.
+        If an iterable-style dataset has a `state_dict`, the result also has the dataset's state,
+        which this method requests from the fetchers.
         """
         return self.with_states(self.position())
 

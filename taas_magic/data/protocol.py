@@ -49,7 +49,7 @@ _CRC_OF_ALL = 0x2144DF1C
 """CRC of any data followed by its own CRC."""
 
 HEADER_BYTES = 64
-"""Smallest size of a header (prefix, message, and padding that aligns the body)."""
+"""Minimum size in bytes of a header (prefix, message, and padding that aligns the body)."""
 
 _ZEROS = bytes(ALIGN)
 
@@ -456,8 +456,9 @@ def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bo
 class WorkerChange(Struct, frozen=True, array_like=True):
     """Message between a server and the process that is the parent of its workers.
 
-    The server sends this message to request a new worker; the message carries the worker's end of
-    its socket. The parent process sends this message to report that a worker has ended.
+    The server sends this message to request a new worker. The message then carries one end of the
+    socket pair between server and worker: the worker's end. The parent process sends this message
+    to report that a worker has ended.
 
     Attributes:
         number: Number of the worker.

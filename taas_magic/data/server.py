@@ -108,10 +108,10 @@ _TLS_JOIN_BYTES = 16 << 10
 """Maximum size of several small parts that are joined into one TLS record, which holds 16 KiB."""
 
 _NAME_BYTES = 64
-"""Size limit of the message with the name of a server's Unix socket."""
+"""Size limit, in bytes, of the message with the name of a server's Unix socket."""
 
 _LOADER_BYTES = 1 << 16
-"""Size limit of the message that asks the starter process for a server."""
+"""Size limit, in bytes, of the message that asks the starter process for a server."""
 
 _END_S = 5.0
 """Seconds to wait for a server's process to end before it is killed."""
@@ -798,9 +798,13 @@ class RankServers:
         life.close()
 
     def start(self, served: ServedLoader, timeout_s: float) -> tuple[str, socket.socket]:
-        """Start a server.
+        """Start a server's process for one loader; wait until the server listens.
 
         Forks of this process may also call this method.
+
+        Args:
+            served: The settings for the loader.
+            timeout_s: Maximum seconds to wait.
 
         Returns:
             The name of the server's Unix socket, and another socket. To end the server, the caller

@@ -94,7 +94,7 @@ class Service(Struct, frozen=True):
         key: The run's key, which both sides of every connection must prove.
         seed: The run's seed.
         fetchers: Number of fetchers of each loader; 0 if the ranks run the loaders themselves.
-        numbers: Numbers of the fetchers of this cell, for all its loaders (`FetcherPlan.number`).
+        numbers: Numbers of the fetchers that this cell's loaders use (`FetcherPlan.number`).
         units: Value of `--units`; None for no limit.
         loaders: The loaders that the cell uses.
         settings: The section `[data]` of the configuration.
@@ -215,9 +215,9 @@ def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
 
 
 def _content(file: Path) -> bytes | None:
-    """Return the content of a fetcher's file; None if there is no file.
+    """Return the content of a fetcher's address file; None if there is no such file.
 
-    A fetcher may end at any time, and then removes its file.
+    A fetcher that ends removes its address file, at any time.
     """
     try:
         return file.read_bytes()
