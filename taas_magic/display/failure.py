@@ -242,7 +242,15 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
 
 
 def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:
-    """Return the exception for an `ended` event whose state is not SUCCEEDED."""
+    """Return the exception to raise for a run that did not succeed.
+
+    Args:
+        ended: The event of the run's end.
+
+    Returns:
+        StoreError if a host could not receive the project store, RunLost if a host or the whole run
+        was lost, RunTimeout if `--timeout` ended the run; otherwise RankFailed.
+    """
     first, failures = ended.first, ended.failures
     why = cut(ended.why, HEADLINE_CHARS)
     words = f"the run ended as {ended.state}" + (f": {why}" if why else "")

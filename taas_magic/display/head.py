@@ -295,7 +295,10 @@ def _colour(state: RunState) -> str:
 
 
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the status header from top to bottom, each as text and as HTML."""
+    """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
+
+    Only the first row and the last row, with the path of the logs, are always present.
+    """
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
@@ -516,7 +519,9 @@ def as_html(text: str) -> str:
 
 
 def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
-    """Return the name and the facts of each loader.
+    """Return the name and the facts of each of the first `MAX_LOADERS` loaders.
+
+    If there are more loaders, the last entry has their number in place of a name, and no facts.
 
     Args:
         flow: The counts that ranks and fetchers have sent about the loaders.
@@ -558,7 +563,10 @@ def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> lis
 
 
 def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
-    """Yield the facts about buffers that are in use; a run without fetchers has no buffer."""
+    """Yield how much data is ready in the fetchers' buffers, and how much the ranks hold.
+
+    Skip a fact if its size is zero, for example because the run has no fetchers.
+    """
     if budget := int(loader.fetcher_total("budget_bytes")):
         batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
         yield "ready", f"{batches:,} ({size_text(size)} of {size_text(budget)})"

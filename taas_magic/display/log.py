@@ -42,7 +42,10 @@ class ShownLine(NamedTuple):
 
 
 def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
-    """Return text for ascending ranks such as `0-2,5,7-9`; only `max_ranges` ranges, then `…`."""
+    """Format ascending rank numbers as ranges, such as `0-2,5,7-9`.
+
+    If there are more than `max_ranges` ranges, "…" replaces the others.
+    """
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]

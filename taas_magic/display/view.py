@@ -334,7 +334,7 @@ class View:
         self._show(event, now)
 
     def _show(self, event: Event, now: float) -> None:
-        """Add an event's output to the log; write a display or clear the cell at once."""
+        """Add an event's text to the log. Show a display, or clear the cell, at once."""
         plan = self._state.plan
         match event:
             case Lines():

@@ -120,7 +120,8 @@ class LoaderFlow:
     def units(self) -> int:
         """Units that all ranks have received.
 
-        This includes the units before the saved state from which the cell resumed, if any.
+        If the cell resumed from a saved state, this includes the units from before the state was
+        saved.
         """
         resumed = max((counts.resumed for counts in self.ranks.values()), default=0)
         return int(self.rank_total("units")) + resumed
@@ -333,7 +334,11 @@ def advise(load: LoaderUse) -> str:
 
 
 def _cause_and_remedy(load: LoaderUse) -> str:
-    """Return what limited a loader that ranks waited for, and which flag would help."""
+    """Return what limited a loader that ranks waited for, and which flag would help.
+
+    Possible limits are the wait for the first batch, the preparation in the ranks' processes, the
+    delivery, the number of streams, the storage, and the CPU time of the workers.
+    """
     if load.later <= TOLERABLE or load.first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
         if not load.fetchers:

@@ -509,7 +509,9 @@ LOST_WHY = "the process that owned the run is gone"
 
 
 def summary(folder: RunFolder) -> RunSummary:
-    """Return the state and times of a run; reads only the journal's first and last events.
+    """Return the state and times of a run, usually from the journal's first and last events.
+
+    Only if no process owns the run, and the last event is not its end, search the whole journal.
 
     Raises:
         OSError: The folder has no plan.
@@ -590,6 +592,9 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
 
 def _is_removable(folder: RunFolder, is_beyond: bool) -> bool:
     """Return whether a run folder may be removed.
+
+    A folder without a readable plan may be removed after `_YOUNG_S`. Any other folder must be
+    beyond the limits and not in use, and its run must have ended.
 
     Args:
         folder: The folder of the run.

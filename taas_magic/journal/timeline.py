@@ -148,8 +148,8 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
     """Correct the times in the traces, because the clocks of hosts differ.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks differ. This function does not correct the times of ranks on the
-    first rank's host, and of ranks that have no collective in common with the first rank.
+    traces show how much the clocks differ. The times of the first rank and of all ranks on its host
+    stay as they are. The same holds for a rank that has no collective in common with the first one.
 
     Args:
         traces: The traces by rank.

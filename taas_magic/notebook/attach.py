@@ -24,7 +24,7 @@ POLL_S = 0.1
 """Seconds between reads of the journal."""
 
 CHECK_S = 1.0
-"""Minimum seconds between checks whether the run's owner process is alive.
+"""Minimum seconds between checks whether the process that owns the run is alive.
 
 These checks are made only while the journal gets no events.
 """
@@ -47,7 +47,14 @@ def attach(run: Run) -> None:
 
 
 def _show(run: Run, interrupts: Interrupts) -> RunState:
-    """Show the events of a run's journal, old and new; return the last state that was shown."""
+    """Show the events of a run's journal until the run has ended or the user interrupts.
+
+    The view first shows the output so far, then each new event. If a run is lost, so that no
+    process will record its end, the view ends, too.
+
+    Returns:
+        The state that the view showed last.
+    """
     reader = JournalReader(RunFolder(run.path).events)
     replay = Replay(run.new_state())
     for chunk in reader.chunks():

@@ -182,7 +182,11 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Parse rank numbers such as `0,2-5`. Return an empty set for `all`."""
+    """Parse the value of `--logs`, such as `0,2-5` or `all`.
+
+    Returns:
+        The numbers of the ranks; the empty set stands for all ranks.
+    """
     if text == "all":
         return frozenset()
     found: set[int] = set()
@@ -196,7 +200,11 @@ def ranks(text: str) -> frozenset[int]:
 
 
 def some_ranks(text: str) -> tuple[int, ...]:
-    """Parse rank numbers such as `0`, `1,3` or `0,2-5`. Return an empty tuple for `all`."""
+    """Parse the value of `--ranks`, such as `0`, `1,3`, `0,2-5` or `all`.
+
+    Returns:
+        The numbers of the ranks in ascending order; the empty tuple stands for all ranks.
+    """
     return tuple(sorted(ranks(text)))
 
 

@@ -46,7 +46,7 @@ class InputQueue:
         self._answered_at = float("-inf")
 
     def add(self, request: InputRequested) -> None:
-        """Add a request in place of an older request of the same rank, which was interrupted."""
+        """Add a request. It replaces an older request of the same rank, which was interrupted."""
         self._waiting[request.rank] = request
 
     def clear(self) -> None:

@@ -549,7 +549,8 @@ def with_fetchers(
 ) -> Plan:
     """Add the fetchers of registered loaders to a plan, with their pool and hosts.
 
-    Allocate no hosts. The plan stays without fetchers if the cell needs none.
+    Allocate no hosts. Without registered loaders or without `--cpus`, add no fetchers. Add notes,
+    for example on flags that have no effect.
 
     Args:
         flags: Flags of the cell. For a cell of a session, `Session.complete` has added the

@@ -383,8 +383,8 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
 def _ours(seen: Facts, here: KernelVersions) -> str:
     """Return where a host gets taas-magic from, as text for the table.
 
-    The text is "installed"; "in its cache", if the host keeps an earlier copy; or "sent on first
-    use", if the kernel will send a copy.
+    The text is "in its cache" if the host keeps an earlier copy, and "sent on first use" if the
+    kernel will send a copy. Otherwise, the text is "installed".
     """
     from taas_magic.setup.install import needed_package_folders
 

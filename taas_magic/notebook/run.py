@@ -431,7 +431,10 @@ class PrefillProgress:
 
 
 def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
-    """Remove all items from a queue, and return the events. A None only wakes the reader."""
+    """Remove all items from a queue, and return the events among them.
+
+    An item that is None is not returned: it only wakes the thread that reads the queue.
+    """
     found = []
     while not events.empty():
         if (event := events.get()) is not None:
@@ -666,7 +669,11 @@ class RunDriver:
         self._send(connection, answer, "taas-answer")
 
     def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
-        """Wait for an event, at most until the monotonic time `until`. Return all queued events."""
+        """Wait for an event, and return all queued events; [] if none has arrived.
+
+        The wait ends at the monotonic time `until`, when output of the view is due, or after
+        `CHECK_S`, whichever comes first.
+        """
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
         try:

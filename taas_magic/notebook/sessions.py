@@ -550,7 +550,11 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
 
 
 def detached_sessions() -> Iterator[tuple[Run, Flags]]:
-    """Yield other kernels' running detached sessions: own run, and flags of the first cell."""
+    """Yield each running detached session that does not belong to this kernel.
+
+    Yields:
+        The session's own run, and the flags of its first cell.
+    """
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
