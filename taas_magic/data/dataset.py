@@ -53,10 +53,10 @@ _HASHED_ITEMS = 64
 """Number of items, after those that a new cursor skips, with which `first_hash` is reported."""
 
 _LOOKS_AT_INTS = 2
-"""Largest index of an item before which a `Cursor` records the dataset's int attributes.
+"""Index of the last item of a stream before which a `Cursor` records the dataset's int attributes.
 
-From these records, the cursor finds the attribute in which the dataset counts its epochs
-(`Cursor.counter`).
+A cursor records these attributes before item 0, 1 and 2. From the records, the cursor finds the
+attribute in which the dataset counts its epochs (`Cursor.counter`).
 """
 
 _OURS = str(Path(__file__).parent)
@@ -67,7 +67,10 @@ class NoBatch(Exception):
 
 
 def own_units(batch: object) -> int | None:
-    """Return `hints["units"]` of a batch, or 0 if negative; None if the batch has no such hint."""
+    """Return `hints["units"]` of a batch; None if the batch has no such hint.
+
+    A negative hint counts as 0.
+    """
     hints = getattr(batch, "hints", None)
     if not isinstance(hints, dict) or "units" not in hints:
         return None
@@ -247,7 +250,7 @@ class BatchSource:
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def first_hash(self, epoch: int, slot: int) -> int:
-        """Return the hash of a stream's item 0, if the stream had to be read again.
+        """Return the hash of a stream's item 0, if this worker has just read the stream again.
 
         By this hash, a rank notices that the stream gives other data than before.
 
@@ -256,8 +259,8 @@ class BatchSource:
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash; 0 if this worker skipped no items shortly before the batch, or if it began at
-            a saved state.
+            The hash. 0 if the worker has not skipped items within the last `_HASHED_ITEMS` items,
+            or if the worker began at a saved state.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -300,10 +303,10 @@ class BatchSource:
         return self._run_user_code(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the dataset's latest state among those saved at or before a slot.
+        """Return the latest saved state of a stream's dataset, at or before a slot.
 
-        Each stream has its own copy of the dataset, with states of its own. The result is a state
-        of the slot's stream.
+        Each stream has its own copy of the dataset, and this worker saves states of this copy. The
+        result belongs to the stream that contains `slot`.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -400,9 +403,10 @@ class BatchSource:
     def _next_of(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the batch is not the next one of its stream, first skip the batches before it. If the
-        stream's cursor is already past the batch, or if a saved state is nearer to the batch, begin
-        again at the saved state (or at the stream's beginning) and skip from there.
+        If the stream's cursor is before the batch, read and discard the batches between them. If
+        the cursor is past the batch, use a new cursor. The new cursor begins at the latest saved
+        state before the batch; without such a state, it begins at the start of the stream. If a
+        saved state is nearer to the batch than the cursor, also use a new cursor.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -514,10 +518,10 @@ class Cursor:
         item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs. Its value is an int.
-            The int has grown by one from the epoch's beginning to its end, and was the same before
-            the second and the third batch. "" if there is no such attribute, or if the stream has
-            not ended yet.
+        counter: Name of the attribute in which the dataset counts its epochs; "" if there is no
+            such attribute, or if the stream has not ended yet. An attribute counts epochs if it is
+            an int that has grown by one from the epoch's beginning to its end, and has not changed
+            between the second and the third batch.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: Items before this one are reported with `first_hash`.
     """
@@ -557,7 +561,7 @@ class Cursor:
         return self.loader.collate_fn(self._gather(self._samples))
 
     def _epoch_counter_name(self) -> str:
-        """Return the name of the attribute in which the dataset counts its epochs; "" for none."""
+        """Return the name of the dataset's epoch counter; "" for none (see `Cursor.counter`)."""
         if len(self._ints) <= _LOOKS_AT_INTS:
             return ""
         before, first, second = self._ints
@@ -726,7 +730,8 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises.
 
-        Its message, or else its note, contains the original traceback.
+        The exception's message contains the original traceback. If the exception's type changes the
+        message, a note contains the traceback (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

@@ -53,10 +53,11 @@ _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Maximum seconds since the latest batch that `EpochIterator.counted` adds to `RankCounts.span_s`.
+"""Seconds after which a cell that has requested no further batch may have left its loop.
 
-`span_s` is the time in the cell's loops over the loader. After a longer pause, the cell may have
-left the loop. If the cell then requests a further batch, the whole pause is added.
+`RankCounts.span_s` is the time in the cell's loops over the loader. While the cell computes,
+`EpochIterator.current_counts` adds the time since the latest batch, but at most this limit. If the
+cell later requests a further batch, the whole time is added.
 """
 
 _EVERY_EPOCH_ALIKE = (

@@ -5,12 +5,13 @@ ranks' requests, chooses the next request for each worker, and notifies the conn
 responses are ready.
 
 Requests of ranks come first: the connections take turns, and each connection's requests keep their
-order. There is one exception: batches of a stream are prepared in the stream's order, whichever
-connection has requested them, because a worker would have to restart the stream to go back. If no
-rank waits, workers *prepare ahead*: they prepare batches of this fetcher's share
-(`FetcherPart`) that no rank has requested yet. The memory of prepared batches is limited. When the
-limit is reached, workers pause. There is one exception: workers always prepare the batch that a
-connection must send next, so that a slow rank cannot starve another rank.
+order. Batches of a stream are different: they are prepared in the stream's order, because a worker
+must restart a stream to go back. If no rank waits, workers *prepare ahead*: they prepare batches
+of this fetcher's part (`FetcherPart`) that no rank has requested yet.
+
+The memory of prepared batches is limited. When the limit is reached, workers prepare only batches
+that a connection must send next. So a slow rank, whose batches fill the memory, cannot starve
+another rank.
 
 When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
 and drops those of all earlier epochs. If a rank still requests a dropped batch, a worker prepares
@@ -74,7 +75,11 @@ For a small batch, these bytes are most of the memory.
 
 
 LATER = -1
-"""Worker of a request that waits until the first reply to OPEN tells the loader's kind."""
+"""Value in place of a worker's number, while the loader's kind is not known.
+
+Requests with this value wait for the first reply to OPEN, which tells the kind: map-style or
+iterable-style.
+"""
 
 _ALL = "all"
 """Key of the queue of a stream's batches, which all connections share."""
@@ -512,8 +517,9 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        Batches of streams are chosen in order. If the next batch is one for which the worker would
-        have to restart its stream, prefer a later batch of the same epoch without a restart.
+        Batches of streams are chosen in the order of their slots. If the worker would have to
+        restart a stream for the next batch, prefer a later batch of the same epoch that needs no
+        restart.
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
@@ -548,13 +554,17 @@ class PrefetchBuffer:
     def _queue(
         self, who: Hashable, request: LoaderRequest, entry: _RequestState, at_once: bool = False
     ) -> None:
-        """Put a request into a queue of its worker: the queue of a connection, or of all streams.
+        """Put a request into one of the queues of the worker that must answer the request.
+
+        A request for a batch of a stream goes to the queue `_ALL`, which is sorted by slot. Any
+        other request goes to the queue of the connection `who`.
 
         Args:
             who: The connection that waits.
             request: The request.
             entry: The request's state.
-            at_once: Whether to put the request first in the connection's queue.
+            at_once: Whether to put the request first in the connection's queue; no effect for a
+                batch of a stream.
         """
         worker = self._worker_for(request)
         is_ordered = self._has_streams and request.kind is RequestKind.GET
@@ -586,8 +596,8 @@ class PrefetchBuffer:
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
-        If no other connection waits for the request, either drop the queued request, or mark the
-        prepared response as unrequested.
+        If another connection waits, move a queued request to that connection's queue. If no other
+        connection waits, drop a queued request, or mark a prepared response as unrequested.
         """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
@@ -661,7 +671,7 @@ class Scheduler:
         self._workers: dict[int, WorkerHandle] = {}
         self._suspects: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Fork before any connection exists, because a child would keep every connection open.
+        # Fork before any connection exists, because a child would keep copies of the connections.
         context: Any = multiprocessing.get_context("fork")
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
@@ -671,7 +681,11 @@ class Scheduler:
         selector.register(self._control, selectors.EVENT_READ, self._on_worker_ended)
 
     def start(self) -> None:
-        """Start the workers; call this after the constructors of all loaders' schedulers."""
+        """Start the workers.
+
+        Call this method after the constructors of all loaders' schedulers, because the
+        constructors fork this process.
+        """
         for number in range(self._served.share.workers):
             self._start(number)
 
@@ -706,11 +720,11 @@ class Scheduler:
             one.send(self.buffer.oldest_epoch)
 
     def check_parent(self) -> None:
-        """Check whether the workers' parent process has been stopped (SIGSTOP).
+        """Kill the workers' parent process if it has been stopped (SIGSTOP) for `STOPPED_S`.
 
-        If the parent process has been stopped for `STOPPED_S`, kill it. The fetcher then fails with
-        an error, and the ranks request their batches from other fetchers. Without this check, the
-        fetcher would continue, but could not restart a worker that ends.
+        The fetcher then fails with an error, and the ranks request their batches from other
+        fetchers. Without this check, the fetcher would continue, but could not restart a worker
+        that ends.
         """
         self._stopped.end([self._parent.pid])
 
@@ -758,10 +772,11 @@ class Scheduler:
         return item >= self._positions.get(stream, {}).get(request.epoch, 0)
 
     def _advance(self, stream: int, epoch: int, item: int) -> None:
-        """Record the next item of a stream in an epoch.
+        """Record which batch of a stream the worker's iterator yields next.
 
-        Positions are kept only for the latest `OPEN_EPOCHS` epochs, because a worker keeps its
-        iterators over the stream only for these epochs.
+        From this record, `_continues_stream` tells whether a batch needs a restart of the stream.
+        The record has only the latest `OPEN_EPOCHS` epochs, because a worker keeps its iterators
+        over the stream only for these epochs.
         """
         epochs = self._positions.setdefault(stream, {})
         epochs.pop(epoch, None)
@@ -827,7 +842,10 @@ class Scheduler:
         self._put(request, prepared)
 
     def _record_kind(self) -> None:
-        """Record that the loader's kind is known; without a description, it counts as map-style."""
+        """Record that the loader's kind is known.
+
+        If no worker could describe an epoch, the loader counts as map-style.
+        """
         if not self._knows_kind:
             self._knows_kind = True
             self.buffer.record_kind(self._streams is not None)

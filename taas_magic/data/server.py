@@ -508,8 +508,8 @@ class Server:
         is_tight = (
             len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
         )
-        # A single unauthenticated peer stays connected. When it has authenticated, `_welcome`
-        # tells the peer why this server rejects it.
+        # A single unauthenticated peer stays connected, so that the peer can authenticate. Then
+        # `_welcome` rejects the peer with a message that says why.
         if is_tight and len(self._unproved) > 1:
             self._make_room_for_one()
         if not connection.is_greeting:

@@ -64,7 +64,7 @@ def assigned_worker(
     """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
 
     For a map-style loader and a stride of 1, the number of the worker does not depend on the number
-    of fetchers. It is the number that the worker has in a local DataLoader with `workers` workers.
+    of fetchers: a local DataLoader with `workers` workers uses the same number for the batch.
 
     Args:
         slot: Number of the batch in the epoch's order.
@@ -391,8 +391,8 @@ class DynamicSchedule:
         """Return the slots of a step, one for each rank.
 
         Returns:
-            The slots; fewer slots or none at the end of the epoch; None if the slots are not known
-            yet.
+            The slots; None if they are not known yet. At the end of the epoch, the list may be
+            empty. If `uneven` is "keep", the last step may have fewer slots than there are ranks.
         """
         world_size = self._part.world_size
         start = step * world_size - self._base

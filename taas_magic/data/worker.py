@@ -125,9 +125,9 @@ class WorkerHandle:
         number: The worker's number in its fetcher.
         arena: Number of the worker's arena, unique in the server.
         sock: Socket to the worker.
-        is_suspect: Whether an earlier worker with this number has ended. Such a worker
-            receives one command at a time. So if this worker ends too, the server knows which
-            command was the reason.
+        is_suspect: Whether an earlier worker with this number has ended. If so, this worker
+            receives only one command at a time. If this worker ends too, the server then knows
+            which command was the reason.
 
     Attributes:
         memory: The worker's arena.
@@ -424,7 +424,7 @@ class StoppedChildWatchdog:
     def end(self, children: Iterable[int]) -> None:
         """Kill the children that have been suspended by SIGSTOP for `STOPPED_S`.
 
-        Call it about once a second.
+        Call this method about once a second; it measures how long each child has been stopped.
 
         Args:
             children: Process ids of the children to check. The caller must not have reaped any of
