@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from taas_magic.messages import MetricPoint
@@ -46,45 +47,75 @@ class MetricBuffer:
             all_ranks: Whether ranks other than 0 store their scalars, too.
 
         Raises:
-            TypeError: A value is neither a number nor a tensor with one element.
+            TypeError: A name is not a string, a value is neither a number nor a tensor or array
+                with one element, or the step is not an integer. Nothing is recorded then.
         """
         if (self._rank and not all_ranks) or os.getpid() != self._pid:
             return
-        now = time.time()
-        for name, value in values.items():
-            self._waiting.append((now, step, name, _kept(name, value)))
+        now, number = time.time(), None if step is None else _checked_step(step)
+        self._waiting += [(now, number, _checked(it), _kept(it, values[it])) for it in values]
 
     def pop_scalars(self) -> list[MetricPoint]:
         """Return the scalars logged since the last call, as numbers. Clears the buffer.
 
         While the cell runs, only the heartbeat thread calls this, because to convert a CUDA tensor,
         a thread must wait for the GPU. At the end of the cell, the main thread calls this, too.
+        If the GPU has failed, the value of the tensor is lost. The program gets the GPU's error.
         """
         waiting, self._waiting = self._waiting, []
         points = []
         for seen_at, step, name, value in waiting:
-            number = self._counts[name] if step is None else int(step)
+            number = self._counts[name] if step is None else step
             self._counts[name] = number + 1
-            points.append(MetricPoint(name, number, float(value), seen_at))
+            with suppress(RuntimeError):
+                points.append(MetricPoint(name, number, float(value), seen_at))
         return points
 
 
-def _kept(name: str, value: Any) -> Any:
-    """Check a scalar, and return the copy that the buffer stores: a float or a tensor.
+def _checked(name: Any) -> str:
+    """Return the name of a scalar. Raise TypeError if the name is not a string."""
+    if not isinstance(name, str):
+        raise TypeError(f"taas.log: the name of a value must be a string, not {name!r}")
+    return name
 
-    A tensor is copied, because the program may change it before the heartbeat thread reads it.
+
+def _checked_step(step: Any) -> int:
+    """Return a step as an int: of an integer, a float such as 3.0, or a tensor with one element.
 
     Raises:
-        TypeError: The value is neither a number nor a tensor with one element.
+        TypeError: The step is not an integer.
     """
-    if hasattr(value, "detach") and value.numel() == 1:
-        return value.detach().clone()
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        kind = type(value).__name__
-        text = f"taas.log: {name} must be a number or a tensor with one element; it is a {kind}"
-        raise TypeError(text) from None
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if not isinstance(step, str) and (number := int(step)) == step:
+            return number
+    raise TypeError(f"taas.log: step must be an integer; it is {step!r}")
+
+
+def _kept(name: str, value: Any) -> Any:
+    """Check a scalar, and return the copy that the buffer stores: a float or a CUDA tensor.
+
+    A CUDA tensor is copied, because the program may change it before the heartbeat thread reads it.
+
+    Raises:
+        TypeError: The value is neither a number nor a tensor or array with one element, or the
+            value is a DTensor that only all ranks together can convert to a number.
+    """
+    if any(it.is_partial() for it in getattr(value, "placements", ())):
+        text = f"taas.log: {name} is a DTensor with partial sums of the ranks. "
+        raise TypeError(f"{text}Log its full_tensor(), which all ranks must call")
+    kind = f"a {type(value).__name__}"
+    if hasattr(value, "detach"):
+        value = value.detach()
+        if value.numel() == 1 and not value.is_complex():
+            return value.clone() if value.is_cuda else float(value)
+        kind = f"a {value.dtype} tensor with the shape {tuple(value.shape)}"
+    else:
+        if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # an array of numpy or JAX
+            value = value.item()
+        with suppress(TypeError, ValueError):
+            return float(value)
+    text = f"taas.log: {name} must be a number, or a tensor or array with one element"
+    raise TypeError(f"{text}; it is {kind}")
 
 
 _buffer: MetricBuffer | None = None
@@ -122,7 +153,8 @@ def log(
         **scalars: More scalars by name.
 
     Raises:
-        TypeError: A value is neither a number nor a tensor with one element.
+        TypeError: A name is not a string, a value is neither a number nor a tensor or array with
+            one element, or the step is not an integer.
     """
     if _buffer is not None:
         _buffer.add({**(values or {}), **scalars}, step, all_ranks)
@@ -147,8 +179,10 @@ def record_tensorboard() -> None:
         *rest: Any,
         **more: Any,
     ) -> Any:
+        added = original(self, tag, scalar_value, global_step, *rest, **more)
         if not isinstance(scalar_value, str):  # a str is the name of a caffe2 blob
-            log({tag: scalar_value}, step=global_step)
-        return original(self, tag, scalar_value, global_step, *rest, **more)
+            with suppress(TypeError):  # TensorBoard accepts more than `log`, such as a step of 0.5
+                log({tag: scalar_value}, step=global_step)
+        return added
 
     kind.add_scalar = add_scalar

@@ -109,6 +109,12 @@ HIDDEN_DISPLAYS = (
 
 _kept: list[Any] = []
 
+_POINTS = 2000
+"""Maximum number of points in one `Metrics` event.
+
+The pool's process handles one event at a time. It responds to no other message meanwhile.
+"""
+
 attempt_folder = Path()
 """In a rank: the attempt's private folder on this host. The agent or the supervisor removes it."""
 
@@ -362,8 +368,9 @@ def _heartbeat(
     def send() -> None:
         if fed is not None and (counts := fed.counts()):
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
-        if points := metrics.pop_scalars():
-            link.send(Metrics(points=points))
+        points = metrics.pop_scalars()
+        for at in range(0, len(points), _POINTS):
+            link.send(Metrics(points=points[at : at + _POINTS]))
 
     def report() -> None:
         with reporting:  # one thread at a time, so that the newest counts are sent last

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FILE = "metrics.csv"
 HEADER = ("time", "step", "rank", "name", "value")
 
+OWN_COLUMNS = ("step", "rank", "time")
+"""Columns of a run's table of metrics that are not metrics."""
+
 CURVE_POINTS = 200
 """Largest number of points of a curve in the status header."""
 
@@ -180,24 +183,27 @@ def read(folder: Path) -> Any:
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
-        with the same columns if pandas is not installed.
+        with the same columns if pandas is not installed. A metric with the name of one of the first
+        three columns has an underscore appended, as in `time_`.
     """
-    found: dict[tuple[int, int], dict[str, float]] = {}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
     names: dict[str, None] = {}
     if (path := folder / FILE).exists():
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
         for line in csv.DictReader(io.StringIO(whole, newline="")):
             key = int(line["step"]), int(line["rank"])
-            row = found.setdefault(key, {"time": float(line["time"])})
-            row[line["name"]] = float(line["value"])
+            row = found.setdefault(key, {"time": float(line["time"]), "metrics": {}})
+            row["metrics"][line["name"]] = float(line["value"])
             names[line["name"]] = None
     columns: dict[str, list[float]] = {
         "step": [step for step, _ in found],
         "rank": [rank for _, rank in found],
         "time": [row["time"] for row in found.values()],
     }
-    columns |= {name: [row.get(name, math.nan) for row in found.values()] for name in names}
+    for name in names:
+        column = f"{name}_" if name in OWN_COLUMNS else name
+        columns[column] = [row["metrics"].get(name, math.nan) for row in found.values()]
     try:
         import pandas  # type: ignore[import-untyped]
     except ImportError:
@@ -219,11 +225,10 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
         from matplotlib import pyplot
     except ImportError as error:
         raise UsageError("taas.compare needs matplotlib: pip install matplotlib") from error
-    own = ("step", "rank", "time")
     shared = [
         name
         for name in next(iter(tables.values()))
-        if name not in own and all(name in table for table in tables.values())
+        if name not in OWN_COLUMNS and all(name in table for table in tables.values())
     ]
     if not shared or metric not in (None, *shared):
         has = ", ".join(shared) or "none"

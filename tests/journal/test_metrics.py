@@ -3,9 +3,13 @@
 import base64
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from taas_magic.display import head
 from taas_magic.errors import UsageError
@@ -27,6 +31,7 @@ taas.log(odd=math.nan)
 from torch.utils.tensorboard import SummaryWriter
 with SummaryWriter(FOLDER) as writer:
     writer.add_scalar("Accuracy/test", 0.5, 7)
+    writer.add_scalar("half", 0.5, 0.5)
 """
 
 
@@ -40,7 +45,7 @@ def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_pa
     assert of_0["loss"].tolist() == pytest.approx([1 / (step + 1) for step in range(20)])
     assert of_1["of each"].tolist() == [2 * step for step in range(20)]
     assert of_1["loss"].isna().all() and math.isnan(of_0["odd"][0])
-    assert of_0["Accuracy/test"][7] == 0.5
+    assert of_0["Accuracy/test"][7] == 0.5 and "half" not in of_0
     shown = head.mime_bundle(state_of(outcome.run.path), 0.0)
     assert "loss: 0.05 " in shown["text/plain"]
     assert "of each: 19 " in shown["text/plain"]
@@ -59,11 +64,74 @@ def state_of(folder: Path) -> head.RunState:
 def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
     buffer = MetricBuffer(0)
     with pytest.raises(
-        TypeError, match=r"taas\.log: name must be a number or a tensor .* it is a str"
+        TypeError, match=r"taas\.log: name must be a number, or a tensor .* it is a str"
     ):
         buffer.add({"name": "text"}, 0, False)
-    with pytest.raises(TypeError, match="it is a Tensor"):
-        buffer.add({"name": torch.zeros(2)}, 0, False)
+    with pytest.raises(TypeError, match=r"it is a torch\.float32 tensor with the shape \(2,\)"):
+        buffer.add({"first": 1.0, "name": torch.zeros(2)}, 0, False)
+    with pytest.raises(TypeError, match=r"it is a torch\.complex64 tensor with the shape \(\)"):
+        buffer.add({"name": torch.tensor(1j)}, 0, False)
+    with pytest.raises(TypeError, match=r"the name of a value must be a string, not 1"):
+        buffer.add({1: 2.0}, 0, False)  # type: ignore[dict-item]
+    assert buffer.pop_scalars() == []
+
+
+@pytest.mark.parametrize("step", ["3", 0.5, math.nan, math.inf, [1]])
+def test_a_step_that_is_no_integer_is_refused_where_it_is_logged(step: Any) -> None:
+    buffer = MetricBuffer(0)
+    with pytest.raises(TypeError, match=r"taas\.log: step must be an integer; it is "):
+        buffer.add({"loss": 1.0}, step, False)
+    assert buffer.pop_scalars() == []
+
+
+def test_arrays_are_values_and_tensors_are_steps() -> None:
+    buffer, step = MetricBuffer(0), torch.tensor(8)
+    buffer.add({"loss": numpy.array([3.0])}, step, False)  # type: ignore[arg-type]
+    step += 1
+    buffer.add({"loss": numpy.float32(2.0)}, 9.0, False)  # type: ignore[arg-type]
+    assert [(it.step, it.value) for it in buffer.pop_scalars()] == [(8, 3.0), (9, 2.0)]
+
+
+def test_a_partial_dtensor_is_refused(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        norm = DTensor.from_local(torch.tensor(2.0), mesh, [Partial()])
+        buffer = MetricBuffer(0)
+        with pytest.raises(TypeError, match=r"partial sums of the ranks\. Log its full_tensor\(\)"):
+            buffer.add({"norm": norm}, 0, False)
+        buffer.add({"norm": norm.full_tensor()}, 0, False)
+        assert [it.value for it in buffer.pop_scalars()] == [2.0]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class _TensorOfAFailedGpu:
+    """Stand-in for a CUDA tensor that cannot be read, because a kernel on its GPU failed."""
+
+    is_cuda, dtype, shape = True, torch.float32, ()
+
+    def numel(self) -> int:
+        return 1
+
+    def is_complex(self) -> bool:
+        return False
+
+    def detach(self) -> "_TensorOfAFailedGpu":
+        return self
+
+    def clone(self) -> "_TensorOfAFailedGpu":
+        return self
+
+    def __float__(self) -> float:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_value_that_the_gpu_lost_does_not_stop_the_heartbeats() -> None:
+    buffer = MetricBuffer(0)
+    buffer.add({"lost": _TensorOfAFailedGpu(), "kept": 1.0}, 0, False)
+    assert [it.name for it in buffer.pop_scalars()] == ["kept"]
 
 
 def test_a_tensor_keeps_the_value_that_it_had() -> None:
@@ -132,6 +200,15 @@ def test_a_restart_replaces_what_it_logs_again_and_a_torn_line_is_left_out(tmp_p
     found = metrics.read(folder)
     assert (list(found["step"]), list(found["loss"])) == ([0, 1, 2], [1.0, 1.0, 0.25])
     assert len(metrics.read(tmp_path / "no run")["step"]) == 0
+
+
+def test_metrics_do_not_replace_the_columns_of_the_table(tmp_path: Path) -> None:
+    points = [MetricPoint(name, 4, 0.5, 7.0) for name in ("step", "rank", "time", "loss")]
+    found = metrics.read(table_of(tmp_path / "run", *points))
+    assert {name: list(found[name]) for name in found} == {
+        **{"step": [4], "rank": [0], "time": [7.0]},
+        **{"step_": [0.5], "rank_": [0.5], "time_": [0.5], "loss": [0.5]},
+    }
 
 
 def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
