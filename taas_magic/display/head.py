@@ -254,7 +254,7 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
-        """Record a failure. Store it in `first` if it is the first with a cause of its own."""
+        """Record a failure. `first` is the first failure that no other failure caused."""
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)

@@ -49,10 +49,10 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Minimum for the argument `most` of `_CountsBuffer`: number of events with loader counts.
+"""Part of `_CountsBuffer`'s argument `most` that does not depend on the number of ranks.
 
-The replay applies at least this number of first events, and of last events, of an attempt. For each
-rank, it adds 8 to this number.
+A replay applies the first `most` and the last `most` events with loader counts of an attempt.
+`most` is this constant plus 8 for each rank.
 """
 
 OutputPiece = Event | str
@@ -119,7 +119,7 @@ class Replay:
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
-        """Apply an event to the past output and to the state; displays only to the output."""
+        """Apply an event to the past output and, unless it is a display or clear, to the state."""
         self._shown.add_event(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()

@@ -240,13 +240,17 @@ _LEAST_SPAN_S = 1.0
 """Minimum seconds that a rank has spent in loops over a loader, for advice on this loader."""
 
 _BUSY = 0.7
-"""Minimum fraction of the time in which busy workers prepare batches."""
+"""Minimum fraction of time spent preparing batches for which workers count as busy.
+
+Also the minimum fraction of workers that must work in parallel. Below it, the dataset counts as
+having too few streams.
+"""
 
 _CPU_BOUND = 0.6
 """Minimum fraction of CPU time in an activity for which the CPU counts as the limit.
 
-There are two activities. Workers prepare batches; otherwise, storage counts as the limit. Ranks
-receive batches; otherwise, the network counts as the limit.
+Below this fraction, storage counts as the limit when workers prepare batches, and the network or
+the buffer counts as the limit when ranks receive batches.
 """
 
 _FULL = 0.8
@@ -308,12 +312,12 @@ class LoaderUse:
 
     @property
     def later(self) -> float:
-        """The fraction of the loop time that ranks waited for batches after the first ones."""
+        """The fraction of time that ranks waited, in their loops after the first batches."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
     def possible(self) -> float:
-        """The factor by which ranks would be faster if they never waited."""
+        """The factor by which ranks would be faster if they waited only for their first batches."""
         return 1.0 / max(1e-6, 1.0 - self.later)
 
 
@@ -434,9 +438,9 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
-    With the advised number, ranks would not wait, unless one of two limits prevents it. The limits
-    are `_MOST_TIMES` times the present number, and `load.room`. The advised number is always higher
-    than the present number.
+    The advised number is high enough that ranks would not wait, or would be `most` times as fast.
+    But it is at most `_MOST_TIMES` times the present number, and at most `load.room`. In any case,
+    it is higher than the present number.
 
     Args:
         load: The use of the loader.

@@ -511,7 +511,7 @@ LOST_WHY = "the process that owned the run is gone"
 def summary(folder: RunFolder) -> RunSummary:
     """Return the state and times of a run, usually from the journal's first and last events.
 
-    Only if no process owns the run, and the last event is not its end, search the whole journal.
+    If the last event is not the run's end, and no process owns the run, search the whole journal.
 
     Raises:
         OSError: The folder has no plan.

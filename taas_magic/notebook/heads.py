@@ -18,7 +18,7 @@ _left: dict[str, Run] = {}
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run, with a note in its status header on how to show it again.
+    """Close the view of an active run. The final status header says how to show the run again.
 
     If the header can be updated later, `update_ended_headers` updates it when the run has ended.
 

@@ -67,9 +67,9 @@ NO_LOADER_SENT = (
 )
 
 PRUNE_S = 60.0
-"""Minimum seconds since the last search for old runs before a session's cell starts a new one.
+"""Minimum seconds between the last search for old runs and a search by a session's cell.
 
-A run outside a session always starts a search.
+A run outside a session always searches for old runs to remove.
 """
 
 _pruned_at = float("-inf")

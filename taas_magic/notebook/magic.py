@@ -84,9 +84,9 @@ class TaasMagics(Magics):
     def on_cell_end(self, result: Any) -> None:
         """Print hints about a cell that has ended.
 
-        IPython calls this method for its event `post_run_cell`. One hint
-        appears after a cell that installs PyPI's package `taas`. The other hint appears after a
-        NameError, if an earlier cell assigned the name only on ranks.
+        IPython calls this method for its event `post_run_cell`. One hint appears after a cell that
+        installs PyPI's package `taas`. The other hint appears after a NameError, if an earlier cell
+        assigned the name only on ranks.
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)

@@ -609,7 +609,7 @@ class RunDriver:
         view.close()
 
     def conclude(self, namespace: dict[str, Any]) -> None:
-        """Store the results in the notebook, print notes on them, and raise the error of the run.
+        """Store the results in the notebook and print notes; then raise the run's error, if any.
 
         The results of a failed run are stored, too. For a detached run, this method does nothing.
         The raised errors are those of `Run.raise_failure`.

@@ -160,9 +160,9 @@ class Session:
     def complete(self, flags: Flags) -> Flags:
         """Add the session's flags to a cell's flags, and return the result.
 
-        The flags in `FIXED` have the values of the session's first cell. `--cpus` and `--data-pool`
-        also have these values by default. But a cell may give both flags other values, which apply
-        to the loaders that this cell sends.
+        The flags in `FIXED` always have the values of the session's first cell. `--cpus` and
+        `--data-pool` have the first cell's values by default. A cell may set other values of these
+        two flags for the loaders that the cell sends.
 
         Raises:
             UsageError: The cell gives a flag in `FIXED` another value.
