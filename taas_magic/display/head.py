@@ -176,7 +176,7 @@ class RunState:
                 if event.text.strip() or not TQDM.match(self.progress):
                     self.progress = event.text.strip()
             case Lines(rank=0):
-                # A finished bar is a whole line. The bar of a quick loop appears only like this.
+                # A finished bar is a whole line. The bar of a short loop is only sent as a line.
                 bars = (it for it in reversed(event.lines) if "%|" in it and TQDM.match(it))
                 self.progress = next(bars, self.progress)
             case Note():

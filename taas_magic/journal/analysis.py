@@ -473,8 +473,8 @@ def loader_use(flow: Flow, loader: LoaderFlow) -> LoaderUse:
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
     cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
-    # Number of workers of each fetcher. Without fetchers, the number of workers of each rank,
-    # because each fetcher would have as many.
+    # Number of workers of each fetcher. Without fetchers, the number of workers of each rank:
+    # a fetcher would have the same number.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return LoaderUse(

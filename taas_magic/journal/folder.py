@@ -521,7 +521,7 @@ def summary(folder: RunFolder) -> RunSummary:
     ended, is_active = reader.end(), True
     if ended is None and not has_live_owner(folder):
         # Another process may have written the end after the first read. Or a kernel wrote the end
-        # for a pool that hung, and the pool added events after it.
+        # for a pool that hung, and the pool added events after the end.
         ended, is_active = reader.end(whole=True), False
     started = reader.started()
     begun = made if started is None else started

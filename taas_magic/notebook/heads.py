@@ -14,7 +14,7 @@ from taas_magic.notebook import between_cells
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
-"""Active runs whose views were closed and whose status headers can still be updated, by id."""
+"""Active runs with a closed view and a status header that can still be updated, by run id."""
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:

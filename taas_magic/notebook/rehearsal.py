@@ -286,7 +286,8 @@ def _travels(found: Findings) -> str:
 def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about data: the size and speed of each registered loader.
 
-    The last row names DataLoaders that are not registered: a rehearsal cannot shorten their loops.
+    The last row names unregistered DataLoaders, if any. A rehearsal cannot limit the batches of
+    such a DataLoader.
     """
     for name, size in found.loader_bytes.items():
         flow = found.flows.get(name)

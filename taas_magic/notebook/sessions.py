@@ -538,7 +538,7 @@ def live() -> list[Session]:
 
 
 def flags_of(run: Run) -> Flags | None:
-    """Return the flags of the session whose own run is `run`; None if `run` is any other run."""
+    """Return the flags of a session from the folder of its own run; None for any other run."""
     with suppress(FileNotFoundError):
         return from_json((run.path / _FLAGS_FILE).read_bytes(), Flags)
     return None
