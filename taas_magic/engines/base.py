@@ -257,9 +257,9 @@ class HostsEngine(Engine):
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
 
-        Every starting host counts as making progress, because a stuck host is ended: by its
-        supervisor if the agent is stuck before the agent joins the pool, by the agent if the
-        forkserver is stuck.
+        Every starting host counts as making progress, because no start can hang. If the agent is
+        stuck before it joins the pool, the supervisor ends the host. If the forkserver is stuck
+        afterwards, the agent ends the host.
         """
         return any(not host.start_task.done() for host in self.hosts.values())
 

@@ -1,8 +1,9 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
-taas.toml names the class by its import path. The class starts plain Dask workers. Each worker only
-starts an agent of this package on its host (`host/vehicle.py`). This package's scheduler, which
-runs in the pool's process, replaces the scheduler that the class would start.
+taas.toml names the class by its import path. The class starts plain Dask workers, the vehicles. The
+only task of a vehicle is to start an agent of this package on its host (`host/vehicle.py`). This
+package's scheduler, which runs in the pool's process, replaces the scheduler that the class would
+start.
 
 For Slurm and PBS, the engine asks the batch system about jobs whose hosts have not joined or are
 lost. For other systems, the engine waits without knowing the state of a job.

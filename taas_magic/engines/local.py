@@ -174,7 +174,7 @@ class _LocalHost(Host):
 
 
 def _start_failure(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return text that says that a process of a starting host has ended or is stopped, else ""."""
+    """Return, in words, which process of a starting host has ended or is stopped; "" for none."""
     code = supervisor.poll()
     if code is not None:
         return f"ended (exit code {code})"
