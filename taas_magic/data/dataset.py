@@ -403,10 +403,10 @@ class BatchSource:
     def _next_of(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the stream's cursor is before the batch, read and discard the batches between them. If
-        the cursor is past the batch, use a new cursor. The new cursor begins at the latest saved
-        state before the batch; without such a state, it begins at the start of the stream. If a
-        saved state is nearer to the batch than the cursor, also use a new cursor.
+        If the stream's cursor is before the batch, read and discard the batches in between. Use a
+        new cursor if the cursor is past the batch, or if a saved state is nearer to the batch. A
+        new cursor begins at the latest saved state at or before the batch; without such a state, it
+        begins at the start of the stream.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -523,7 +523,7 @@ class Cursor:
             an int that has grown by one from the epoch's beginning to its end, and has not changed
             between the second and the third batch.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
-        hash_until: Items before this one are reported with `first_hash`.
+        hash_until: Index of an item; batches before this item are reported with `first_hash`.
     """
 
     loader: Any
@@ -721,7 +721,8 @@ class UserErrorReport:
         """Raise the exception here, with the original traceback in its message.
 
         Raises:
-            Exception: An exception of the original type, if its constructor accepts a message.
+            Exception: An exception of the original type, if this type's constructor accepts a
+                message.
             RuntimeError: Otherwise; also for an exception that would end the process (`sys.exit`)
                 or the loop (`StopIteration`).
         """

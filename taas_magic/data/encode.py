@@ -38,7 +38,7 @@ _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
 _CACHED_HEAD_BYTES = 4096
-"""Size limit of a table of contents, in bytes, for caching its checksum and its decoded form.
+"""Maximum bytes of a table of contents whose checksum and decoded form are cached.
 
 Several batches may have the same small table; a large table is rarely used twice.
 """

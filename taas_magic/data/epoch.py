@@ -340,7 +340,10 @@ class EpochIterator(Iterator[Any]):
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
 
     def _count_batch(self, step: Step) -> Any:
-        """Count a received batch and return it.
+        """Count a received batch in the loader's counts and the ledger, and return the batch.
+
+        After a large batch (`_THREAD_FROM_BYTES`), also start the thread that receives all later
+        batches.
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.

@@ -221,8 +221,8 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
         order: Hash that shows whether ranks get the same data; 0 for none (BATCH, PEEKED, VOID, and
             VALUE in reply to ORDER). For a map-style loader, this is the hash of the order that the
             worker itself computed for the epoch. For batch 0, 1, 2, 4, 8, … of a stream, this is
-            the hash of the batch. For another batch of a stream, this is 0. If the worker has just
-            skipped batches of the stream, this is the hash of batch 0 instead.
+            the hash of the batch. For other batches of a stream, this is 0, except shortly after
+            the worker has skipped batches of the stream: then this is the hash of batch 0.
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.

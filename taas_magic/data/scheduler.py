@@ -447,7 +447,7 @@ class PrefetchBuffer:
         return None
 
     def put(self, request: LoaderRequest, prepared: PreparedResponse) -> KeysView[Hashable]:
-        """Store a prepared response; return the connections that wait for it."""
+        """Store a prepared response and its units; return the connections that wait for it."""
         entry = self._entries[request]
         self._doing -= 1
         if request.kind is RequestKind.GET:
@@ -537,9 +537,10 @@ class PrefetchBuffer:
     def _due_request(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return a queued request of this worker whose response a connection must send next.
+        """Return a queued request for `worker` if a connection must send the response next.
 
         For streams, prefer the earliest request for which the worker need not restart the stream.
+        Return None if there is no such request.
         """
         due = []
         for request in self._due.values():
@@ -801,7 +802,7 @@ class Scheduler:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._receive_replies(one))
 
     def _on_worker_ended(self) -> None:
-        """Handle the parent process's message that a worker has ended.
+        """Replace the worker that has ended, as the parent process's message says.
 
         Raises:
             RuntimeError: The parent process itself has ended.
@@ -814,7 +815,7 @@ class Scheduler:
         self._replace_worker(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
 
     def _receive_replies(self, one: WorkerHandle) -> None:
-        """Handle the replies that a worker has sent."""
+        """Store the replies that a worker has sent; close its socket if the worker has ended."""
         if one.is_gone:
             return  # the worker's parent has reported the end in the same step
         try:
@@ -825,7 +826,11 @@ class Scheduler:
             self._close_socket(one)
 
     def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
-        """Store a worker's reply in the buffer as the response to `request`."""
+        """Store a worker's reply in the buffer as the response to `request`, and count it.
+
+        A reply to OPEN also tells the loader's kind and the epoch's length, which this method
+        records.
+        """
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self.counts.fetch_cpu_s += reply.cpu_s

@@ -411,10 +411,13 @@ class Server:
         return notes
 
     def step(self, timeout_s: float) -> None:
-        """Handle all events; wait at most `timeout_s` for the first one.
+        """Handle all waiting input, give commands to workers, and send the ready responses.
+
+        If there is no input, wait for input first, but at most `timeout_s` seconds (and at most
+        `ALIVE_S`). Also run the periodic checks, if they are due.
 
         Raises:
-            RuntimeError: Workers ended too many times.
+            RuntimeError: Workers ended too many times, or the parent process of workers ended.
         """
         for key, mask in self._selector.select(min(timeout_s, ALIVE_S)):
             if isinstance(key.data, RankConnection):
@@ -578,6 +581,9 @@ class Server:
     ) -> None:
         """Handle one message of a peer.
 
+        `Proof`: accept or reject the peer. `Free`: release spans of shared memory. `Cancel`: drop
+        the pending requests. `Requests`: queue the requests for the workers.
+
         Args:
             connection: The connection to the peer.
             message: The message.
@@ -716,9 +722,12 @@ class Server:
     def _run_periodic_checks(self, now: float) -> None:
         """Kill stopped parents of workers, close peers without proof, and send heartbeats.
 
-        A parent process of workers is killed if it is stopped (SIGSTOP). A peer's connection is
-        closed if the peer has not authenticated within `PROOF_S` seconds. A rank that waits for a
-        response gets an `Alive` message every `ALIVE_S` seconds.
+        Kill a parent process of workers if it has been stopped (SIGSTOP) for `STOPPED_S` seconds.
+        Close a peer's connection if the peer has not authenticated within `PROOF_S` seconds. Send
+        an `Alive` message every `ALIVE_S` seconds to each rank that waits for a response.
+
+        Args:
+            now: Current monotonic time.
         """
         for loader in self._loaders.values():
             loader.check_parent()
@@ -878,7 +887,7 @@ class RankServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
-        If the rank ends, the kernel closes both sockets.
+        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too.
 
         Args:
             served: The settings for the loader.

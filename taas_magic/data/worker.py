@@ -47,7 +47,7 @@ by each worker.
 """
 
 _HOLD_BACK_S = 0.0005
-"""Seconds after a worker's message during which its next replies wait to be sent together.
+"""Seconds after sending a message during which a worker collects further replies for one message.
 
 For small batches, sending a message costs more time than preparing the batch. A waiting reply is
 sent together with a later reply, even if the later batch takes long. When the worker has executed
@@ -178,9 +178,10 @@ class WorkerHandle:
         self._commands.append(Command(number, request, has_file))
 
     def send(self, oldest_epoch: int) -> None:
-        """Send the queued commands, with the freed offsets.
+        """Send the queued commands, with up to `_MOST_FREES` freed offsets.
 
-        If the worker has ended, nothing is sent, and `receive_replies` raises `EOFError`.
+        If no command is queued, this method sends nothing. If the worker has ended, the commands
+        are lost, and `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -275,7 +276,7 @@ class Worker:
             self._send_replies()
 
     def _execute(self, message: protocol.CommandBatch, files: list[int]) -> None:
-        """Execute one message of the server.
+        """Free the batches that `message` lists, then answer the requests in its commands.
 
         Args:
             message: The message.
@@ -512,7 +513,9 @@ def _worker_main(
     loader: Any,
     inherited: socket.socket | None,
 ) -> None:
-    """Run a worker process.
+    """Receive the arena from the server, and run the worker's command loop in this new process.
+
+    The loop ends when the server ends or closes its end of `sock`.
 
     Args:
         served: The fetcher's settings for the loader.
