@@ -237,7 +237,7 @@ TOLERABLE = 0.1
 """Largest fraction of loop time that ranks may wait for batches before the user gets advice."""
 
 _LEAST_SPAN_S = 1.0
-"""Minimum seconds that a rank has spent in loops over a loader, for advice on this loader."""
+"""Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
 _BUSY = 0.7
 """Minimum fraction of time spent preparing batches for which workers count as busy.

@@ -286,8 +286,8 @@ def _travels(found: Findings) -> str:
 def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about data: the size and speed of each registered loader.
 
-    The last row names unregistered DataLoaders, if any. A rehearsal cannot limit the batches of
-    such a DataLoader.
+    The last row names the loops that a rehearsal cannot end early: loops over unregistered
+    DataLoaders, or all loops of a cell without registered loaders.
     """
     for name, size in found.loader_bytes.items():
         flow = found.flows.get(name)
