@@ -180,8 +180,8 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, with up to `_MOST_FREES` freed offsets.
 
-        If no command is queued, this method sends nothing. If the worker has ended, the commands
-        are lost, and `receive_replies` raises `EOFError`.
+        If no command is queued, this method sends nothing. If the worker has ended, the commands do
+        not arrive, and `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
