@@ -144,9 +144,10 @@ class _LocalHost(Host):
             await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> None:
-        """Close the supervisor's standard input, so that the supervisor ends the whole host; wait.
+        """Close the supervisor's standard input, and wait until the supervisor has ended the host.
 
-        If the supervisor has not ended after `HOST_END_S` seconds, kill the supervisor.
+        If the supervisor has not ended after `HOST_END_S` seconds, kill the supervisor. Linux then
+        also kills the agent (`die_with_parent`).
         """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()
