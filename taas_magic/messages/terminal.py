@@ -25,7 +25,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 _COLOURS_END = ("\x1b[0m", "\x1b[m")
 
-_COLOURED = frozenset({"Lines.lines", "Failure.tail", "JobUpdate.lines"})
+_COLOURED = frozenset({"Lines.lines", "Failure.tail"})
 """Fields in which each string is one line of a program's output and keeps its colours."""
 
 _BLOCKS = frozenset(
