@@ -21,7 +21,7 @@ from taas_magic.capture.culprit import is_shard, refusal
 from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
-from taas_magic.data.sharding import UNEVEN, Uneven
+from taas_magic.data.sharding import UNEVEN, Uneven, first_slots_to_keep
 from taas_magic.errors import CaptureError, RegistrationError, UsageError
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.plan import Plan
@@ -261,7 +261,11 @@ def serve(
     seed = torch.initial_seed() & (1 << 63) - 1
     served = tuple(
         service.LoaderSettings(
-            shape.name, shape.num_workers, shape.context, seed if shape.seed is None else shape.seed
+            shape.name,
+            shape.num_workers,
+            shape.context,
+            seed if shape.seed is None else shape.seed,
+            first_slots_to_keep(plan.world_size, shape.uneven),
         )
         for shape, _ in loaders.values()
     )

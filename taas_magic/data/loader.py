@@ -26,7 +26,7 @@ from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import load_with_dataset
 from taas_magic.data.server import RankServers
 from taas_magic.data.service import BatchLedger, Directory, machine
-from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven
+from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven, first_slots_to_keep
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import ServedLoader
 from taas_magic.leases import FetchLease
@@ -477,7 +477,13 @@ class RemoteLoader(DataLoader[Any]):
             name,
             self._seed,
             f"the fetcher of rank {feed.rank} on host {socket.gethostname()}",
-            FetcherPart(0, 1, count, feed.world_size, feed.rank, feed.units),
+            FetcherPart(
+                workers=count,
+                stride=feed.world_size,
+                first=feed.rank,
+                units=feed.units,
+                keep_first=first_slots_to_keep(feed.world_size, self.shape.uneven),
+            ),
             count * _OWN_BUFFER_BYTES,
             self.shape.context or "fork",
             folder=feed.folder,

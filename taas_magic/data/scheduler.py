@@ -277,6 +277,8 @@ class PrefetchBuffer:
         ahead: Order of the batches to prepare when no connection waits.
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
+        keep_first: See `sharding.FetcherPart`.
+        has_one_rank: Whether only one of several ranks requests batches.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -288,8 +290,11 @@ class PrefetchBuffer:
         budget_bytes: int,
         ahead: PrefetchOrder,
         worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
+        keep_first: int = 0,
+        has_one_rank: bool = False,
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
+        self._keep_first, self._has_one_rank = keep_first, has_one_rank
         self._worker_for = worker_for
         self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unasked: dict[LoaderRequest, None] = {}
@@ -374,7 +379,7 @@ class PrefetchBuffer:
         prepared = entry.prepared
         prepared.add_holder()
         self._remove_waiter(who, request)
-        if not entry.waiting:
+        if not entry.waiting and not self._is_kept(request, prepared):
             self._remove(request)
         return prepared
 
@@ -419,10 +424,8 @@ class PrefetchBuffer:
         if not self._queues:
             return None
         if self.is_full:
-            due_epoch = min((due.epoch for due in self._due.values()), default=0)
-            # To prepare a dropped batch of a stream again, a worker would restart the stream. So
-            # drop only batches of epochs before the oldest one that a connection waits for.
-            self.make_room(before_epoch=None if follows is None else due_epoch)
+            # To prepare a dropped batch of a stream again, a worker would restart the stream.
+            self.make_room(before=None if follows is None else self._first_needed())
         if self.is_full:
             request = self._due_request(worker, follows)
         else:
@@ -474,23 +477,51 @@ class PrefetchBuffer:
             del self._entries[request]
             self.ahead.restart()
 
-    def make_room(self, before_epoch: int | None = None) -> None:
+    def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
         The responses for the last slots are dropped first. Workers can prepare them again.
 
         Args:
-            before_epoch: Drop only responses of epochs before this one; None for all epochs.
+            before: Drop only responses before this epoch and slot; None to drop any.
         """
         for request in sorted(self._unasked, reverse=True):
             if not self.is_full:
                 return
-            if before_epoch is not None and request.epoch >= before_epoch:
+            if before is not None and (request.epoch, request.slot) >= before:
                 continue
             prepared = self._entries[request].prepared
-            if prepared is not None and prepared.reply.body_bytes:
+            if prepared is None or self._is_kept(request, prepared):
+                continue
+            if prepared.reply.body_bytes:
                 self._counts.pop(request, None)
                 self._remove(request)
+
+    def _first_needed(self) -> tuple[int, int]:
+        """Return the epoch and slot of a stream before which no rank needs a batch any more.
+
+        A rank that only needs the units of other ranks' batches may be far ahead of those ranks. So
+        the slot is 0, unless all batches are for one rank. Then only batches remain of which the
+        rank needed the units.
+        """
+        due = min(
+            ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
+            default=(0, 0),
+        )
+        return due if self._has_one_rank else (due[0], 0)
+
+    def _is_kept(self, request: LoaderRequest, prepared: PreparedResponse) -> bool:
+        """Return whether a batch stays in the buffer until its epoch is over (`keep_first`).
+
+        Large batches do not stay: together they would need over a quarter of the memory.
+        """
+        return (
+            self._has_streams
+            and request.kind is RequestKind.GET
+            and request.slot < self._keep_first
+            and request.epoch >= self.oldest_epoch
+            and self._keep_first * prepared.reply.body_bytes <= self._budget_bytes // 4
+        )
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
         """Store the units of a batch, or the fact that its slot has no batch (VOID).
@@ -660,7 +691,11 @@ class Scheduler:
         fits_bytes = served.share.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = PrefetchBuffer(
-            budget_bytes, PrefetchOrder(served.share, self._is_filled), self._worker_for
+            budget_bytes,
+            PrefetchOrder(served.share, self._is_filled),
+            self._worker_for,
+            served.share.keep_first,
+            served.share.has_one_rank,
         )
         self._streams: int | None = None
         self._knows_kind = False

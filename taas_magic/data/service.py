@@ -79,12 +79,14 @@ class LoaderSettings(Struct, frozen=True):
     Attributes:
         num_workers: Workers of each fetcher; 0 for one worker for each core.
         context: multiprocessing's start method of the workers; "" for the default.
+        keep_first: See `sharding.FetcherPart`.
     """
 
     name: str
     num_workers: int
     context: str
     seed: int
+    keep_first: int = 0
 
 
 class Service(Struct, frozen=True):

@@ -99,6 +99,9 @@ class FetcherPart:
         stride: Distance between consecutive slots that the fetchers prepare; 1 for all slots.
         first: First slot that the fetchers prepare.
         units: Value of `--units`; None for no limit.
+        keep_first: Number of first slots of each epoch whose batches the fetcher keeps until the
+            epoch is over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in
+            which a worker cannot go back.
     """
 
     index: int = 0
@@ -107,6 +110,12 @@ class FetcherPart:
     stride: int = 1
     first: int = 0
     units: int | None = None
+    keep_first: int = 0
+
+    @property
+    def has_one_rank(self) -> bool:
+        """Whether this is the fetcher of one rank, in a run with several ranks."""
+        return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
         """Return the index of the fetcher, and the number of its worker, that prepare a batch."""
@@ -132,6 +141,11 @@ class FetcherPart:
         items = itertools.count(first_slot // streams) if mine else ()
         slots = (item * streams + stream for item in items for stream in mine)
         return (slot for slot in slots if slot >= first_slot)
+
+
+def first_slots_to_keep(world_size: int, uneven: Uneven) -> int:
+    """Return the value of `FetcherPart.keep_first`; see `RankPart` for the arguments."""
+    return world_size if uneven == "pad" and world_size > 1 else 0
 
 
 def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:

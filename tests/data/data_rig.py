@@ -48,6 +48,9 @@ from taas_magic.registry import RegisteredLoader
 from tests.data.ledger import Handed, read_ledgers
 from tests.rig.main_module import CONTEXT, plain_main
 
+MOST_RANKS = 4
+"""Maximum world size for which fetchers keep the batches that padding repeats."""
+
 SEED = 7
 WAIT_S = 100.0
 """Seconds to wait for operations that take no time on an idle machine."""
@@ -177,7 +180,7 @@ class Service:
             self.fetchers,
             units=self.changes.get("units"),
             loaders=tuple(
-                about.LoaderSettings(name, loader.num_workers or self.workers, "", SEED)
+                about.LoaderSettings(name, loader.num_workers or self.workers, "", SEED, MOST_RANKS)
                 for name, loader in self.loaders.items()
             ),
             settings=DataConfig(buffer_bytes=self.changes.get("buffer_bytes", 1 << 30)),

@@ -52,12 +52,14 @@ def buffer_of(
     workers: int = 1,
     worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
     has_streams: bool = False,
+    keep_first: int = 0,
+    has_one_rank: bool = False,
 ) -> PrefetchBuffer:
     """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, None, 0))
-    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for)
+    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, keep_first, has_one_rank)
     buffer.record_kind(has_streams)
     return buffer
 
@@ -167,6 +169,42 @@ def test_batches_of_a_stream_are_prepared_in_order_whoever_requested_them() -> N
     buffer.requeue(key(2))
     buffer.cancel_requests("slow")
     assert chosen(buffer) == [1, 2, 3, 4, 5]
+
+
+def test_the_only_rank_of_a_stream_needs_no_batches_before_the_next_one() -> None:
+    """The rank has requested only the units of every second batch, which fill the buffer."""
+    budget_bytes = 3 * (BATCH_BYTES + 1280)
+    for has_one_rank in (False, True):
+        buffer = buffer_of(budget_bytes, has_streams=True, has_one_rank=has_one_rank)
+        for slot in range(8):
+            buffer.add_request("rank", key(slot), only_count=bool(slot % 2))
+        for slot in range(6):
+            assert buffer.choose(0, lambda key: True) == key(slot), slot
+            buffer.put(key(slot), answer(slot))
+            if slot % 2:
+                assert buffer.count("rank", key(slot)) == 1
+            else:
+                taken(buffer, "rank", key(slot)).release()
+        assert buffer.is_full
+        assert buffer.pop_ready("rank", key(6)) is None
+        assert buffer.choose(0, lambda key: True) == key(6)
+        assert buffer.is_full is not has_one_rank
+        assert (buffer.choose(0, lambda key: True) == key(7)) is has_one_rank
+
+
+def test_the_first_batches_of_a_stream_stay_for_padding() -> None:
+    buffer = buffer_of(10 * (BATCH_BYTES + 1280), has_streams=True, keep_first=2)
+    for slot in range(3):
+        buffer.add_request("rank", key(slot))
+        assert buffer.choose(0, lambda key: True) == key(slot)
+        buffer.put(key(slot), answer(slot))
+        taken(buffer, "rank", key(slot)).release()
+    assert ready(buffer) == [key(0), key(1)]
+    buffer.add_request("rank", key(0))
+    taken(buffer, "rank", key(0)).release()
+    assert ready(buffer) == [key(0), key(1)]
+    buffer.add_request("rank", key(0, epoch=2))
+    assert ready(buffer) == []
 
 
 def test_requests_wait_until_the_loaders_kind_is_known() -> None:

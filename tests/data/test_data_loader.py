@@ -505,3 +505,29 @@ def test_a_stream_that_gives_other_data_after_a_restart_is_reported(
             workers_of(running)[0].kill()
         with pytest.warns(UserWarning, match="read the dataset again and got other data"):
             list(batches)
+
+
+class Counted(IterableDataset[torch.Tensor]):
+    """Yields 0 to `size` - 1, and writes a line to a file each time that it is read."""
+
+    def __init__(self, size: int, log: Path) -> None:
+        self.size, self.log = size, log
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        with self.log.open("a") as log:
+            log.write("read\n")
+        yield from (torch.tensor([number]) for number in range(self.size))
+
+
+@pytest.mark.parametrize("fetchers", [0, 1])
+def test_padding_does_not_read_a_stream_again(tmp_path: Path, fetchers: int) -> None:
+    log = tmp_path / "log"
+    with service(tmp_path, DataLoader(Counted(5, log), 1), fetchers=fetchers) as running:
+        loaders = [running.loader(rank=rank, world_size=3, local=not fetchers) for rank in range(3)]
+        with ThreadPoolExecutor(3) as ranks:
+            found = list(
+                ranks.map(lambda loader: torch.cat(list(loader)).flatten().tolist(), loaders)
+            )
+    assert found == [[0, 3], [1, 4], [2, 0]]
+    # The batches of the next epoch are prepared early.
+    assert log.read_text().count("read") <= (2 if fetchers else 6)
