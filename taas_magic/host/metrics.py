@@ -53,7 +53,7 @@ class MetricBuffer:
         if (self._rank and not all_ranks) or os.getpid() != self._pid:
             return
         now, number = time.time(), None if step is None else _checked_step(step)
-        self._waiting += [(now, number, _checked(it), _kept(it, values[it])) for it in values]
+        self._waiting.extend([(now, number, _checked(it), _kept(it, values[it])) for it in values])
 
     def pop_scalars(self) -> list[MetricPoint]:
         """Return the scalars logged since the last call, as numbers. Clears the buffer.
@@ -62,7 +62,9 @@ class MetricBuffer:
         a thread must wait for the GPU. At the end of the cell, the main thread calls this, too.
         If the GPU has failed, the value of the tensor is lost. The program gets the GPU's error.
         """
-        waiting, self._waiting = self._waiting, []
+        # Other threads may extend the list meanwhile, so it must stay the same list.
+        waiting = self._waiting[:]
+        del self._waiting[: len(waiting)]
         points = []
         for seen_at, step, name, value in waiting:
             number = self._counts[name] if step is None else step
