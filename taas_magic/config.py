@@ -250,6 +250,21 @@ _SIZE_FACTORS = {
 }
 
 
+def working_folder() -> Path:
+    """Return the working folder of this process, which is the notebook's folder in a kernel.
+
+    Raises:
+        UsageError: The folder has been removed.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the notebook's folder has been removed or replaced: change to another folder with "
+            "`%cd FOLDER`, or create the folder again and restart the kernel"
+        ) from None
+
+
 def find_config(folder: Path) -> Path | None:
     """Return the path of the taas.toml for a notebook in `folder`, or None if there is none."""
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()

@@ -236,8 +236,27 @@ def patches(
 
 def is_shipped(name: str) -> bool:
     """Return whether this process (a rank) imported a module from the source that was sent."""
+    return _shipped_loader(name) is not None
+
+
+def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
+    """Return which of these modules this process (a rank) has imported from an older source.
+
+    Args:
+        modules: The sources that the notebook sent last, by name.
+    """
+    loaders = {name: _shipped_loader(name) for name in modules}
+    return [
+        name
+        for name, loader in loaders.items()
+        if loader is not None and loader.get_source(name) != modules[name].source
+    ]
+
+
+def _shipped_loader(name: str) -> "_Loader | None":
+    """Return the loader of an imported module; None unless the module's source was sent."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and isinstance(spec.loader, _Loader)
+    return spec.loader if spec is not None and isinstance(spec.loader, _Loader) else None
 
 
 def claim_taas() -> bool:

@@ -195,8 +195,8 @@ class CellAttempt(Attempt):
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
         text = (
-            f"rank {ranks} on host {self._host_address.host} did not end its cell within "
-            f"{limit_s:.0f} s of the interrupt and was killed: the session ends"
+            f"killed on host {self._host_address.host}, because the cell did not end within "
+            f"{limit_s:.0f} s of the interrupt: rank {ranks}. The session ends"
         )
         self._emit(Note(text=text))
 

@@ -45,7 +45,7 @@ from taas_magic.capture import payload
 from taas_magic.capture.changes import ChangeDetector
 from taas_magic.capture.digest import plain_digest
 from taas_magic.capture.home import RankNamespace
-from taas_magic.capture.modules import ModuleSource, claim_taas, install
+from taas_magic.capture.modules import ModuleSource, claim_taas, install, outdated
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.work import CellWork, FunctionWork, Work
@@ -136,6 +136,7 @@ def prepare() -> None:
     shell = RankShell.instance(config=config)
     shell.autoawait = True
     shell.run_cell("raise ValueError", store_history=False)
+    _forget_last_exception()  # otherwise, `%debug` opens at this ValueError
 
 
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
@@ -628,6 +629,8 @@ class _SessionCells:
         try:
             loaded = payload.read(folder.payload)
             settings = loaded.load_settings()
+            if order.takes_part and (names := outdated(loaded.modules)):
+                link.send(Note(text=_outdated_note(names)))
             self._modules |= loaded.modules
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
@@ -689,6 +692,15 @@ class _SessionCells:
         )
 
 
+def _outdated_note(names: Sequence[str]) -> str:
+    """Return a note that the files of modules have changed since the session imported them."""
+    modules = ", ".join(f"`{name}`" for name in names)
+    return (
+        f"the ranks use the old code of {modules}, edited since the session imported it: call "
+        f"importlib.reload({names[0]}) in a cell of the session, or `%taas restart`"
+    )
+
+
 def _prompt(
     spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str], feeds: SessionFeeds
 ) -> Prompt:
@@ -721,8 +733,7 @@ def _end_program() -> None:
     _keep_groups()
     shell = RankShell.instance()
     shell.last_value = None
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        sys.__dict__.pop(name, None)
+    _forget_last_exception()
     # Modules, functions and classes go last, because a __del__ of the other objects may use them.
     used = types.ModuleType | types.FunctionType | type
     for last in (False, True):
@@ -731,6 +742,12 @@ def _end_program() -> None:
         gc.collect()
     flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT silently ends the wait for other ranks
+
+
+def _forget_last_exception() -> None:
+    """Remove the exception that the shell keeps for debuggers."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
 
 
 def _keep_groups() -> None:

@@ -4,11 +4,13 @@ The view shows all earlier output, then new output, until the run ends or the us
 The view reads only the run's folder, and needs no connection to the pool.
 """
 
+import sys
 import time
 from contextlib import suppress
 
 from msgspec import DecodeError
 
+from taas_magic.display.failure import details, with_labels
 from taas_magic.display.head import RunState
 from taas_magic.display.replay import Replay
 from taas_magic.display.view import View
@@ -36,6 +38,8 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended.
 
+    If the run has failed, print the details of the first failure, such as the traceback.
+
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues.
     """
@@ -44,6 +48,9 @@ def attach(run: Run) -> None:
     if not state.has_ended:
         raise interrupted(still_active_message(run.run_id))
     heads.forget(run)
+    first = with_labels(state.first, run.context.labels)
+    if first is not None and first.how != "timeout":
+        sys.stdout.write("\n".join(details(first)) + "\n")
 
 
 def _show(run: Run, interrupts: Interrupts) -> RunState:

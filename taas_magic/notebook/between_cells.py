@@ -9,8 +9,9 @@ from collections.abc import Callable
 before_cell: list[Callable[[], None]] = []
 """Functions to call before each cell, in the thread that runs the cell."""
 
-set_in_ranks: set[str] = set()
+set_in_ranks: dict[str, str] = {}
 """Names that earlier `%%taas` cells without a session assigned on their ranks.
 
-If a later cell of the notebook uses such a name, the user gets a hint to return it by `--out`.
+The value of a name is the id of the detached run that returns the name by `--out`; "" for any other
+run. If a later cell of the notebook uses such a name, the user gets a hint how to get its value.
 """

@@ -17,7 +17,7 @@ from msgspec import structs
 from traitlets.config import Config as ShellConfig
 
 from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work, function_name
-from taas_magic.config import Config, load_config
+from taas_magic.config import Config, load_config, working_folder
 from taas_magic.errors import RunError, UsageError
 from taas_magic.notebook import flags, launch, rehearsal
 from taas_magic.notebook.options import refuse_shared_names
@@ -105,7 +105,7 @@ def run(
     }
     given = {option: value for option, value in options.items() if value is not None}
     refuse_shared_names("taas.run", function, given.keys())
-    shell, settings = _shell(), load_config(Path.cwd())
+    shell, settings = _shell(), load_config(working_folder())
     asked = _flags(given, settings)
     work = FunctionWork(function, args, kwargs, f"taas.run({function_name(function)}, ...)")
     return _execute(asked, work, shell, settings)
@@ -151,7 +151,7 @@ def run_script(words: Sequence[str]) -> None:
     if at is None or not Path(words[at]).is_file():
         what = "the script is missing" if at is None else f"there is no file {words[at]}"
         raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
-    shell, settings = _shell(), load_config(Path.cwd())
+    shell, settings = _shell(), load_config(working_folder())
     asked = flags.parse(shlex.join(words[:at]), settings)
     text = f"%run {shlex.join(words[at:])}"
     cell = CellWork(text, shell.transform_cell(text), f"<{text}>", title=text)

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -21,7 +20,7 @@ from taas_magic.capture.names import unknown_result
 from taas_magic.capture.payload import CellSource, Payload
 from taas_magic.capture.session_variables import RankVariables
 from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
-from taas_magic.config import Config, size_text
+from taas_magic.config import Config, size_text, working_folder
 from taas_magic.data import service
 from taas_magic.display.head import RunState
 from taas_magic.display.view import NoView, View
@@ -129,7 +128,10 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
         if session is not None:
             session.names.record_returned(driver.run.out)
         else:
-            between_cells.set_in_ranks.update(captured.stores)
+            returned = {name_of(name) for name in plan.out} if flags.detach else ()
+            between_cells.set_in_ranks.update(
+                {name: plan.run_id if name in returned else "" for name in captured.stores}
+            )
     return driver.run
 
 
@@ -218,7 +220,7 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
     """Return the content of the file `run.json`, except for the labels of the cells."""
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
-        project=str(Path.cwd()),
+        project=str(working_folder()),
         pool_folder=str(pool.folder.path),
         data_folder=str(data_pool.folder.path) if data_pool else "",
         notify=config.runs.notify or "",
@@ -504,7 +506,7 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
     """
     settings = config.store
     rule = store.choose(
-        os.getcwd(),
+        str(working_folder()),
         flags.store or settings.path or "",
         flags.store_writes,
         flags.shared_writes,
@@ -604,7 +606,7 @@ def out_problem(
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
     """Return the keyword arguments of `capture` for a notebook's cell or job."""
     return {
-        "project": Path.cwd(),
+        "project": working_folder(),
         "limit_bytes": config.capture.limit_bytes,
         "source_of": lambda filename: _source_of(shell, filename),
     }

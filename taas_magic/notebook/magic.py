@@ -28,7 +28,7 @@ from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import LOCAL, Config, closest, load_config, size_text
+from taas_magic.config import LOCAL, Config, closest, load_config, size_text, working_folder
 from taas_magic.display.head import columns, duration
 from taas_magic.errors import PoolError, UsageError, interrupted
 from taas_magic.journal import folder as journal
@@ -91,7 +91,13 @@ class TaasMagics(Magics):
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)
         name = _missing_name(result.error_in_exec)
-        if name in between_cells.set_in_ranks:
+        run_id = between_cells.set_in_ranks.get(name or "")
+        if run_id:
+            _print_line(
+                f"`{name}` comes from a detached run, which sets no variables of the notebook. "
+                f'Run `%taas attach {run_id}`, then `import taas; taas.last_run.out["{name}"]`'
+            )
+        elif run_id is not None:
             _print_line(
                 f"`{name}` was set in an earlier %%taas cell, but is not in the notebook: "
                 f"run that cell again with --out {name}"
@@ -424,7 +430,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
             raise UsageError(f"session {name} is in this kernel. Use it: %%taas --session {name}")
     run = sessions.running(name) if name is not None else None
     try:
-        run = run or runs.to_attach(name, Path.cwd(), sessions.is_hidden_from_attach)
+        run = run or runs.to_attach(name, working_folder(), sessions.is_hidden_from_attach)
     except UsageError:
         if name is not None and (ended := sessions.ended_text(name)):
             raise UsageError(ended) from None
@@ -650,7 +656,8 @@ def _restart(words: Sequence[str], settings: Config) -> str:
     name = _optional_word("restart", words) or sessions.named(None).name
     session = launch.restart(name, _shell(), settings)
     assert session.plan is not None
-    return f"Session {name} has {session.plan.world_size} new ranks, without variables."
+    count = session.plan.world_size
+    return f"Session {name} has {count} new rank{'s' if count > 1 else ''}, without variables."
 
 
 def _shell() -> "InteractiveShell":

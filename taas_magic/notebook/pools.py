@@ -1,6 +1,5 @@
 """Find, open, list, check and end the pools that this kernel uses."""
 
-import os
 import sys
 import tempfile
 import threading
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from taas_magic.config import Config, PoolConfig, size_text
+from taas_magic.config import Config, PoolConfig, size_text, working_folder
 from taas_magic.display.head import as_html, columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
@@ -62,7 +61,7 @@ def named(name: str, config: Config) -> Pool:
             if known is not None:  # the old pool ends when no kernel uses it
                 known.retire()
                 _retired[:] = [one for one in (*_retired, known) if not one.is_unused()]
-            known = _pools[settings.name] = Pool(settings, Path.cwd())
+            known = _pools[settings.name] = Pool(settings, working_folder())
         return known
 
 
@@ -247,7 +246,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     from taas_magic.setup.install import packages_needed
 
     asked, packages = [config.pool(name) for name in names or config.pools], packages_needed()
-    store = config.store.path or os.getcwd()
+    store = config.store.path or str(working_folder())
     try:  # the file has a random name; a host that sees it shares the store
         mark = tempfile.NamedTemporaryFile(prefix=".taas-", dir=store)  # noqa: SIM115
     except OSError as error:

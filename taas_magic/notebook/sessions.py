@@ -18,7 +18,7 @@ from msgspec import structs
 
 from taas_magic.capture.payload import Payload
 from taas_magic.capture.session_variables import RankVariables, VariablesToSend
-from taas_magic.config import closest
+from taas_magic.config import closest, working_folder
 from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.spec import Origin, RunSpec
@@ -494,7 +494,7 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
         return known
     if not flags.gpus:
         raise UsageError(_no_session_message(flags.session, known))
-    if detached_session(flags.session, Path.cwd()) is not None:
+    if detached_session(flags.session, working_folder()) is not None:
         raise UsageError(
             f'a detached session "{flags.session}" of this notebook\'s folder is running: `%taas '
             f"attach {flags.session}` takes it over, `%taas end {flags.session}` ends it"

@@ -123,6 +123,12 @@ def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
         )
     request = frontend.send("print(nowhere)")
     assert frontend.finish(request)["status"] == "error" and not frontend.text(request)
+    frontend.run("%%taas --gpus 1 --out later --detach\nlater = 1")
+    request = frontend.send("print(later)")
+    assert frontend.finish(request)["status"] == "error"
+    assert "`later` comes from a detached run" in frontend.text(request)
+    frontend.run(re.findall(r"`(%taas attach [\w-]+)`", frontend.text(request))[0])
+    frontend.run("import taas; assert taas.last_run.out['later'] == 1")
 
 
 SLOTS = """

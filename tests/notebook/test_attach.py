@@ -102,6 +102,17 @@ def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
     frontend.run("import taas; assert taas.last_run.out == {'total': 42} and total == 42")
 
 
+def test_a_removed_notebook_folder_is_reported_in_one_line(tmp_path: Path) -> None:
+    with kernel(tmp_path / "removed", TAAS_WARM="0") as frontend:
+        (tmp_path / "removed").rmdir()
+        for cell in ("%%taas --gpus 1\n1", "%taas attach", "import taas; taas.run(print, gpus=1)"):
+            reply = frontend.fail(cell)
+            assert reply["ename"] == "UsageError", reply
+            assert "the notebook's folder has been removed" in reply["evalue"]
+        frontend.run(f"%cd {tmp_path}")
+        frontend.run("%%taas --gpus 1\n1")
+
+
 def _all_of(descriptor: int) -> bytes:
     found = b""
     while True:
@@ -165,7 +176,7 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_mistakes(frontend:
     frontend.run(
         "import taas; assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'"
     )
-    assert "no regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
+    assert "is not a valid regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
     command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1 and done.stderr.startswith('UsageError: No run "nothing"')

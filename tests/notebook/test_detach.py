@@ -14,6 +14,7 @@ from taas_magic.notebook.runs import Run
 from tests.eventually import eventually
 from tests.frontend import WAIT_S, Frontend, kernel
 from tests.notebook.test_attach import WAITS, beside, head
+from tests.notebook.test_kernel_life import ANSI
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -76,6 +77,14 @@ def test_a_detached_run_goes_on_when_its_kernel_is_killed(
         # the pool ends, because it has no kernel left
         folder = Path(run.context.pool_folder)
         eventually(lambda: not (folder / "pool.json").exists())
+
+
+def test_attach_shows_the_traceback_of_a_detached_run(frontend: Frontend) -> None:
+    frontend.run("%%taas --gpus 2 --name fails --detach\nnumber = 1\nnumber / 0")
+    request = frontend.run("%taas attach fails")
+    assert head(frontend, request).startswith("FAILED fails")
+    shown = ANSI.sub("", frontend.text(request))
+    assert "----> 3 number / 0" in shown and "full log: " in shown
 
 
 def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(

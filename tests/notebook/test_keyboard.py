@@ -277,6 +277,9 @@ kept = step(rank + 2)
     assert frontend.finish(request)["status"] == "ok", plain(frontend, request)
     text = frontend.text(request)
     assert "31" in text and "100" in text
+    request = frontend.run("%taas debug --rank 0")  # rank 0 has raised nothing
+    assert "No traceback has been produced, nothing to debug" in frontend.text(request)
+    assert "ValueError" not in frontend.text(request)
     # Quitting or interrupting at a breakpoint ends the cell, but not the session.
     request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
     answer(frontend, request, "q")

@@ -120,6 +120,20 @@ def test_whose_value_a_name_has(session: Frontend) -> None:
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
 
+def test_an_edited_module_is_announced_until_the_ranks_reload_it(session: Frontend) -> None:
+    session.run("%%writefile edited_helpers.py\ndef answer(): return 1")
+    session.run("import edited_helpers")
+    use = "%%taas --session exp\nprint(edited_helpers.answer())"
+    assert printed(session, use) == ["1"]
+    session.run("%%writefile edited_helpers.py\ndef answer(): return 2  # edited")
+    request = session.run(use)
+    assert "1" in session.text(request)
+    assert "the ranks use the old code of `edited_helpers`" in notes(session, request)
+    session.run("%%taas --session exp\nimport importlib\nimportlib.reload(edited_helpers)")
+    request = session.run(use)
+    assert "2" in session.text(request) and "old code" not in notes(session, request)
+
+
 def test_values_that_share_something_are_sent_together(session: Frontend) -> None:
     session.run("import torch\nw = torch.zeros(2)\nhalf = w[:1]\nbox = {'w': w}")
     share = "half.add_(1)\nprint(w[0].item() == box['w'][0].item() == half[0].item())"
@@ -172,7 +186,7 @@ def test_what_does_not_go_together_is_said_before_anything_runs(session: Fronten
         "%%taas --session exp --env A=1\npass": "--env: session",
         "%%taas --session other\npass": 'no session "other"',
         "%%taas --session ex\npass": 'did you mean "exp"',
-        "%%taas --gpus 2 --ranks 1\npass": "--ranks needs --session",
+        "%%taas --gpus 2 --ranks 1\npass": "--ranks works only with --session",
         "%%taas --session exp --ranks 2\npass": "has ranks 0 to 1",
         "%%taas --session exp --send nowhere\npass": "the notebook has no such variable",
         "%%taas --gpus 2 --session new --max-restarts 1\npass": "cannot be combined with --session",
