@@ -14,7 +14,9 @@ module, do not need the agent's modules.
 """
 
 import asyncio
+import os
 import secrets
+import threading
 from collections.abc import Sequence
 
 from distributed import Worker, WorkerPlugin
@@ -24,6 +26,9 @@ from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, GetAgentKeys, send_request, to_json
 
 _MARK = "@"
+
+EXIT_S = 3 * HOST_END_S
+"""Maximum seconds until a vehicle's process exits, after its supervisor or its event loop ends."""
 
 
 def agent_name(vehicle: object) -> str:
@@ -126,9 +131,28 @@ class Vehicle(WorkerPlugin):
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """Close the vehicle when its supervisor ends, so that the batch system frees the host."""
-        code = await supervisor.wait()
+        """Close the vehicle when its supervisor ends, so that the batch system frees the host.
+
+        This task is cancelled if the vehicle closes first, or if its event loop ends.
+        """
+        try:
+            code = await supervisor.wait()
+        finally:
+            if not worker.nanny:  # a nanny ends its worker itself
+                _exit_within(EXIT_S)
         self._close_worker(worker, f"its agent ended with exit code {code}")
 
     def _close_worker(self, worker: Worker, why: str) -> None:
         worker.loop.add_callback(worker.close, reason=f"taas-vehicle: {why}")
+
+
+def _exit_within(seconds: float) -> None:
+    """End this process after a time, unless it has ended before.
+
+    If the pool's process is gone when SIGTERM arrives, a heartbeat of Dask may ignore that it is
+    cancelled, and the event loop waits for the heartbeat forever. A batch system that searches for
+    a job's processes by their parents does not find the vehicle either: its shell has ended.
+    """
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()

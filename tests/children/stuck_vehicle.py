@@ -1,0 +1,35 @@
+"""Run a vehicle's event loop in which a task ignores that it is cancelled, as Dask's may.
+
+python -m tests.children.stuck_vehicle
+"""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from taas_magic.host import vehicle
+
+
+async def ignore_cancellation() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            print("a task ignores its cancellation", flush=True)
+
+
+async def main() -> None:
+    """Follow a supervisor, and return while it still runs."""
+    worker: Any = SimpleNamespace(nanny=None)
+    supervisor = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
+    plugin = vehicle.Vehicle("", 60.0, 60.0)
+    tasks = [
+        asyncio.create_task(plugin._follow(worker, supervisor)),
+        asyncio.create_task(ignore_cancellation()),
+    ]
+    await asyncio.wait(tasks, timeout=0.1)
+
+
+if __name__ == "__main__":
+    vehicle.EXIT_S = 0.5
+    asyncio.run(main())
