@@ -206,10 +206,11 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, object) for each object that a function uses.
+    """Yield (path step, object) for the objects that are directly in a function.
 
-    These are the values of its closure, its default arguments, its attributes, and the globals that
-    its code names.
+    These are the values of its closure, its default arguments, its attributes, and the globals
+    with a name that its code uses for a variable or an attribute. Functions that are defined inside
+    the function are not searched.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -547,8 +547,9 @@ def read(path: Path) -> LoadedPayload:
 
 
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
-    """Return the submodules that the cell uses only as attributes of a package.
+    """Return the loaded submodules that the cell may use as attributes of a package.
 
+    All parts of a submodule's name after the package's name must be among the cell's attributes.
     For example, the notebook ran `import xml.dom` and the cell uses `xml.dom`. The cell's variable
     is `xml`, and a rank that imports only `xml` would lack `xml.dom`.
     """

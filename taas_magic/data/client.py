@@ -257,7 +257,7 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        """Wait until a fetcher has started.
+        """Wait until a fetcher has an address. Wait again if all fetchers are restarting.
 
         Later calls also check whether more fetchers have started, at most every 0.25 s.
 
@@ -654,9 +654,10 @@ class Client:
     def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request to send next, if a response has the hash of another order.
+        """Return the request to send next, if the worker of the first response had another order.
 
-        The class docstring describes the sequence of requests.
+        There are three requests: GET for the batch, ORDER for the batch's indices in the epoch's
+        order, and GET with these indices.
 
         Args:
             request: The request that was sent.
@@ -666,6 +667,9 @@ class Client:
 
         Returns:
             The next request; None if the response answers `first`.
+
+        Raises:
+            RunLost: The response to ORDER also has the hash of another order.
         """
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None

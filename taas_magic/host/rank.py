@@ -790,9 +790,9 @@ def _find_the_notebooks_folder() -> None:
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a display without the representations that are too large for a browser.
 
-    The limits are `IMAGE_LIMIT_BYTES` for images and `MARKUP_LIMIT_BYTES` for other types. The text
-    representation then names each omitted representation. A text longer than `PLAIN_LIMIT_CHARS` is
-    cut.
+    The limits are `IMAGE_LIMIT_BYTES` for images except SVG, and `MARKUP_LIMIT_BYTES` otherwise.
+    The text representation then names each omitted representation. A text longer than
+    `PLAIN_LIMIT_CHARS` is cut.
 
     Args:
         data: The representations of the display, by MIME type.

@@ -390,8 +390,11 @@ def _prepared_by_ranks(load: LoaderUse) -> str:
 def _delivery(load: LoaderUse) -> str:
     """Return the advice for a loader whose workers are not busy.
 
-    The delivery of batches to the ranks limits such a loader: the ranks' CPU time to receive
-    batches, the size of the buffer, or the network.
+    The delivery of batches to the ranks limits such a loader. The advice depends on the limit:
+
+    - If the ranks' CPU time to receive batches is the limit: smaller batches.
+    - If no batch crosses a network: a larger buffer.
+    - Otherwise, the network is the limit: more fetchers, or fetchers on other hosts.
     """
     if load.receiving >= _CPU_BOUND:
         return (

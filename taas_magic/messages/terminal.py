@@ -103,7 +103,11 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
-    """Return the value of a struct's field, cleaned by the rules in the docstring of `cleaned`."""
+    """Return the value of a struct's field, cleaned as the field's content allows.
+
+    Strings lose control sequences, line breaks and colours. Strings in `_BLOCKS` keep line breaks
+    and colours, strings in `_COLOURED` keep colours. In a `Display`, only plain text is cleaned.
+    """
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":
         return value

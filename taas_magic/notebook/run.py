@@ -758,10 +758,10 @@ class RunDriver:
             )
 
     def _give_up_waiting(self, connection: PoolConnection) -> None:
-        """Stop following an interrupted run that has not ended in time.
+        """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the hosts on which ranks are still stopping. Later, the pool's
-        process records the run's real end in the journal.
+        The cell's error names the hosts of the run's current attempt. The journal is not changed:
+        the pool's process writes the run's real end to it later.
         """
         # After a restart, the hosts may differ from those of the first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)

@@ -308,7 +308,8 @@ class Run:
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
-            RunError: The cell failed on a rank.
+            RunError: The cell failed on a rank, or the run took longer than `--timeout`
+                (`RunTimeout`).
             RunLost: The hosts, or the process that owned the run, are gone.
             StoreError: The project store could not be copied to a host.
         """

@@ -310,7 +310,7 @@ def installed_files(name: str) -> Files | None:
 
 
 def downloaded(pins: Sequence[str], facts: Facts) -> Files:
-    """Download wheels for a host with this machine's pip, and return the files in the wheels.
+    """Download wheels for a host with this machine's pip, and return their files except programs.
 
     The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The
     files stay in this machine's cache for the next host.

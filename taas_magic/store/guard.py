@@ -508,7 +508,7 @@ def _neighbours(folder: str) -> list[str]:
 def _allow(rules: int, path: str, rights: int) -> None:
     """Add a rule to a Landlock rule set: allow access to `path` and everything below `path`.
 
-    Symbolic links, and paths that no longer exist, get no rule.
+    Symbolic links, and paths that cannot be opened or no longer exist, get no rule.
 
     Args:
         rules: Descriptor of the rule set.

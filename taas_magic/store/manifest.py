@@ -716,7 +716,8 @@ class MessageSizer:
 def batches(entries: Iterable[Entry], sizer: MessageSizer) -> Iterator[list[Part]]:
     """Yield lists of parts of files; each list is for one `ReadFiles` request.
 
-    The parts cover all files in `entries`, in order. The sizer limits the bytes of a list.
+    The parts cover all files in `entries`, in order. The sizer limits the bytes of a list, and
+    `MAX_PARTS` the number of parts.
     """
     batch: list[Part] = []
     room = sizer.size

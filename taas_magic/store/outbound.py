@@ -223,7 +223,9 @@ class _ChangeSender:
     def send_changes(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, except the content of large files.
 
-        Large files are added to `large`, and `send_large` sends them later.
+        A path that no longer exists is sent as a removal. A path that the project ignores, or that
+        is neither a file nor a folder (such as a symbolic link), is recorded as refused. Large
+        files are added to `large`, and `send_large` sends them later.
 
         Args:
             paths: Paths relative to the mirror; a folder comes before its contents.
