@@ -266,6 +266,7 @@ def serve(
             shape.context,
             seed if shape.seed is None else shape.seed,
             first_slots_to_keep(plan.world_size, shape.uneven),
+            plan.world_size,
         )
         for shape, _ in loaders.values()
     )

@@ -278,6 +278,7 @@ class PrefetchBuffer:
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
         keep_first: See `sharding.FetcherPart`.
+        ranks: Number of ranks that request batches.
         has_one_rank: Whether only one of several ranks requests batches.
 
     Attributes:
@@ -292,17 +293,20 @@ class PrefetchBuffer:
         worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
         keep_first: int = 0,
         has_one_rank: bool = False,
+        ranks: int = 1,
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
         self._keep_first, self._has_one_rank = keep_first, has_one_rank
-        self._worker_for = worker_for
+        self._ranks, self._worker_for = ranks, worker_for
         self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
         # One queue for each worker, so that an idle worker need not search the others' requests.
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
-        self._has_streams = False
+        self._sent: OrderedDict[LoaderRequest, PreparedResponse] = OrderedDict()
+        self._has_streams = self._keeps_sent = False
+        self._streams = self._sent_bytes = 0
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -322,13 +326,15 @@ class PrefetchBuffer:
         """
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
-    def record_kind(self, has_streams: bool) -> None:
+    def record_kind(self, streams: int | None) -> None:
         """Record the loader's kind, and queue the requests that have waited for it (LATER).
 
         Args:
-            has_streams: Whether the loader is iterable-style.
+            streams: Number of streams of an iterable-style loader; None for a map-style one.
         """
-        self._has_streams = has_streams
+        self._has_streams = streams is not None
+        self._streams = streams or 0
+        self._keeps_sent = self._streams > 1 and self._ranks > 1
         for who, requests in self._queues.pop(LATER, {}).items():
             for request in requests:
                 self._queue(who, request, self._entries[request])
@@ -350,10 +356,16 @@ class PrefetchBuffer:
                 self._remove(old)
             for old in [old for old in self._counts if old.epoch < oldest]:
                 del self._counts[old]
+            for old in [old for old in self._sent if old.epoch < oldest]:
+                self._drop_sent(old).release()
         entry = self._entries.get(request)
         if entry is None:
             entry = self._entries[request] = _RequestState()
-            self._queue(who, request, entry)
+            if request in self._sent:
+                entry.prepared = self._drop_sent(request)
+                self._update_totals(request, entry.prepared, 1)
+            else:
+                self._queue(who, request, entry)
         elif not entry.waiting:
             self._unasked.pop(request, None)
         entry.waiting[who] = None
@@ -380,6 +392,8 @@ class PrefetchBuffer:
         prepared.add_holder()
         self._remove_waiter(who, request)
         if not entry.waiting and not self._is_kept(request, prepared):
+            if self._keeps_sent and request.kind is RequestKind.GET:
+                self._keep_sent(request, prepared)
             self._remove(request)
         return prepared
 
@@ -459,6 +473,7 @@ class PrefetchBuffer:
             self._batch_bytes = prepared.reply.body_bytes or self._batch_bytes
         entry.prepared = prepared
         self._update_totals(request, prepared, 1)
+        self._limit_sent()
         if not entry.waiting:
             self._unasked[request] = None
         return entry.waiting.keys()
@@ -518,10 +533,43 @@ class PrefetchBuffer:
         return (
             self._has_streams
             and request.kind is RequestKind.GET
-            and request.slot < self._keep_first
+            and request.slot < self._keep_first * self._streams
             and request.epoch >= self.oldest_epoch
             and self._keep_first * prepared.reply.body_bytes <= self._budget_bytes // 4
+            and self._batches_before(request) < self._keep_first
         )
+
+    def _batches_before(self, request: LoaderRequest) -> int:
+        """Return how many of the slots before a request's slot are known to have a batch."""
+        before = (structs.replace(request, slot=slot) for slot in range(request.slot))
+        return sum(self._counts.get(one, VOID) != VOID for one in before)
+
+    def _keep_sent(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
+        """Keep a batch that a rank has received, because another rank may still need it.
+
+        While the end of a stream is not known, a rank guesses which batches are its own
+        (`sharding.DynamicSchedule`). After a wrong guess, another rank requests the batch again. To
+        prepare it again, a worker would restart the stream.
+        """
+        prepared.add_holder()
+        self._sent[request] = prepared
+        self._sent_bytes += prepared.reply.body_bytes + _ANSWER_BYTES
+        self._limit_sent()
+
+    def _limit_sent(self) -> None:
+        """Drop the batches that were sent first, if the kept ones need too much memory.
+
+        They may use a quarter of the memory limit, as long as prepared batches do not need it.
+        """
+        left_bytes = min(self._budget_bytes // 4, self._budget_bytes - self._memory_bytes)
+        while self._sent and self._sent_bytes > left_bytes:
+            self._drop_sent(next(iter(self._sent))).release()
+
+    def _drop_sent(self, request: LoaderRequest) -> PreparedResponse:
+        """Stop keeping a batch that was sent; return it, for the caller to release or to use."""
+        prepared = self._sent.pop(request)
+        self._sent_bytes -= prepared.reply.body_bytes + _ANSWER_BYTES
+        return prepared
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
         """Store the units of a batch, or the fact that its slot has no batch (VOID).
@@ -696,6 +744,7 @@ class Scheduler:
             self._worker_for,
             served.share.keep_first,
             served.share.has_one_rank,
+            served.share.ranks,
         )
         self._streams: int | None = None
         self._knows_kind = False
@@ -888,7 +937,7 @@ class Scheduler:
         """
         if not self._knows_kind:
             self._knows_kind = True
-            self.buffer.record_kind(self._streams is not None)
+            self.buffer.record_kind(self._streams)
 
     def _put(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Store a response in the buffer, and notify the connections that wait for it."""

@@ -80,6 +80,7 @@ class LoaderSettings(Struct, frozen=True):
         num_workers: Workers of each fetcher; 0 for one worker for each core.
         context: multiprocessing's start method of the workers; "" for the default.
         keep_first: See `sharding.FetcherPart`.
+        ranks: Number of ranks that request batches.
     """
 
     name: str
@@ -87,6 +88,7 @@ class LoaderSettings(Struct, frozen=True):
     context: str
     seed: int
     keep_first: int = 0
+    ranks: int = 1
 
 
 class Service(Struct, frozen=True):

@@ -99,9 +99,10 @@ class FetcherPart:
         stride: Distance between consecutive slots that the fetchers prepare; 1 for all slots.
         first: First slot that the fetchers prepare.
         units: Value of `--units`; None for no limit.
-        keep_first: Number of first slots of each epoch whose batches the fetcher keeps until the
-            epoch is over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in
+        keep_first: Number of first batches of each epoch that the fetcher keeps until the epoch is
+            over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in
             which a worker cannot go back.
+        ranks: Number of ranks that request batches from this fetcher.
     """
 
     index: int = 0
@@ -111,6 +112,7 @@ class FetcherPart:
     first: int = 0
     units: int | None = None
     keep_first: int = 0
+    ranks: int = 1
 
     @property
     def has_one_rank(self) -> bool:
@@ -300,6 +302,7 @@ class DynamicSchedule:
         self._known: dict[int, int] = {}
         self._place = place
         self._walked = self._next = place.slot
+        self._ends: dict[int, int] = {}
         self._order: list[int] = []
         self._base = place.position
         self._voids = 0
@@ -318,6 +321,9 @@ class DynamicSchedule:
             slot = self._next
             if self._batches is not None and slot >= self._batches:
                 return
+            all_end = len(self._ends) == self._streams
+            if all_end and slot // self._streams > max(self._ends.values()):
+                return
             self._next += 1
             yield SlotRequest(slot, is_own=self._guess(slot) % world_size == self._part.rank)
 
@@ -332,6 +338,9 @@ class DynamicSchedule:
         if is_mixed:
             raise _mixed_hints(slot, has_hints=units != UNHINTED)
         self._known[slot] = 1 if units == UNHINTED else units
+        if units == VOID:
+            item, stream = divmod(slot, self._streams)
+            self._ends[stream] = min(item, self._ends.get(stream, item))
         while not self._ended and self._walked in self._known:
             if self._known[self._walked] == VOID:
                 self._voids += 1
@@ -375,8 +384,13 @@ class DynamicSchedule:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Guess the position of a slot, assuming that no further slot is void."""
-        return self._base + len(self._order) + max(0, slot - self._walked)
+        """Guess the position of a slot, assuming that the streams not known to end never end."""
+        ahead = max(0, slot - self._walked)
+        for stream, end in self._ends.items():
+            first = max(end * self._streams + stream, self._walked)
+            first += (stream - first) % self._streams
+            ahead -= len(range(first, slot, self._streams))
+        return self._base + len(self._order) + ahead
 
     def _first_slots(self) -> tuple[int, ...]:
         """Return the slots of the epoch's first step, which `uneven="pad"` repeats at the end."""

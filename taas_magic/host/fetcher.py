@@ -113,6 +113,7 @@ class Fetcher:
                 count,
                 units=served.units,
                 keep_first=loader.keep_first,
+                ranks=loader.ranks,
             ),
             served.settings.buffer_bytes * count // self._of_all,
             context=loader.context or "fork",

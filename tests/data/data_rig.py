@@ -180,7 +180,9 @@ class Service:
             self.fetchers,
             units=self.changes.get("units"),
             loaders=tuple(
-                about.LoaderSettings(name, loader.num_workers or self.workers, "", SEED, MOST_RANKS)
+                about.LoaderSettings(
+                    name, loader.num_workers or self.workers, "", SEED, MOST_RANKS, MOST_RANKS
+                )
                 for name, loader in self.loaders.items()
             ),
             settings=DataConfig(buffer_bytes=self.changes.get("buffer_bytes", 1 << 30)),

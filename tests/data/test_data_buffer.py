@@ -54,13 +54,15 @@ def buffer_of(
     has_streams: bool = False,
     keep_first: int = 0,
     has_one_rank: bool = False,
+    ranks: int = 1,
+    streams: int = 1,
 ) -> PrefetchBuffer:
     """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, None, 0))
-    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, keep_first, has_one_rank)
-    buffer.record_kind(has_streams)
+    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, keep_first, has_one_rank, ranks)
+    buffer.record_kind(streams if has_streams else None)
     return buffer
 
 
@@ -207,6 +209,43 @@ def test_the_first_batches_of_a_stream_stay_for_padding() -> None:
     assert ready(buffer) == []
 
 
+def send_in_turn(buffer: PrefetchBuffer, who: str, slots: range, voids: set[int]) -> None:
+    """Let a rank request slots, and prepare and send each of them."""
+    for slot in slots:
+        buffer.add_request(who, key(slot))
+        assert buffer.choose(0, lambda key: True) == key(slot)
+        is_void = slot in voids
+        kind = ResponseKind.VOID if is_void else ResponseKind.BATCH
+        units, size = (VOID, 0) if is_void else (1, BATCH_BYTES)
+        buffer.put(key(slot), answer(slot, units, kind, size))
+        taken(buffer, who, key(slot)).release()
+
+
+def test_the_first_batches_stay_even_if_some_streams_are_empty() -> None:
+    buffer = buffer_of(
+        20 * (BATCH_BYTES + 1280), has_streams=True, keep_first=2, ranks=2, streams=3
+    )
+    send_in_turn(buffer, "rank", range(24), voids={*range(1, 24, 3), *range(2, 24, 3)})
+    assert [one for one in ready(buffer) if one.slot in (0, 3, 6)] == [key(0), key(3)]
+
+
+def test_sent_batches_of_several_streams_stay_for_other_ranks_while_there_is_room() -> None:
+    """A rank may have guessed that another rank's batch is its own."""
+    buffer = buffer_of(16 * (BATCH_BYTES + 1280), has_streams=True, ranks=2, streams=2)
+    send_in_turn(buffer, "rank 0", range(6), voids=set())
+    assert buffer.ready_batches == 0
+    assert not buffer.is_full
+    buffer.add_request("rank 1", key(3))
+    assert buffer.ready_batches == 1
+    taken(buffer, "rank 1", key(3)).release()
+    for slot in (0, 1):
+        buffer.add_request("rank 1", key(slot))
+        assert buffer.choose(0, lambda key: True) == key(slot), "a quarter of the limit: 4 batches"
+    buffer.add_request("rank 1", key(0, epoch=2))
+    assert not buffer._sent
+    assert buffer._sent_bytes == 0
+
+
 def test_requests_wait_until_the_loaders_kind_is_known() -> None:
     """A stream's batches may have another worker than those of a map-style loader."""
     known = list[bool]()
@@ -216,7 +255,7 @@ def test_requests_wait_until_the_loaders_kind_is_known() -> None:
         buffer.add_request(f"rank {slot}", key(slot))
     assert [buffer.choose(worker) for worker in (0, 1)] == [None, None]
     known.append(True)
-    buffer.record_kind(has_streams=True)
+    buffer.record_kind(streams=1)
     assert [buffer.choose(worker) for worker in (0, 1, 1, 1)] == [None, key(0), key(1), None]
 
 
@@ -554,7 +593,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(has_streams=st.booleans())
     def record_kind(self, has_streams: bool) -> None:
-        self.buffer.record_kind(has_streams)
+        self.buffer.record_kind(1 if has_streams else None)
         self.follows = (lambda request: True) if has_streams else None
 
     @rule(who=RANKS, slot=SLOTS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -517,6 +518,37 @@ class Counted(IterableDataset[torch.Tensor]):
         with self.log.open("a") as log:
             log.write("read\n")
         yield from (torch.tensor([number]) for number in range(self.size))
+
+
+class Shuffled(IterableDataset[torch.Tensor]):
+    """Streams of different lengths, in an order that differs each time they are read."""
+
+    def __init__(self, sizes: Sequence[int], log: Path) -> None:
+        self.sizes, self.log = sizes, log
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        with self.log.open("a") as log:
+            log.write(f"{info.id}\n")
+        numbers = [100 * info.id + at for at in range(self.sizes[info.id])]
+        random.Random(os.urandom(8)).shuffle(numbers)
+        yield from map(torch.tensor, numbers)
+
+
+@pytest.mark.parametrize("fetchers", [1, 2])
+def test_streams_of_different_lengths_are_read_once(tmp_path: Path, fetchers: int) -> None:
+    """At a stream's end, it turns out that later batches belong to other ranks than guessed."""
+    log, sizes = tmp_path / "log", (40, 11)
+    loader = DataLoader(Shuffled(sizes, log), 1, num_workers=2)
+    with service(tmp_path, loader, fetchers=fetchers) as running:
+        loaders = [running.loader(rank=r, world_size=3, shape={"uneven": "keep"}) for r in range(3)]
+        with ThreadPoolExecutor(3) as ranks:
+            found = [*ranks.map(lambda one: torch.cat([torch.empty(0), *one]).tolist(), loaders)]
+    expected = [100 * stream + at for stream in range(2) for at in range(sizes[stream])]
+    assert sorted(itertools.chain(*found)) == expected
+    # The batches of the next epoch are prepared early.
+    assert all(log.read_text().count(str(stream)) <= 2 for stream in range(2))
 
 
 @pytest.mark.parametrize("fetchers", [0, 1])

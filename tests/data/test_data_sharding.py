@@ -213,3 +213,23 @@ def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, work
 
 def test_place_is_plain_data() -> None:
     assert EpochPosition(*EpochPosition(4, 4, (0, 1))) == EpochPosition(4, 4, (0, 1))
+
+
+def test_the_voids_of_a_stream_that_has_ended_are_no_batches_of_a_guess() -> None:
+    """Stream 1 of 3 has ended: the ranks still ask for each of the next batches only once."""
+    requests = list[list[bool]]()
+    for rank in range(2):
+        schedule = DynamicSchedule(RankPart(rank, 2, "keep"), None, 3)
+        for slot in range(6):
+            schedule.record_units(slot, VOID if slot in (1, 4) else 1)
+        owned = {ask.slot: ask.is_own for ask in schedule.requests(6) if ask.slot > 5}
+        requests.append([owned[slot] for slot in (6, 8, 9, 11)])
+    assert requests == [[True, False, True, False], [False, True, False, True]]
+
+
+def test_a_rank_asks_for_nothing_after_the_ends_of_all_streams() -> None:
+    """The ends are known before an earlier batch has arrived."""
+    schedule = DynamicSchedule(RankPart(0, 2), None, 2)
+    for slot in (6, 9):
+        schedule.record_units(slot, VOID)
+    assert [ask.slot for ask in schedule.requests(50)] == list(range(10))
