@@ -269,7 +269,7 @@ async def _launch(plan: Plan, folder: Path, client: Client, kernel: Kernel, host
     run = RunFolder.create(plan.run_id, plan, "")
     origin = Origin(str(folder), dict(os.environ), ())
     spec = RunSpec(plan, str(run.path), origin)
-    said = await send_request(client.scheduler, words.Launch(client.id, spec))
+    said = await send_request(client.scheduler, words.LaunchRanks(client.id, spec))
     if error := said.error:
         raise RuntimeError(error)
     await kernel.wait_for(RanksStarted, hosts)

@@ -48,7 +48,7 @@ def main(
     mark: str = "",
     names: bool = True,
 ) -> dict[str, Any]:
-    """Return the facts of this host as plain values; `messages.Facts` describes each.
+    """Return the facts of this host as plain values; `messages.HostFacts` describes each.
 
     Args:
         packages: Distributions whose versions are reported.

@@ -51,7 +51,7 @@ class NotPlainError(TypeError):
     """Raised if an object in a value is no plain data, or is nested more than `MAX_DEPTH` deep."""
 
 
-class Node(Struct, array_like=True):
+class PlainNode(Struct, array_like=True):
     """A row of the table: one object.
 
     Attributes:
@@ -89,7 +89,7 @@ class PlainWriter:
     """
 
     def __init__(self) -> None:
-        self._nodes: list[Node] = []
+        self._nodes: list[PlainNode] = []
         self._numbers: dict[Hashable, int] = {}
         self._held: list[Any] = []
         self._depth = 0
@@ -102,7 +102,7 @@ class PlainWriter:
             NotPlainError: An object in the value is no plain data.
         """
         number = self._item(value)
-        self._nodes.append(Node("root", [number]))
+        self._nodes.append(PlainNode("root", [number]))
 
     @property
     def data(self) -> bytes:
@@ -168,15 +168,15 @@ class PlainWriter:
         if kind is OrderedDict and vars(value).keys() <= {"_metadata"}:  # state_dict() sets it
             return self._write_container(value, _parts_of_ordered)
         if kind in _REDUCERS:
-            return self._append(Node(kind.__name__, self._items(_REDUCERS[kind](value))))
+            return self._append(PlainNode(kind.__name__, self._items(_REDUCERS[kind](value))))
         if kind in (bytes, bytearray):
             return self._append_memory(kind.__name__, [], value)
         if kind is int:
             size = value.bit_length() // 8 + 1
             data = value.to_bytes(size, "little", signed=True)
-            return self._append(Node("int", data=data))
+            return self._append(PlainNode("int", data=data))
         if kind is str:
-            return self._append(Node("str", data=value.encode("utf-8", "surrogatepass")))
+            return self._append(PlainNode("str", data=value.encode("utf-8", "surrogatepass")))
         for module, write in (("torch", self._write_torch), ("numpy", self._write_numpy)):
             number = write(value) if module in sys.modules else None
             if number is not None:
@@ -188,7 +188,7 @@ class PlainWriter:
 
         The container gets its number first, because a part may refer to the container.
         """
-        number = self._append(Node(type(value).__name__))
+        number = self._append(PlainNode(type(value).__name__))
         self._numbers[id(value)] = number
         self._nodes[number].items = self._items(parts(value))
         return number
@@ -198,11 +198,11 @@ class PlainWriter:
         import torch
 
         if isinstance(value, torch.dtype):
-            return self._append(Node("torch.dtype", [str(value).removeprefix("torch.")]))
+            return self._append(PlainNode("torch.dtype", [str(value).removeprefix("torch.")]))
         if type(value) is torch.device:
-            return self._append(Node("torch.device", [str(value)]))
+            return self._append(PlainNode("torch.device", [str(value)]))
         if type(value) is torch.Size:
-            return self._append(Node("torch.Size", [*value]))
+            return self._append(PlainNode("torch.Size", [*value]))
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or not _is_dense(value):
             return None
         storage = value.untyped_storage()
@@ -216,16 +216,16 @@ class PlainWriter:
         kind = "Parameter" if type(value) is torch.nn.Parameter else "Tensor"
         dtype = str(value.dtype).removeprefix("torch.")
         form = [dtype, value.requires_grad, value.storage_offset(), *value.shape, *value.stride()]
-        return self._append(Node(kind, [(number,), *form]))
+        return self._append(PlainNode(kind, [(number,), *form]))
 
     def _write_numpy(self, value: Any) -> int | None:
         """Write a numpy object. Return the number of its node; None if the object is not plain."""
         import numpy
 
         if isinstance(value, numpy.dtype) and _is_simple(value):
-            return self._append(Node("numpy.dtype", [value.str]))
+            return self._append(PlainNode("numpy.dtype", [value.str]))
         if isinstance(value, numpy.generic) and _is_simple(value.dtype):
-            return self._append(Node("numpy.generic", [value.dtype.str], value.tobytes()))
+            return self._append(PlainNode("numpy.generic", [value.dtype.str], value.tobytes()))
         if type(value) is not numpy.ndarray or not _is_simple(value.dtype):
             return None
         order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
@@ -233,15 +233,15 @@ class PlainWriter:
         memory = flat.view(numpy.uint8) if value.nbytes else b""
         return self._append_memory("ndarray", [value.dtype.str, order, *value.shape], memory)
 
-    def _append(self, node: Node) -> int:
+    def _append(self, node: PlainNode) -> int:
         self._nodes.append(node)
         return len(self._nodes) - 1
 
     def _append_memory(self, kind: str, items: list[Item], memory: Any) -> int:
         if memoryview(memory).nbytes <= _INLINE_BYTES:
-            return self._append(Node(kind, items, bytes(memory)))
+            return self._append(PlainNode(kind, items, bytes(memory)))
         self.buffers.append(PickleBuffer(memory))
-        return self._append(Node(kind, items, buffer=len(self.buffers) - 1))
+        return self._append(PlainNode(kind, items, buffer=len(self.buffers) - 1))
 
 
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
@@ -256,7 +256,7 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     Raises:
         ValueError: The table is damaged or forged.
     """
-    nodes = from_bytes(data, list[Node])
+    nodes = from_bytes(data, list[PlainNode])
     made: list[Any] = []
     depths: list[int] = []
     try:
@@ -543,7 +543,7 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "numpy.generic": _make_scalar,
     "ndarray": _make_array,
 }
-"""Constructors of values, by `Node.kind`.
+"""Constructors of values, by `PlainNode.kind`.
 
 `read_plain` calls only these constructors and the functions in `_CONTAINERS`.
 """

@@ -20,7 +20,7 @@ from msgspec import structs
 from taas_magic.config import size_text
 from taas_magic.display.failure import cut, headline, labelled, others
 from taas_magic.display.log import rank_ranges
-from taas_magic.journal.analysis import Flow, LoaderFlow, advice
+from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice
 from taas_magic.journal.folder import ENDED_STATES
 from taas_magic.journal.metrics import Curve, Curves, add_points, picture, sparkline
 from taas_magic.messages import (
@@ -142,7 +142,7 @@ class RunState:
     first: Failure | None = None
     why: str = ""
     receipt: Receipt | None = None
-    flow: Flow = field(default_factory=Flow)
+    flow: RunCounts = field(default_factory=RunCounts)
     advice: str = ""
     curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
@@ -518,7 +518,9 @@ def as_html(text: str) -> str:
     return f"<pre style='{TABLE}'>{escape(text)}</pre>"
 
 
-def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[str, list[Fact]]]:
+def loader_lines(
+    flow: RunCounts, units: int | None, has_ended: bool
+) -> list[tuple[str, list[Fact]]]:
     """Return the name and the facts of each of the first `MAX_LOADERS` loaders.
 
     If there are more loaders, the last entry has their number in place of a name, and no facts.
@@ -535,7 +537,7 @@ def loader_lines(flow: Flow, units: int | None, has_ended: bool) -> list[tuple[s
     return [*found, *([(f"… and {more} more loaders", [])] if more else [])]
 
 
-def filling(flow: Flow) -> str:
+def filling(flow: RunCounts) -> str:
     """Return text with the progress of `--prefill`; "" if no ranks wait for prepared data."""
     if flow.filling is None:
         return ""
@@ -545,7 +547,7 @@ def filling(flow: Flow) -> str:
     return f"{done:,} of {wanted:,} batches"
 
 
-def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> list[Fact]:
+def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> list[Fact]:
     """Return the facts about one loader; see `loader_lines` for the arguments."""
     batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
@@ -562,7 +564,7 @@ def _loader_facts(loader: LoaderFlow, units: int | None, has_ended: bool) -> lis
     return facts
 
 
-def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
+def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
     """Yield how much data is ready in the fetchers' buffers, and how much the ranks hold.
 
     Skip a fact if its size is zero, for example because the run has no fetchers.
@@ -574,7 +576,7 @@ def _buffer_facts(loader: LoaderFlow) -> Iterator[Fact]:
         yield "in ranks", size_text(held)
 
 
-def _waited(loader: LoaderFlow) -> str:
+def _waited(loader: LoaderCounts) -> str:
     """Return text with the percentage of time that ranks waited for a loader.
 
     The text begins with the mean over all ranks. In parentheses, it lists the percentage of each
@@ -722,7 +724,7 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
 _RANKS_HEAD = ("rank", "host", "pid", "CPU", "memory", "batches", "waited", "at")
 
 
-def ranks_text(found: RunStacks, flow: Flow) -> str:
+def ranks_text(found: RunStacks, flow: RunCounts) -> str:
     """Return the output of `%taas ranks`: a table with a row for each rank.
 
     Args:
@@ -734,7 +736,7 @@ def ranks_text(found: RunStacks, flow: Flow) -> str:
     return "\n".join([*table, *found.silent]) or "no rank runs"
 
 
-def _rank_cells(row: RankStack, flow: Flow) -> tuple[str, ...]:
+def _rank_cells(row: RankStack, flow: RunCounts) -> tuple[str, ...]:
     """Return the cells of a rank's row; "-" for a value that is unknown or does not apply."""
     loaders = [loader for loader in flow.loaders.values() if row.rank in loader.ranks]
     batches = sum(loader.ranks[row.rank].batches for loader in loaders)

@@ -258,7 +258,7 @@ def _without_active_content(event: Display) -> Display:
     return structs.replace(event, data=data, metadata=None)
 
 
-class NoView:
+class SilentView:
     """A view that only updates the state of a run and shows nothing; has the methods of `View`."""
 
     def __init__(self, state: RunState) -> None:

@@ -51,7 +51,7 @@ from taas_magic.host.system import CALM_DASK, LOOPBACK
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Failure, RunEnded
 from taas_magic.plan import Flags, make_plan, new_run_id
-from taas_magic.pool.client import Pool, PoolConnection, Wait
+from taas_magic.pool.client import Pool, PoolConnection, PoolWait
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -172,7 +172,7 @@ class _NodeRun:
     pool: Pool | None = None
     connection: PoolConnection | None = None
     run_id: str = ""
-    wait: Wait | None = None
+    wait: PoolWait | None = None
 
 
 class NodeManager(SchedulerPlugin):
@@ -283,7 +283,7 @@ class NodeManager(SchedulerPlugin):
                 return
             room = [pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts]
             pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
-            node.pool, node.wait = pool, Wait(pool)
+            node.pool, node.wait = pool, PoolWait(pool)
             wait, hosts = node.wait, min(self._count_nodes(pool), pool.config.max_hosts)
         try:
             self._report_node_state(name, "requested")

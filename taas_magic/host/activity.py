@@ -19,7 +19,7 @@ from taas_magic.leases import STOPPED_S
 _LOOK_S = 0.5
 
 
-class Usage(NamedTuple):
+class ResourceUsage(NamedTuple):
     """One sample of the resources that a set of processes has used.
 
     Attributes:
@@ -36,7 +36,7 @@ class Usage(NamedTuple):
     pids: frozenset[int]
 
 
-def last_active(before: Usage | None, now: Usage) -> Usage:
+def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
     The start or the end of a process counts as work, too. A caller that takes samples repeatedly
@@ -50,7 +50,7 @@ def last_active(before: Usage | None, now: Usage) -> Usage:
     return now if before is None or before[1:] != now[1:] else before
 
 
-def usage_of(processes: Iterable[psutil.Process]) -> Usage:
+def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
     """Return a sample of the resources that `processes` have used until now.
 
     Ignores processes that have ended or belong to another user.
@@ -65,7 +65,7 @@ def usage_of(processes: Iterable[psutil.Process]) -> Usage:
             pids.add(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return Usage(time.monotonic(), cpu_s, calls, frozenset(pids))
+    return ResourceUsage(time.monotonic(), cpu_s, calls, frozenset(pids))
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
@@ -89,7 +89,7 @@ class IdleTimer:
 
     def __init__(self, pid: int, with_children: bool = True) -> None:
         self._pid, self._with_children = pid, with_children
-        self._active: Usage | None = None
+        self._active: ResourceUsage | None = None
 
     def idle_s(self) -> float:
         """Take a sample; return the seconds since the latest sample that showed work.

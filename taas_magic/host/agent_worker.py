@@ -6,7 +6,7 @@ controller knows whether all hosts of the run have joined (docs/decisions.md).
 
 The agent sends heartbeats, and the controller acknowledges each heartbeat. If no acknowledgement
 arrives for `lease_s` seconds, the agent exits, and its supervisor ends all other processes of the
-host (`Lease`). An agent on the notebook's machine has no lease. A separate thread watches the
+host (`HostLease`). An agent on the notebook's machine has no lease. A separate thread watches the
 lease, so that a hung event loop cannot keep the host alive. The lease uses only monotonic clocks,
 because the system clocks of two hosts may differ by days.
 """
@@ -51,13 +51,13 @@ from taas_magic.leases import BEATS_PER_LEASE
 from taas_magic.messages import (
     AgentSettings,
     AnswerInput,
+    DescribeHost,
     EndRun,
     Event,
-    Facts,
-    GetFacts,
+    GetHostFacts,
     GetStacks,
-    Greet,
     Halt,
+    HostFacts,
     HostHello,
     Note,
     PauseClocks,
@@ -116,7 +116,7 @@ EXPIRED = 75
 """Exit code of an agent whose lease has expired (EX_TEMPFAIL)."""
 
 
-class Lease:
+class HostLease:
     """Time limit after which a host ends, unless the pool's process acknowledges a heartbeat.
 
     Each acknowledged heartbeat renews the lease: the lease then ends `lease_s` seconds after the
@@ -206,7 +206,7 @@ class AgentWorker(ClosedWorker):
         self,
         *args: Any,
         host_address: HostAddress,
-        lease: Lease,
+        lease: HostLease,
         warming: "asyncio.Task[list[str]]",
         **kwargs: Any,
     ) -> None:
@@ -224,8 +224,8 @@ class AgentWorker(ClosedWorker):
         self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], RequestHandler] = {
-            Greet: self.greet,
-            GetFacts: self.facts,
+            DescribeHost: self.greet,
+            GetHostFacts: self.facts,
             StartShare: self.start_run,
             Halt: self.forward_command,
             EndRun: self.forward_command,
@@ -237,7 +237,7 @@ class AgentWorker(ClosedWorker):
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
-    async def greet(self, asked: Greet) -> HostHello:
+    async def greet(self, asked: DescribeHost) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
         The response has the host's name, address, protection and number of GPUs. If no run waits
@@ -262,9 +262,9 @@ class AgentWorker(ClosedWorker):
             gpus=probe.count_gpus(),
         )
 
-    async def facts(self, asked: GetFacts) -> list[Facts]:
+    async def facts(self, asked: GetHostFacts) -> list[HostFacts]:
         """Return facts about this host and its Python, such as versions and installed modules."""
-        return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), Facts)]
+        return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), HostFacts)]
 
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
@@ -471,7 +471,7 @@ async def serve(packed_settings: bytes) -> None:
     warming = asyncio.create_task(
         asyncio.to_thread(forkserver.warm_up, settings.start_timeout_s), name="taas-warm-up"
     )
-    lease = Lease(settings.lease_s, functools.partial(end_agent, settings.lease_s))
+    lease = HostLease(settings.lease_s, functools.partial(end_agent, settings.lease_s))
     agent = AgentWorker(
         settings.scheduler,
         host_address=host_address,

@@ -155,7 +155,7 @@ def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> byt
     return service.payload_file(Path(served.folder), served.name).read_bytes()
 
 
-class SessionFeeds:
+class SessionLoaders:
     """The registered loaders of a session's rank, and the loaders' connections to the data service.
 
     Each cell whose payload has loaders has its own connection, a `RankFeed`.
@@ -300,9 +300,9 @@ def _link(file: Path, copy: Path) -> None:
 
 
 @contextmanager
-def session_feeds(spec: ProcessSpec, rank: int) -> Iterator[SessionFeeds]:
-    """Create the `SessionFeeds` of a rank; end the rank's data servers after the block."""
-    feeds = SessionFeeds(spec, rank)
+def session_loaders(spec: ProcessSpec, rank: int) -> Iterator[SessionLoaders]:
+    """Create the `SessionLoaders` of a rank; end the rank's data servers after the block."""
+    feeds = SessionLoaders(spec, rank)
     try:
         yield feeds
     finally:

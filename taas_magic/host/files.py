@@ -30,12 +30,12 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt
 from taas_magic.store.manifest import (
     Entry,
+    FilePiece,
     FileRoot,
     ListFiles,
     MakeToken,
     Manifest,
     MessageSizer,
-    Piece,
     ReadFiles,
     SendRequest,
     WriteFiles,
@@ -178,7 +178,7 @@ class RunFolderCopy:
                 is_last = file.tell() >= size or not read  # a process may have truncated the file
                 end = offset + len(data)
                 entry = Entry(name, end if is_last else end + size - file.tell(), "")
-                piece = Piece(entry, offset, data)
+                piece = FilePiece(entry, offset, data)
                 self._sizer.send(self._send_request, WriteFiles([piece], root=FileRoot.RUN))
                 data, offset = b"", end
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from taas_magic.host.link import LineReader, Link
+from taas_magic.host.link import AgentLink, LineReader
 from taas_magic.messages import AnswerInput, InputRequested
 
 NOBODY_CAN_TYPE = (
@@ -53,7 +53,7 @@ class Keyboard:
         was_refused: Whether the last request was refused because nobody can type at the kernel.
     """
 
-    def __init__(self, link: Link, path: Path) -> None:
+    def __init__(self, link: AgentLink, path: Path) -> None:
         self._link = link
         self._answers = LineReader(path)
         self._numbers = itertools.count(time.monotonic_ns())

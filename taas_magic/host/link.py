@@ -184,7 +184,7 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
         yield b"%b%b %b\n" % (MORE if end < len(message) else LAST, sender, message[at:end])
 
 
-class Link:
+class AgentLink:
     """The rank's connection to its agent: the rank's ends of the pipes.
 
     All threads and forks of the rank may call `send`.

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from taas_magic.host import tracebacks
-from taas_magic.host.link import LineReader, Link, rank_file
+from taas_magic.host.link import AgentLink, LineReader, rank_file
 from taas_magic.messages import CellOrder, RankFinished, RankIdle, RankTakesInterrupts
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -46,7 +46,7 @@ class Prompt:
 
     def __init__(
         self,
-        link: Link,
+        link: AgentLink,
         folder: Path,
         rank: int,
         run: Callable[[CellOrder], bool],

@@ -52,9 +52,9 @@ from taas_magic.capture.work import CellWork, FunctionWork, Work
 from taas_magic.data.loader import RankFeed
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
-from taas_magic.host.feeding import SessionFeeds, run_feed, session_feeds
+from taas_magic.host.feeding import SessionLoaders, run_feed, session_loaders
 from taas_magic.host.keyboard import Keyboard
-from taas_magic.host.link import CUT_CONNECTIONS, OTHERS_END_S, Link, rank_file
+from taas_magic.host.link import CUT_CONNECTIONS, OTHERS_END_S, AgentLink, rank_file
 from taas_magic.host.metrics import OFF as METRICS_OFF
 from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.host.process_groups import ProcessGroupPrefixes
@@ -154,7 +154,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
     is_session = spec.share.run.is_session
-    with session_feeds(spec, rank) if is_session else run_feed(spec.share, rank) as fed:
+    with session_loaders(spec, rank) if is_session else run_feed(spec.share, rank) as fed:
         # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
         # each nesting level; the first one applies to the rank.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
@@ -170,7 +170,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             rendezvous.await_all(environ, OTHERS_END_S)
 
 
-def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> Link:
+def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
     """Make this fork of the forkserver a rank that may run the user's code.
 
     Connects the process to the agent, redirects its output, applies the run's environment, and
@@ -182,7 +182,7 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     os.setsid()
     # Until `_run` installs its handler, SIGINT kills the rank silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    link = Link(spec.folder, rank)
+    link = AgentLink(spec.folder, rank)
     link.send(RankTakesInterrupts())
     link.redirect_output()
     faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
@@ -203,9 +203,9 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
 def _work_and_wait(
     spec: ProcessSpec,
     environ: Mapping[str, str],
-    link: Link,
+    link: AgentLink,
     rank: int,
-    fed: RankFeed | SessionFeeds | None,
+    fed: RankFeed | SessionLoaders | None,
 ) -> bool:
     """Run the work, or the cells of a session; then wait for the program's other threads.
 
@@ -216,7 +216,7 @@ def _work_and_wait(
         Whether the work succeeded.
     """
     prompt = None
-    if isinstance(fed, SessionFeeds):
+    if isinstance(fed, SessionLoaders):
         prompt = _prompt(spec, link, rank, environ, fed)
     with _heartbeat(link, fed, prompt.cut_connections if prompt is not None else None) as report:
         if prompt is None:
@@ -264,7 +264,7 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     sys.argv[:] = ["taas"]
 
 
-def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
+def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     """Make this process enforce the rule that only rank 0 writes to the project store.
 
     Also reports writes and the kind of protection to the agent. Call before any thread starts and
@@ -294,7 +294,7 @@ def _apply_store_rule(spec: ProcessSpec, link: Link, rank: int) -> None:
 
 @contextmanager
 def _profiled(
-    share: LocalShare, link: Link, rank: int, fed: RankFeed | SessionFeeds | None
+    share: LocalShare, link: AgentLink, rank: int, fed: RankFeed | SessionLoaders | None
 ) -> Iterator[None]:
     """If the run has `--profile`, profile the steps in the `with` block, and write the profile."""
     if not share.plan.profile:
@@ -317,7 +317,7 @@ def _profiled(
             profiler.close()
 
 
-def _use_gloo_without_cuda(link: Link) -> None:
+def _use_gloo_without_cuda(link: AgentLink) -> None:
     """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU."""
     if torch.cuda.is_available():
         return
@@ -339,8 +339,8 @@ def _use_gloo_without_cuda(link: Link) -> None:
 
 @contextmanager
 def _heartbeat(
-    link: Link,
-    fed: RankFeed | SessionFeeds | None,
+    link: AgentLink,
+    fed: RankFeed | SessionLoaders | None,
     cut_connections: Callable[[int], None] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Send heartbeats in a thread until the block ends.
@@ -476,7 +476,7 @@ def _pending() -> list[str]:
     ][:_SHOWN_COLLECTIVES]
 
 
-def _run(shell: "RankShell", spec: ProcessSpec, link: Link, rank: int) -> bool:
+def _run(shell: "RankShell", spec: ProcessSpec, link: AgentLink, rank: int) -> bool:
     """Load the work from the payload, run it, and send its results or failure.
 
     Returns:
@@ -523,7 +523,7 @@ def _rehearsed() -> Rehearsed:
 def _result_writer(
     folder: RunFolder,
     environ: Mapping[str, str],
-    link: Link,
+    link: AgentLink,
     spec: ProcessSpec,
     scope: RankNamespace,
 ) -> results.ResultWriter:
@@ -539,7 +539,7 @@ def _result_writer(
 def _report(
     shell: "RankShell",
     result: ExecutionResult,
-    link: Link,
+    link: AgentLink,
     writer: results.ResultWriter,
     out: Sequence[str],
     changes: ChangeDetector | None = None,
@@ -602,7 +602,7 @@ class _SessionCells:
     """Runner of a session's cells on this rank. All cells share one namespace."""
 
     def __init__(
-        self, spec: ProcessSpec, link: Link, environ: Mapping[str, str], feeds: SessionFeeds
+        self, spec: ProcessSpec, link: AgentLink, environ: Mapping[str, str], feeds: SessionLoaders
     ) -> None:
         self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
         self._shell = RankShell.instance()
@@ -702,7 +702,7 @@ def _outdated_note(names: Sequence[str]) -> str:
 
 
 def _prompt(
-    spec: ProcessSpec, link: Link, rank: int, environ: Mapping[str, str], feeds: SessionFeeds
+    spec: ProcessSpec, link: AgentLink, rank: int, environ: Mapping[str, str], feeds: SessionLoaders
 ) -> Prompt:
     """Create the prompt of a rank that belongs to a session."""
     cells = _SessionCells(spec, link, environ, feeds)
@@ -917,7 +917,7 @@ class RankShell(InteractiveShell):
         shows: Whether displays of this rank are sent to the notebook (`Plan.shows_displays`).
     """
 
-    link: Link | None = None
+    link: AgentLink | None = None
     keyboard: Keyboard | None = None
     shows = False
     last_value: Any = None
@@ -930,7 +930,9 @@ class RankShell(InteractiveShell):
     displayhook_class = AnyTrait(_LinkDisplayHook)
     compiler_class = AnyTrait(_CellCompiler)
 
-    def bind(self, link: Link, own_keyboard: Keyboard, shows: bool, colors: str) -> dict[str, Any]:
+    def bind(
+        self, link: AgentLink, own_keyboard: Keyboard, shows: bool, colors: str
+    ) -> dict[str, Any]:
         """Connect the shell to this rank's agent and keyboard, and create a clean `__main__`.
 
         The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned

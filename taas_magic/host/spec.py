@@ -391,7 +391,7 @@ EventSink = Callable[[Event], None]
 """Function that sends an event to the pool's process. Any thread of the agent may call it."""
 
 
-class Launch(Request[StartResponse]):
+class LaunchRanks(Request[StartResponse]):
     """A request to start a run's ranks on the hosts of the run's plan.
 
     Attributes:

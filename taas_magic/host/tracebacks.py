@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
-from taas_magic.host.link import SIGNAL, Link
+from taas_magic.host.link import SIGNAL, AgentLink
 from taas_magic.messages import RankRaised, StackFrame
 from taas_magic.store import guard
 
@@ -61,7 +61,7 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
     return _labels
 
 
-def send_failure(link: Link, failure: RankRaised) -> None:
+def send_failure(link: AgentLink, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
     In a child that the cell forked, write the failure to standard error instead.

@@ -78,7 +78,7 @@ class Point(NamedTuple):
 
 
 @dataclass
-class LoaderFlow:
+class LoaderCounts:
     """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
@@ -178,7 +178,7 @@ class LoaderFlow:
         self.points.append(Point(now))
 
 
-class Flow:
+class RunCounts:
     """The counts that ranks and fetchers have sent about all loaders of a run.
 
     Args:
@@ -192,7 +192,7 @@ class Flow:
 
     def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
         self._keep_points = keep_points
-        self.loaders: dict[str, LoaderFlow] = {}
+        self.loaders: dict[str, LoaderCounts] = {}
         self.fetchers: dict[int, FetcherStarted] = {}
         self.fetchers_ended: set[int] = set()
         self.rank_hosts: dict[str, int] = {}
@@ -228,8 +228,8 @@ class Flow:
                 for loader in self.loaders.values():
                     loader.restart(now)
 
-    def _loader(self, name: str) -> LoaderFlow:
-        made = LoaderFlow(name, deque(maxlen=self._keep_points))
+    def _loader(self, name: str) -> LoaderCounts:
+        made = LoaderCounts(name, deque(maxlen=self._keep_points))
         return self.loaders.setdefault(name, made)
 
 
@@ -321,7 +321,7 @@ class LoaderUse:
         return 1.0 / max(1e-6, 1.0 - self.later)
 
 
-def advice(flow: Flow) -> str:
+def advice(flow: RunCounts) -> str:
     """Return advice on the loader that ranks waited for longest; "" if none is needed."""
     waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
@@ -460,7 +460,7 @@ def _times(faster: float) -> str:
     return f"{faster:.1f}x" if faster < 10 else f"{faster:.0f}x"
 
 
-def loader_use(flow: Flow, loader: LoaderFlow) -> LoaderUse:
+def loader_use(flow: RunCounts, loader: LoaderCounts) -> LoaderUse:
     """Compute the use of one loader from the counts that ranks and fetchers have sent.
 
     Args:
@@ -499,7 +499,7 @@ def loader_use(flow: Flow, loader: LoaderFlow) -> LoaderUse:
     )
 
 
-def _cores_of(flow: Flow, host: str) -> int:
+def _cores_of(flow: RunCounts, host: str) -> int:
     cores = (fetcher.cores for fetcher in flow.fetchers.values() if fetcher.host == host)
     return max(cores, default=flow.rank_hosts.get(host, 0))
 
@@ -533,7 +533,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
         For each loader, a list with one pair per interval: the middle of the interval, in seconds
         since the run's first event, and the increase of the ranks' counts in the interval.
     """
-    flow, began = Flow(keep_points=None), None
+    flow, began = RunCounts(keep_points=None), None
     for event in events:
         began = began or event.time
         flow.apply(event, event.time - began)

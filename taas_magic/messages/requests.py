@@ -22,8 +22,8 @@ class Request(Struct, Generic[_T]):
     """Base class of requests that one process sends to another. `Request[T]` has a response of `T`.
 
     The class name of a request is the name of its operation in Dask. `pool/gate.py` lists the
-    operations that each peer may send. To execute `Halt`, `GetStacks` or `GetFacts` for all hosts,
-    the pool's process sends the same request to each agent.
+    operations that each peer may send. To execute `Halt`, `GetStacks` or `GetHostFacts` for all
+    hosts, the pool's process sends the same request to each agent.
     """
 
     @classmethod
@@ -60,7 +60,7 @@ class RegisterKernel(Request[bool]):
 
 
 class StartResponse(Struct, kw_only=True):
-    """Response of the pool's process to `WaitForHosts`, `Launch` and `LaunchFetchers`.
+    """Response of the pool's process to `WaitForHosts`, `LaunchRanks` and `LaunchFetchers`.
 
     Attributes:
         hosts: Names of the hosts.
@@ -91,7 +91,7 @@ class WaitForHosts(Request[StartResponse]):
     has_run: bool = True
 
 
-class Relay(Request[None]):
+class ForwardEvents(Request[None]):
     """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
 
     A kernel sends this request if the fetchers run in another pool than the ranks.
@@ -278,7 +278,7 @@ class GetStacks(Request[RunStacks]):
     run_id: str
 
 
-class Facts(Struct, frozen=True):
+class HostFacts(Struct, frozen=True):
     """Facts about a host, as `probe.main` finds them in the Python that the pool uses there.
 
     Attributes:
@@ -335,7 +335,7 @@ class Facts(Struct, frozen=True):
     reached_at: str = ""
     sees_store: bool = False
 
-    def of(self, host: str, began: float) -> "Facts":
+    def of(self, host: str, began: float) -> "HostFacts":
         """Return the facts with `host` and `ahead_s` set.
 
         Call this method as soon as the facts arrive, because it compares the host's clock with the
@@ -353,7 +353,7 @@ class Facts(Struct, frozen=True):
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
-class GetFacts(Request[list[Facts]]):
+class GetHostFacts(Request[list[HostFacts]]):
     """A kernel requests facts about the hosts of a pool.
 
     The kernel sends this request to the pool's process, which sends it to the agents. The fields
@@ -371,7 +371,9 @@ class GetFacts(Request[list[Facts]]):
 
 
 class HostHello(Struct, kw_only=True):
-    """Description of a host that its agent sends to the pool's process; the response to `Greet`.
+    """Description of a host that its agent sends to the pool's process.
+
+    It is the response to `DescribeHost`.
 
     Attributes:
         host: Name of the host for the user.
@@ -387,7 +389,7 @@ class HostHello(Struct, kw_only=True):
     gpus: int
 
 
-class Greet(Request[HostHello]):
+class DescribeHost(Request[HostHello]):
     """The pool's process asks an agent to describe its host.
 
     The agent sends the response as soon as the host can start ranks.
@@ -478,7 +480,7 @@ class GetAgentKeys(Request[AgentKeys]):
     vehicle: str
 
 
-_FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[Facts])
+_FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[HostFacts])
 """Types of responses from which `read_answer` removes terminal control sequences.
 
 People read these responses. Other responses contain paths and contents of files, which must not

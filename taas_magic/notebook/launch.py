@@ -23,14 +23,14 @@ from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
 from taas_magic.config import Config, size_text, working_folder
 from taas_magic.data import service
 from taas_magic.display.head import RunState
-from taas_magic.display.view import NoView, View
+from taas_magic.display.view import SilentView, View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
 from taas_magic.host.spec import Origin, RunSpec, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import attach, between_cells, pools, runs, sessions
 from taas_magic.notebook.flags import check_ranks
-from taas_magic.notebook.run import Background, Interrupts, RunDriver, RunFetchers
+from taas_magic.notebook.run import BackgroundCall, Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.notebook.sessions import Session
 from taas_magic.plan import (
@@ -104,7 +104,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = plan_of_cell(flags, session, pool, config)
     assert plan.store is not None
     rule = plan.store
-    checking = Background(lambda show_lines: store.prepare(rule))  # may wait for the disk
+    checking = BackgroundCall(lambda show_lines: store.prepare(rule))  # may wait for the disk
     names = session.names if session is not None else None
     captured = capture_work(work, shell, config, known=names, send=flags.send)
     checking.outcome.result()
@@ -314,7 +314,7 @@ def carry_out(
         except (PoolError, KeyboardInterrupt):
             driver.discard()
             raise
-        view: View | NoView = NoView(driver.head)
+        view: View | SilentView = SilentView(driver.head)
         if is_shown:
             last_run, view = driver.run, View(driver.head)
         with driver.ending_on_error(view):

@@ -18,25 +18,25 @@ from taas_magic.host.spec import share_id
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Detach,
-    Facts,
-    GetFacts,
+    GetHostFacts,
     GetStacks,
     Halt,
+    HostFacts,
     HostStatus,
     PoolStatus,
     Request,
     RunStacks,
 )
-from taas_magic.notebook.run import Background, Interrupts
+from taas_magic.notebook.run import BackgroundCall, Interrupts
 from taas_magic.notebook.runs import Run
-from taas_magic.pool.client import Pool, PoolConnection, Wait, ask_pool
+from taas_magic.pool.client import Pool, PoolConnection, PoolWait, ask_pool
 from taas_magic.setup import facts
 from taas_magic.setup.facts import (
     ERROR,
     REMARK,
     WARNING,
-    Finding,
     HostCheck,
+    HostProblem,
     KernelVersions,
     RequiredPackage,
 )
@@ -79,7 +79,7 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
         PoolError: The pool could not get the hosts.
         KeyboardInterrupt: The user interrupted the wait. The pool later releases its unused hosts.
     """
-    wait = Wait(pool)
+    wait = PoolWait(pool)
     if ready := interrupts.wait_for(lambda: pool.connection_with(hosts)):
         return ready
     for versions in pool.folder.of_other_versions():
@@ -88,7 +88,7 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
         )
     print_line(f'waiting for pool "{pool.name}" to warm up …')
     try:
-        return Background(lambda show_lines: pool.open(hosts, show_lines, wait)).wait(
+        return BackgroundCall(lambda show_lines: pool.open(hosts, show_lines, wait)).wait(
             interrupts, print_line
         )
     except KeyboardInterrupt:
@@ -109,8 +109,8 @@ def warm(config: Config, name: str = "local") -> threading.Thread:
     reports the failure.
     """
     pool = named(name, config)
-    wait = Wait(pool)  # created before the thread starts, so that `down` can cancel it
-    return Background(lambda show_lines: pool.open(1, wait=wait, has_run=False)).thread
+    wait = PoolWait(pool)  # created before the thread starts, so that `down` can cancel it
+    return BackgroundCall(lambda show_lines: pool.open(1, wait=wait, has_run=False)).thread
 
 
 def stop(run: Run, config: Config) -> None:
@@ -297,13 +297,13 @@ def ask_hosts(
     for pool in asked:
         if pool.name not in known and up[pool.name]:
             # The engine of such a pool can reach only allocated hosts, so ask their agents.
-            question = GetFacts(packages=list(packages), modules=list(modules), mark=mark)
+            question = GetHostFacts(packages=list(packages), modules=list(modules), mark=mark)
             agents = _joined(pool.name, config).call(question)
             found += [facts.judged(pool, each, here, packages) for each in agents]
         elif pool.name not in known:
             todo = f"%taas warm {pool.name} requests one now"
             todo = f"Hosts are checked when a run requests them; {todo}"
-            none_up = Finding(REMARK, "no host is up", todo)
+            none_up = HostProblem(REMARK, "no host is up", todo)
             found.append(HostCheck(pool.name, "", None, (none_up,)))
     return found
 
@@ -379,7 +379,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
     )
 
 
-def _ours(seen: Facts, here: KernelVersions) -> str:
+def _ours(seen: HostFacts, here: KernelVersions) -> str:
     """Return where a host gets taas-magic from, as text for the table.
 
     The text is "in its cache" if the host keeps an earlier copy, and "sent on first use" if the

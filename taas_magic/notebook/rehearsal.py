@@ -18,7 +18,7 @@ from taas_magic.capture.work import Work
 from taas_magic.config import LOCAL, Config, PoolConfig, size_text
 from taas_magic.display.head import duration
 from taas_magic.errors import CaptureError, PoolError, StoreError, UsageError
-from taas_magic.journal.analysis import LoaderFlow
+from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import Event, Rehearsed, WrittenFile
 from taas_magic.notebook import launch, pools
 from taas_magic.plan import Flags, Plan, Prefill, split_name
@@ -43,7 +43,7 @@ _MIN_STEP_S = 1e-3
 
 
 @dataclass
-class Findings:
+class RehearsalFindings:
     """The results of a rehearsal, for its report.
 
     Attributes:
@@ -68,7 +68,7 @@ class Findings:
     captured: Sequence[CapturedVariable] = ()
     travels_bytes: int = 0
     loader_bytes: Mapping[str, int] = field(default_factory=dict)
-    flows: Mapping[str, LoaderFlow] = field(default_factory=dict)
+    flows: Mapping[str, LoaderCounts] = field(default_factory=dict)
     reports: dict[int, Rehearsed] = field(default_factory=dict)
     state: str = ""
     elapsed_s: float = 0.0
@@ -101,7 +101,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
         RunError: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted the rehearsal.
     """
-    found, refused = Findings(flags), list[str]()
+    found, refused = RehearsalFindings(flags), list[str]()
     captured = launch.capture_work(work, shell, config, problems=refused)
     if problem := launch.out_problem(flags, captured, shell):
         raise UsageError(problem)
@@ -125,7 +125,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
     return run
 
 
-def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
+def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
     """Plan the run on its pool, and ask the pool's hosts for the modules that the cell needs.
 
     Allocate no host. Add problems to `found.problems`.
@@ -148,7 +148,7 @@ def _examine_pool(found: Findings, captured: Payload, config: Config) -> None:
 
 
 def _ask_hosts(
-    asked: Sequence[PoolConfig], captured: Payload, config: Config, found: Findings
+    asked: Sequence[PoolConfig], captured: Payload, config: Config, found: RehearsalFindings
 ) -> list[HostCheck]:
     """Check the hosts of pools, and return a row for each host. Add errors to `found.problems`."""
     if not asked:
@@ -164,7 +164,7 @@ def _ask_hosts(
 
 
 def _run_here(
-    found: Findings, captured: Payload, shell: "InteractiveShell", config: Config
+    found: RehearsalFindings, captured: Payload, shell: "InteractiveShell", config: Config
 ) -> "Run":
     """Run the cell on the local pool, and record in `found` what its ranks report.
 
@@ -217,7 +217,7 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
     )
 
 
-def report(found: Findings) -> str:
+def report(found: RehearsalFindings) -> str:
     """Return the report of a rehearsal as text, with one labelled line for each finding.
 
     The lines name problems, hosts, sizes of what is sent, speeds of loaders, memory and files.
@@ -235,7 +235,7 @@ def report(found: Findings) -> str:
     return "\n".join([_title(found), *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
-def _title(found: Findings) -> str:
+def _title(found: RehearsalFindings) -> str:
     flags, ranks = found.flags, min(found.flags.gpus, MAX_RANKS)
     what = f"{flags.rehearse} batch{'es' * (flags.rehearse > 1)} a pass"
     what += f" on {ranks} CPU rank{'s' * (ranks > 1)} here"
@@ -247,7 +247,7 @@ def _title(found: Findings) -> str:
     return f"rehearsal ({what}): {did}; {planned}"
 
 
-def _problem_rows(found: Findings) -> list[tuple[str, str]]:
+def _problem_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     problems = found.all_problems
     rows = [("would fail", _one_line(problem)) for problem in problems[:_MAX_PROBLEMS]]
     if len(problems) > _MAX_PROBLEMS:
@@ -255,7 +255,7 @@ def _problem_rows(found: Findings) -> list[tuple[str, str]]:
     return rows
 
 
-def _host_rows(found: Findings) -> list[tuple[str, str]]:
+def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     rows = []
     fit = [row for row in found.host_rows if row.is_fit and row.host]
     if fit:
@@ -269,7 +269,7 @@ def _host_rows(found: Findings) -> list[tuple[str, str]]:
     return rows
 
 
-def _travels(found: Findings) -> str:
+def _travels(found: RehearsalFindings) -> str:
     """Return a line of text with the size of the payload and the names of its largest variables."""
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
@@ -283,7 +283,7 @@ def _travels(found: Findings) -> str:
     )
 
 
-def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
+def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about data: the size and speed of each registered loader.
 
     The last row names the loops that a rehearsal cannot end early: loops over unregistered
@@ -307,7 +307,7 @@ def _loader_rows(found: Findings) -> Iterable[tuple[str, str]]:
     yield "not cut short", f"{which}; the cell can read K from os.environ['{BATCHES_VARIABLE}']"
 
 
-def estimate(flow: LoaderFlow, ranks: int) -> str:
+def estimate(flow: LoaderCounts, ranks: int) -> str:
     """Return text with the measured speeds of a fetcher and a rank, and the estimated `--cpus`.
 
     Args:
@@ -337,7 +337,7 @@ def _rate(per_s: float) -> str:
     return f"{per_s:.3g}" if per_s < 1000 else f"{per_s:,.0f}"
 
 
-def _rank_rows(found: Findings) -> Iterable[tuple[str, str]]:
+def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about ranks: their memory, and the files that they wrote."""
     if not found.state:
         return

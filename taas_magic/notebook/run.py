@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from IPython.core.getipython import get_ipython
 
 from taas_magic.display.head import RunState
-from taas_magic.display.view import NoView, View
+from taas_magic.display.view import SilentView, View
 from taas_magic.errors import (
     PoolError,
     StoreError,
@@ -28,7 +28,7 @@ from taas_magic.errors import (
 from taas_magic.host.spec import RunSpec, share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
-from taas_magic.journal.analysis import Flow
+from taas_magic.journal.analysis import RunCounts
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Detach,
@@ -36,11 +36,11 @@ from taas_magic.messages import (
     Event,
     FetcherEnded,
     FetcherReport,
+    ForwardEvents,
     Halt,
     InputRequested,
     Note,
     Prefilling,
-    Relay,
     Request,
     Restart,
     RunEnded,
@@ -48,7 +48,7 @@ from taas_magic.messages import (
 from taas_magic.notebook import heads, keyboard
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import Plan
-from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, Wait
+from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, PoolWait
 
 LEAVE_S = 1.2
 """Seconds that the cell still waits for a background call after the user has interrupted the wait.
@@ -132,7 +132,7 @@ class Interrupts:
             Exception: The exception that the work raised.
             KeyboardInterrupt: The user ended the wait.
         """
-        background = Background(lambda show_lines: work())
+        background = BackgroundCall(lambda show_lines: work())
         return background.wait(
             self, max_interrupts=max_interrupts, meanwhile=meanwhile, leave_s=LEAVE_S
         )
@@ -143,7 +143,7 @@ class Interrupts:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
-class Background(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A function call in a separate thread. The call continues if the user stops the wait for it.
 
     Args:
@@ -245,9 +245,9 @@ class RunFetchers:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False
-        self._wait = Wait(pool)
+        self._wait = PoolWait(pool)
         self._connection: PoolConnection | None = None
-        self._beginning = Background(self._begin)
+        self._beginning = BackgroundCall(self._begin)
 
     def wait(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
         """Wait until the fetchers have been started; pass lines of progress to `show_line`.
@@ -375,7 +375,7 @@ class RunFetchers:
         # `pop_events` may remove the None that ends this loop, so `_closing` also ends the loop.
         while not self._closing and (event := self._events.get()) is not None:
             try:
-                connection.call(Relay(run_id, [event, *self.pop_events()]))
+                connection.call(ForwardEvents(run_id, [event, *self.pop_events()]))
             except PoolError:
                 return  # the run is lost; `RunDriver` reports it
 
@@ -391,7 +391,7 @@ class PrefillProgress:
         wanted: Amount to prepare, in batches or bytes.
     """
 
-    def __init__(self, plan: Plan, flow: Flow) -> None:
+    def __init__(self, plan: Plan, flow: RunCounts) -> None:
         assert plan.prefill is not None and plan.data is not None
         self._flow = flow
         self._unit, self._fetchers = plan.prefill.unit, len(plan.data.fetchers)
@@ -479,7 +479,7 @@ class RunDriver:
         self._events.put(event)
 
     def wait_for_prefill(
-        self, fetching: RunFetchers, view: View | NoView, interrupts: Interrupts
+        self, fetching: RunFetchers, view: View | SilentView, interrupts: Interrupts
     ) -> None:
         """Wait until fetchers have prepared what `--prefill` asks for, and show their progress.
 
@@ -504,7 +504,7 @@ class RunDriver:
                 raise PoolError(f"exceeded --timeout {limit_s:g} s: --prefill had {came}")
 
     @contextmanager
-    def ending_on_error(self, view: View | NoView) -> Iterator[None]:
+    def ending_on_error(self, view: View | SilentView) -> Iterator[None]:
         """If the block raises an error, record and show the end of the run, then raise the error.
 
         The block is the part of the run before the ranks start.
@@ -523,7 +523,7 @@ class RunDriver:
         connection: PoolConnection,
         spec: RunSpec,
         fetcher_events: list[Event],
-        view: View | NoView,
+        view: View | SilentView,
         interrupts: Interrupts,
     ) -> None:
         """Start the ranks in the pool. Until they have started, show the run's events.
@@ -561,7 +561,7 @@ class RunDriver:
     def follow(
         self,
         connection: PoolConnection,
-        view: View | NoView,
+        view: View | SilentView,
         interrupts: Interrupts,
         detaches: bool = False,
     ) -> None:
@@ -638,7 +638,7 @@ class RunDriver:
         return (self.path / "cell.py").read_text(encoding="utf-8")
 
     def _answer_next_input(
-        self, connection: PoolConnection, view: View | NoView | None, interrupts: Interrupts
+        self, connection: PoolConnection, view: View | SilentView | None, interrupts: Interrupts
     ) -> None:
         """Ask the user for the line that a rank waits for, and send the line to the rank.
 
@@ -668,7 +668,7 @@ class RunDriver:
         self._inputs.record_answer(request.rank, time.monotonic())
         self._send(connection, answer, "taas-answer")
 
-    def _wait(self, view: View | NoView, until: float = float("inf")) -> Iterable[Event]:
+    def _wait(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for an event, and return all queued events; [] if none has arrived.
 
         The wait ends at the monotonic time `until`, when output of the view is due, or after
@@ -682,7 +682,7 @@ class RunDriver:
             return []
         return [*([] if first is None else [first]), *drain(self._events)]
 
-    def _show(self, view: View | NoView, events: Iterable[Event]) -> None:
+    def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
         """Record events in this object, and show them in the view.
 
         Some events change the state of this object: requests for input, restarts, detaching, and
@@ -740,7 +740,7 @@ class RunDriver:
 
         threading.Thread(target=send, name=thread, daemon=True).start()
 
-    def _check(self, connection: PoolConnection, view: View | NoView) -> None:
+    def _check(self, connection: PoolConnection, view: View | SilentView) -> None:
         """Mark the run as lost if the pool's process has ended or is silent for `SILENT_LOST_S`.
 
         After a silence of `SILENT_NOTE_S`, show a note once.

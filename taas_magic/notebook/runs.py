@@ -22,7 +22,7 @@ from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results as returned
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics, timeline
-from taas_magic.journal.analysis import Flow, advice, draw
+from taas_magic.journal.analysis import RunCounts, advice, draw
 from taas_magic.journal.folder import (
     ENDED_STATES,
     PlanHead,
@@ -380,8 +380,8 @@ class Run:
             )
         return self._received
 
-    def _flow(self) -> Flow:
-        flow = Flow()
+    def _flow(self) -> RunCounts:
+        flow = RunCounts()
         for seen in self._folder.read_events():
             flow.apply(seen, seen.time)
         return flow

@@ -29,9 +29,9 @@ from taas_magic.messages import (
     Detach,
     Detached,
     Event,
+    ForwardEvents,
     Note,
     RanksKilled,
-    Relay,
     Request,
     RunEnded,
     from_json,
@@ -382,7 +382,7 @@ class Session:
             return
         events = [event for each in fetchers for event in each.release()]
         if not self.has_ended:
-            _call_if_alive(self.connection, Relay(self.run_id, events))
+            _call_if_alive(self.connection, ForwardEvents(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
         # Rank 0 comes last, so that its report on a name replaces the reports of other ranks.

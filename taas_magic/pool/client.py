@@ -47,7 +47,7 @@ from taas_magic.shared_files import is_free
 if TYPE_CHECKING:
     from distributed import Client
 
-    from taas_magic.host.spec import Launch, LaunchFetchers, RunSpec
+    from taas_magic.host.spec import LaunchFetchers, LaunchRanks, RunSpec
 
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ class ConnectionEnded(RunLost):
     """
 
 
-class Wait:
+class PoolWait:
     """One wait of this kernel for a pool's process and its hosts.
 
     A wait is over when it is cancelled (`cancel`) or when this kernel ends the pool
@@ -277,7 +277,7 @@ class PoolConnection:
         return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
-        self, wait: Wait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
+        self, wait: PoolWait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
     ) -> StartResponse:
         """Ask the process for `hosts` hosts, and wait until they can start ranks.
 
@@ -321,9 +321,9 @@ class PoolConnection:
             PoolError: The hosts are not available.
             StoreError: Another run writes to the project store.
         """
-        from taas_magic.host.spec import Launch
+        from taas_magic.host.spec import LaunchRanks
 
-        return self._launch(Launch(self.id, run, fetcher_events), run.plan.run_id, on_event)
+        return self._launch(LaunchRanks(self.id, run, fetcher_events), run.plan.run_id, on_event)
 
     def launch_fetchers(self, run: "RunSpec", on_event: Callable[[Event], None]) -> list[str]:
         """Start a run's fetchers, and pass their events to `on_event`.
@@ -336,7 +336,7 @@ class PoolConnection:
 
     def _launch(
         self,
-        request: "Launch | LaunchFetchers",
+        request: "LaunchRanks | LaunchFetchers",
         run_id: str,
         on_event: Callable[[Event], None],
     ) -> list[str]:
@@ -592,7 +592,7 @@ class Pool:
         self,
         hosts: int = 1,
         on_wait: Callable[[list[str]], None] = lambda lines: None,
-        wait: Wait | None = None,
+        wait: PoolWait | None = None,
         has_run: bool = True,
     ) -> PoolConnection:
         """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
@@ -611,7 +611,7 @@ class Pool:
             ConnectionEnded: The pool's process ended while it was getting the hosts.
             PoolError: The process could not be started, or hosts are not available.
         """
-        wait = wait or Wait(self)
+        wait = wait or PoolWait(self)
         connection = self.connect(on_wait, wait)
         answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
         if answer.is_ending:  # another kernel ended the process before this request
@@ -625,7 +625,7 @@ class Pool:
     def connect(
         self,
         on_wait: Callable[[list[str]], None] = lambda lines: None,
-        wait: Wait | None = None,
+        wait: PoolWait | None = None,
     ) -> PoolConnection:
         """Connect to the pool's process; start one if none is running. Request no host.
 
@@ -639,7 +639,7 @@ class Pool:
             PoolError: The process could not be started. The message ends with the last lines of
                 its log.
         """
-        wait = wait or Wait(self)
+        wait = wait or PoolWait(self)
         with self._joining:
             found = self._ready_connection() or self._join(wait, on_wait, starts=True)
             assert found is not None
@@ -653,7 +653,7 @@ class Pool:
             PoolError: The process has other versions than this kernel, or does not respond.
         """
         with self._joining:
-            return self._ready_connection() or self._join(Wait(self), lambda lines: None)
+            return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
         """Return the connection if the process sends beats.
@@ -671,7 +671,7 @@ class Pool:
         return None
 
     def _join(
-        self, wait: Wait, on_wait: Callable[[list[str]], None], starts: bool = False
+        self, wait: PoolWait, on_wait: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
         """Connect to the pool's process. The caller holds `_joining`.
 
@@ -704,7 +704,7 @@ class Pool:
         raise self._error("did not start: each of its processes ended or did not answer")
 
     def _connect_to(
-        self, process: PoolProcess, wait: Wait, on_wait: Callable[[list[str]], None]
+        self, process: PoolProcess, wait: PoolWait, on_wait: Callable[[list[str]], None]
     ) -> PoolConnection | None:
         """Connect to a process and ask it to accept this kernel.
 
@@ -747,7 +747,7 @@ class Pool:
             raise self._error(f"did not start: its process {process.pid} {process.state_text()}")
         return None
 
-    def _find(self, wait: Wait, starts: bool) -> PoolProcess | None:
+    def _find(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
         """Return the pool's running process, or start one.
 
         Returns:
@@ -817,7 +817,7 @@ class Pool:
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
             try:
-                found = self._ready_connection() or self._join(Wait(self), lambda lines: None)
+                found = self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
                 if found is not None:
                     found.end_process()
             except PoolError:

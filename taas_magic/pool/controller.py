@@ -1,9 +1,9 @@
 """The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
 The controller is a Dask scheduler plugin in the pool's own process and runs on the process's event
-loop. Kernels send requests such as `Launch` and `Halt` as calls of the Dask scheduler, which calls
-the controller. Agents send events to the controller. Dask calls the controller when a client or a
-host is gone.
+loop. Kernels send requests such as `LaunchRanks` and `Halt` as calls of the Dask scheduler, which
+calls the controller. Agents send events to the controller. Dask calls the controller when a client
+or a host is gone.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from taas_magic.errors import PoolError, ProtocolError, StoreError
 from taas_magic.host.spec import (
     EVENT,
     POOL_BEAT,
-    Launch,
     LaunchFetchers,
+    LaunchRanks,
     RunSpec,
     share_id,
     topic,
@@ -38,16 +38,16 @@ from taas_magic.messages import (
     Detached,
     EndPool,
     Event,
-    Facts,
-    GetFacts,
+    ForwardEvents,
+    GetHostFacts,
     GetStacks,
     GetStatus,
     Halt,
+    HostFacts,
     HostStatus,
     Note,
     PoolStatus,
     RegisterKernel,
-    Relay,
     RunEnded,
     RunStacks,
     SessionState,
@@ -294,9 +294,9 @@ class Controller(SchedulerPlugin):
             {
                 RegisterKernel: self._kernels.register,
                 WaitForHosts: self._kernels.wait_for_hosts,
-                Launch: self.launch,
+                LaunchRanks: self.launch,
                 LaunchFetchers: self.launch_fetchers,
-                Relay: self.relay,
+                ForwardEvents: self.relay,
                 Detach: self.detach,
                 TakeSession: self.take_session,
                 TakeFetchers: self.take_fetchers,
@@ -305,7 +305,7 @@ class Controller(SchedulerPlugin):
                 AnswerInput: self.answer_input,
                 GetStatus: self.status,
                 GetStacks: self.stacks,
-                GetFacts: self.facts,
+                GetHostFacts: self.facts,
                 EndPool: self.end_pool,
             }
         )
@@ -319,7 +319,7 @@ class Controller(SchedulerPlugin):
         """Event that is set when the pool must end."""
         return self._kernels.over
 
-    async def launch(self, request: Launch) -> StartResponse:
+    async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
         First wait for interrupted runs, lock the project store if the run may write to it, and open
@@ -615,7 +615,7 @@ class Controller(SchedulerPlugin):
             await share.relay(fetcher_events)
         return await share.start()
 
-    async def relay(self, request: Relay) -> None:
+    async def relay(self, request: ForwardEvents) -> None:
         """Pass events of a run's fetchers to the run. The fetchers may be on another pool."""
         run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
@@ -668,7 +668,7 @@ class Controller(SchedulerPlugin):
             raise ProtocolError(f"run {request.run_id} has ended, or is not in this pool")
         return await run.answer(host.address, request)
 
-    async def facts(self, request: GetFacts) -> list[Facts]:
+    async def facts(self, request: GetHostFacts) -> list[HostFacts]:
         """Ask all hosts for facts such as versions and installed modules; return the facts."""
         return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
 

@@ -20,11 +20,11 @@ from taas_magic.host.files import PROFILE, RESULT
 from taas_magic.host.spec import RunSpec
 from taas_magic.store.manifest import (
     Entry,
+    FilePiece,
     FileRequest,
     FileRoot,
     ListFiles,
     Manifest,
-    Piece,
     ReadFiles,
     WriteFiles,
 )
@@ -176,7 +176,7 @@ class FileServer:
             self._write_piece(host_rank, piece)
         return {}
 
-    def _write_piece(self, host_rank: int, piece: Piece) -> None:
+    def _write_piece(self, host_rank: int, piece: FilePiece) -> None:
         """Write a piece of a file to a temporary file; after the last piece, rename this file."""
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -22,9 +22,9 @@ from taas_magic.errors import PoolError
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, BEAT_ACK, CALL, POOL_BEAT
 from taas_magic.leases import LOST_AFTER_S
 from taas_magic.messages import (
-    Facts,
-    GetFacts,
-    Greet,
+    DescribeHost,
+    GetHostFacts,
+    HostFacts,
     Request,
     StartingHost,
     from_json,
@@ -91,7 +91,7 @@ The host may first have to transfer files; for this, the agent allows `CLEAN_UP_
 """
 
 NAMED_AFTER_S = 1.5
-"""Seconds without a response to `Greet` after which a message to the user names the host."""
+"""Seconds without a response to `DescribeHost` after which a message to the user names the host."""
 
 FAILED_STARTS = 3
 """Number of failed starts of hosts after which a wait for hosts fails.
@@ -217,7 +217,7 @@ class PoolHosts(SchedulerPlugin):
                 return taken
 
     async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
-        """Wait until a host responds to `Greet` or is gone.
+        """Wait until a host responds to `DescribeHost` or is gone.
 
         After `NAMED_AFTER_S`, this method passes a message to `on_wait`. A host that responds with
         an error, or not within `CALL_S`, is dropped.
@@ -240,7 +240,7 @@ class PoolHosts(SchedulerPlugin):
 
         late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, report_wait)
         try:
-            await self.call(host.address, Greet())
+            await self.call(host.address, DescribeHost())
         except PoolError as error:
             await self.drop(host.address, str(error))
         finally:
@@ -388,14 +388,14 @@ class PoolHosts(SchedulerPlugin):
         self._on_lost(host, f"{why}; {detail}" if detail else why)
 
     async def _greet(self, host: PoolHost) -> None:
-        """Send `Greet` to a new host, and mark the host as ready when the host responds.
+        """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
         The response has the host's name, address and GPUs. A host that responds with an error is
         dropped. Imports may be slow, so the wait has no time limit. The wait ends at the latest
         when the host is gone: `watch` drops a host that sends no beats, and a host whose imports
         are stuck ends itself.
         """
-        greeting = Greet(has_run=self._runs_waiting > 0)
+        greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:
             hello = await self.call(host.address, greeting)
         except PoolError as error:
@@ -509,24 +509,24 @@ async def require_fit(
     ]
     if not new:
         return
-    facts = await ask_all(pool_hosts, new, GetFacts(modules=list(modules), names=False))
+    facts = await ask_all(pool_hosts, new, GetHostFacts(modules=list(modules), names=False))
     refuse(facts, this_kernel())
     for host in new:
         host.known_modules = (host.known_modules or set()).union(modules)
 
 
 async def ask_all(
-    pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetFacts
-) -> list[Facts]:
+    pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetHostFacts
+) -> list[HostFacts]:
     """Send `request` to all hosts at the same time; return the facts of each host.
 
     Raises:
         PoolError: A host is gone or did not respond.
     """
 
-    async def ask(host: PoolHost) -> Facts:
+    async def ask(host: PoolHost) -> HostFacts:
         begin = time.time()
         facts = await pool_hosts.call(host.address, request)
-        return (facts or [Facts()])[0].of(host.name, begin)
+        return (facts or [HostFacts()])[0].of(host.name, begin)
 
     return list(await asyncio.gather(*map(ask, hosts)))

@@ -32,7 +32,7 @@ from packaging.version import InvalidVersion, Version
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError, TaasError
-from taas_magic.messages import Facts, from_json
+from taas_magic.messages import HostFacts, from_json
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -60,7 +60,7 @@ MAX_AT_ONCE = 64
 _TAIL_LINES = 5
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """The result of a command: exit code, standard output, standard error."""
 
     code: int
@@ -79,7 +79,7 @@ class Shell(Protocol):
 
     host: str
 
-    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         """Run a command in the user's shell on the host; `data` is its standard input."""
 
     def put(self, data: bytes, path: str) -> None:
@@ -183,7 +183,7 @@ def this_kernel() -> KernelVersions:
 
 def of_this_machine(
     host: str, packages: Iterable[str] = (), mark: str = "", modules: Iterable[str] = ()
-) -> Facts:
+) -> HostFacts:
     """Return the facts of this machine and this Python.
 
     Args:
@@ -193,7 +193,7 @@ def of_this_machine(
             store; "" skips this check.
         modules: Top-level modules to check; those that are missing are reported.
     """
-    facts = msgspec.convert(probe.main(tuple(packages), tuple(modules), mark), Facts)
+    facts = msgspec.convert(probe.main(tuple(packages), tuple(modules), mark), HostFacts)
     return structs.replace(facts, host=host)
 
 
@@ -203,7 +203,7 @@ def ask_host(
     packages: Iterable[str] = (),
     modules: Iterable[str] = (),
     mark: str = "",
-) -> Facts:
+) -> HostFacts:
     """Return the facts of a host. The host needs only a Python.
 
     Args:
@@ -220,7 +220,7 @@ def ask_host(
     arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
     output = call_probe(shell, python, probe.main.__name__, arguments, PROBE_TIMEOUT_S)
-    return from_json(output, Facts).of(shell.host, begin)
+    return from_json(output, HostFacts).of(shell.host, begin)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class RequiredPackage:
             return False
 
 
-def lacking(needs: Mapping[str, RequiredPackage], facts: Facts) -> tuple[RequiredPackage, ...]:
+def lacking(needs: Mapping[str, RequiredPackage], facts: HostFacts) -> tuple[RequiredPackage, ...]:
     """Return the packages that a host does not have in an allowed version."""
     return tuple(
         each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
@@ -265,7 +265,7 @@ ERROR, WARNING, REMARK = "error", "warning", "remark"
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostProblem:
     """One problem of a host.
 
     Attributes:
@@ -285,12 +285,12 @@ class Finding:
 
 
 def judge(
-    facts: Facts,
+    facts: HostFacts,
     here: KernelVersions,
     gpus: int | None = None,
     interface: str | None = None,
     packages: Mapping[str, RequiredPackage] = MappingProxyType({}),
-) -> list[Finding]:
+) -> list[HostProblem]:
     """Return all findings about a host, errors first.
 
     Args:
@@ -311,7 +311,7 @@ def judge(
     return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
 
 
-def refuse(all_facts: Iterable[Facts], here: KernelVersions) -> None:
+def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
     """Raise an error if one of the hosts cannot execute a run.
 
     Raises:
@@ -327,9 +327,9 @@ def refuse(all_facts: Iterable[Facts], here: KernelVersions) -> None:
         raise PoolError("\n".join(lines))
 
 
-def _other_python(facts: Facts, here: KernelVersions) -> Finding:
+def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
     """Return the finding about a host whose Python has another minor version than this kernel's."""
-    return Finding(
+    return HostProblem(
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
         "this kernel",
@@ -338,55 +338,57 @@ def _other_python(facts: Facts, here: KernelVersions) -> Finding:
     )
 
 
-def _python(facts: Facts, here: KernelVersions) -> Iterator[Finding]:
+def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
     """Yield findings about the operating system, Python, torch, and missing modules."""
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
-        yield Finding(ERROR, what, "Hosts need CPython on Linux")
+        yield HostProblem(ERROR, what, "Hosts need CPython on Linux")
     pip = f"There: {facts.executable} -m pip install"
     install = f"{pip} 'torch=={minor(here.torch)}.*'"
     if not facts.torch:
-        yield Finding(ERROR, f"no torch for {facts.executable}", install)
+        yield HostProblem(ERROR, f"no torch for {facts.executable}", install)
     elif minor(facts.torch) != minor(here.torch):
         what = f"torch {facts.torch} there, {here.torch} in this kernel"
-        yield Finding(ERROR, what, f"{install}, or install torch {minor(facts.torch)} here")
+        yield HostProblem(ERROR, what, f"{install}, or install torch {minor(facts.torch)} here")
     if facts.missing:
         plural = "s" if len(facts.missing) > 1 else ""
         names = ", ".join(facts.missing)
-        yield Finding(
+        yield HostProblem(
             ERROR,
             f"module{plural} {names} that the cell imports: not installed there",
             f"{pip} {' '.join(facts.missing)} (packages may have other names than their modules)",
         )
 
 
-def _disk(facts: Facts) -> Iterator[Finding]:
+def _disk(facts: HostFacts) -> Iterator[HostProblem]:
     """Yield the finding about a cache folder that is full, nearly full or not writable."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
-        yield Finding(ERROR, f"{facts.cache} cannot be written: {facts.cache_error}", move)
+        yield HostProblem(ERROR, f"{facts.cache} cannot be written: {facts.cache_error}", move)
     elif facts.free_bytes < FULL_BYTES:
-        yield Finding(ERROR, free, move)
+        yield HostProblem(ERROR, free, move)
     elif facts.free_bytes < LOW_BYTES:
-        yield Finding(WARNING, f"only {free}", move)
+        yield HostProblem(WARNING, f"only {free}", move)
 
 
-def _network(facts: Facts, interface: str | None) -> Iterator[Finding]:
+def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
     """Yield findings about the network interface and the host's own name."""
     if interface is not None and interface not in facts.interfaces:
         names = ", ".join(facts.interfaces) or "none"
         what = f"no interface {interface!r} with an address there; it has {names}"
-        yield Finding(ERROR, what, 'Change interface = "…" in the pool\'s table, or leave it out')
+        yield HostProblem(
+            ERROR, what, 'Change interface = "…" in the pool\'s table, or leave it out'
+        )
     own = facts.own_addresses
     if not own or all(address.startswith(("127.", "::1")) for address in own):
         what = f"its own name {facts.hostname} resolves to {own[0] if own else 'nothing'} there"
-        yield Finding(REMARK, f"{what}; nothing to do: taas-magic gives ranks their interface")
+        yield HostProblem(REMARK, f"{what}; nothing to do: taas-magic gives ranks their interface")
 
 
 def _warnings(
-    facts: Facts, promised: int | None, packages: Mapping[str, RequiredPackage]
-) -> Iterator[Finding]:
+    facts: HostFacts, promised: int | None, packages: Mapping[str, RequiredPackage]
+) -> Iterator[HostProblem]:
     """Yield findings about GPUs, the clock and package versions, which do not prevent a run.
 
     Args:
@@ -396,14 +398,16 @@ def _warnings(
     """
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
-        yield Finding(WARNING, what, "Ranks without one run on the CPU: correct the number")
+        yield HostProblem(WARNING, what, "Ranks without one run on the CPU: correct the number")
     if facts.gpus and facts.torch and not facts.cuda:
         what = f"torch {facts.torch} there was built without CUDA: its {facts.gpus} GPUs stay idle"
-        yield Finding(WARNING, what, "Install torch's CUDA build there")
+        yield HostProblem(WARNING, what, "Install torch's CUDA build there")
     if abs(facts.ahead_s) > CLOCK_S:
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
-        yield Finding(WARNING, what, "Runs work, but times of files are wrong: set it, or use NTP")
+        yield HostProblem(
+            WARNING, what, "Runs work, but times of files are wrong: set it, or use NTP"
+        )
     other = [  # packages of the host that this machine's versions will replace on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
         for each in lacking(packages, facts)
@@ -411,7 +415,9 @@ def _warnings(
     ]
     if other:
         what = f"its packages have other versions than taas-magic needs: {', '.join(other)}"
-        yield Finding(WARNING, what, "Ranks use this machine's; to avoid it, install these there")
+        yield HostProblem(
+            WARNING, what, "Ranks use this machine's; to avoid it, install these there"
+        )
 
 
 @dataclass(frozen=True)
@@ -427,8 +433,8 @@ class HostCheck:
 
     pool: str
     host: str
-    facts: Facts | None
-    findings: tuple[Finding, ...]
+    facts: HostFacts | None
+    findings: tuple[HostProblem, ...]
 
     @property
     def is_fit(self) -> bool:
@@ -477,7 +483,7 @@ def check(
                     facts = ask_host(shell, pool.python, packages, modules, mark)
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
-            return HostCheck(pool.name, host, None, (Finding(ERROR, what),))
+            return HostCheck(pool.name, host, None, (HostProblem(ERROR, what),))
         return judged(pool, facts, here, packages)
 
     stop = threading.Event()
@@ -496,7 +502,10 @@ def check(
 
 
 def judged(
-    pool: PoolConfig, facts: Facts, here: KernelVersions, packages: Mapping[str, RequiredPackage]
+    pool: PoolConfig,
+    facts: HostFacts,
+    here: KernelVersions,
+    packages: Mapping[str, RequiredPackage],
 ) -> HostCheck:
     """Check the facts of a host, as `judge` does, by the settings of the host's pool."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)

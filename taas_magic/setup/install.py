@@ -30,7 +30,7 @@ from packaging.version import Version
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts, from_json
+from taas_magic.messages import HostFacts, from_json
 from taas_magic.setup.facts import (
     KernelVersions,
     RequiredPackage,
@@ -73,7 +73,7 @@ _bundles: dict[str, bytes] = {}
 Files = dict[str, bytes]
 
 
-class Installed(NamedTuple):
+class InstalledPackage(NamedTuple):
     """The version and the requirements of a package that is installed in this environment."""
 
     version: str
@@ -81,17 +81,17 @@ class Installed(NamedTuple):
 
 
 @cache
-def installed(name: str) -> Installed | None:
+def installed(name: str) -> InstalledPackage | None:
     """Return version and requirements of a package of this environment; None if not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return Installed(found.version, tuple(found.requires or ()))
+    return InstalledPackage(found.version, tuple(found.requires or ()))
 
 
 def packages_needed(
-    find: Callable[[str], Installed | None] = installed,
+    find: Callable[[str], InstalledPackage | None] = installed,
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs, with their dependencies, by canonical name.
 
@@ -125,7 +125,7 @@ def packages_needed(
     return {name: _wanted(name, found[name], find(name)) for name in sorted(found)}
 
 
-def _wanted(name: str, allowed: SpecifierSet, here: Installed | None) -> RequiredPackage:
+def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> RequiredPackage:
     version = here.version if here else ""
     if name in AS_HERE and version:
         allowed = SpecifierSet(f"=={version}")
@@ -170,7 +170,7 @@ class PackageFolder:
     bundle: Callable[[], bytes]
 
 
-def needed_package_folders(facts: Facts, here: KernelVersions) -> list[PackageFolder]:
+def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[PackageFolder]:
     """Return the package folders that a host needs on PYTHONPATH.
 
     There is a folder for dependencies that the host lacks, and a folder for taas-magic if the host
@@ -233,7 +233,7 @@ def our_bundle() -> bytes:
     return zipped({f"taas_magic/{path}": content for path, content in files} | programs)
 
 
-def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
+def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:
@@ -253,7 +253,7 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: Facts) -> bytes:
     return zipped({**files, **downloaded(elsewhere, facts)} if elsewhere else files)
 
 
-def why_unlike(facts: Facts) -> str:
+def why_unlike(facts: HostFacts) -> str:
     """Return the reason why packages of this machine may not work on a host; "" if there is none.
 
     The packages should work if the host has the same kind of processor, and the same C library or a
@@ -268,7 +268,7 @@ def why_unlike(facts: Facts) -> str:
     return f"its C library is {there}, but this machine's is {here}"
 
 
-def _not_sent(facts: Facts, pins: Sequence[str], why: str) -> PoolError:
+def _not_sent(facts: HostFacts, pins: Sequence[str], why: str) -> PoolError:
     return PoolError(
         f"host {facts.host}: it lacks packages, and its own pip did not install them. {why}\n"
         f"Install them there: {facts.executable} -m pip install {shlex.join(pins)}"
@@ -309,7 +309,7 @@ def installed_files(name: str) -> Files | None:
         return None
 
 
-def downloaded(pins: Sequence[str], facts: Facts) -> Files:
+def downloaded(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
     The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The

@@ -88,7 +88,7 @@ class ConnectStopped(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class SshTarget:
     """Address of a host, and the settings by which ssh would connect to it.
 
     Attributes:
@@ -118,7 +118,7 @@ class Target:
     identity_files: tuple[str, ...] = ()
     identities_only: bool = False
     known_hosts: tuple[str, ...] = ()
-    jump: "Target | None" = None
+    jump: "SshTarget | None" = None
     proxy_command: str | None = None
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     adds_new_keys: bool = False
@@ -155,8 +155,8 @@ def find_target(
     stop: threading.Event,
     jumps: str = "",
     through: tuple[str, ...] = (),
-) -> Target:
-    """Return the `Target` of a host, as `ssh` would connect to it.
+) -> SshTarget:
+    """Return the `SshTarget` of a host, as `ssh` would connect to it.
 
     Blocks. `ssh -G` gives the settings of the host and of each jump host. If no `ssh` is installed,
     the user and the port in `host` count, and all other settings are OpenSSH's defaults.
@@ -205,7 +205,7 @@ def find_target(
         for line in settings.get(keyword, ())
         for path in line.split()
     ]
-    return Target(
+    return SshTarget(
         label=host,
         hostname=hostname,
         port=port,
@@ -378,7 +378,7 @@ class KnownHosts(MissingHostKeyPolicy):
     policy.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: SshTarget) -> None:
         self._target = target
         self._portless = target.known_as if target.is_alias else target.hostname
         self._known: list[tuple[str, PKey]] = []
@@ -500,7 +500,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", "."))
 
 
-def _how_to_accept(target: Target, key: PKey, *commands: str) -> str:
+def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
     """Return text for the user: how to verify a host's key, and the commands that accept it.
 
     Args:
@@ -532,7 +532,7 @@ class UserKeys(AuthStrategy):
     The keys of the ssh agent come first, then those in files.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: SshTarget) -> None:
         super().__init__(ssh_config=SSHConfig())
         self._target = target
 
@@ -633,7 +633,7 @@ def _public_blob(path: str) -> bytes:
     return b""
 
 
-def refusal(target: Target, failure: AuthFailure) -> str:
+def refusal(target: SshTarget, failure: AuthFailure) -> str:
     """Return the error message for a refused login: user, host, each key tried, and a remedy."""
     tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
     if not tried:

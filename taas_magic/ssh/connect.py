@@ -26,12 +26,12 @@ from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
 from taas_magic.host.system import LOOPBACK
-from taas_magic.setup.facts import Done, python_word
+from taas_magic.setup.facts import CommandResult, python_word
 from taas_magic.ssh.config import (
     CONNECT_TIMEOUT_S,
     ConnectStopped,
     KnownHosts,
-    Target,
+    SshTarget,
     UserKeys,
     refusal,
 )
@@ -92,7 +92,7 @@ class Connection:
             the tunnel leads (`open_tunnel`).
     """
 
-    def __init__(self, target: Target, client: SSHClient, undo: ExitStack) -> None:
+    def __init__(self, target: SshTarget, client: SSHClient, undo: ExitStack) -> None:
         transport = client.get_transport()
         assert transport is not None
         self.target, self.transport, self.host = target, transport, target.label
@@ -117,7 +117,7 @@ class Connection:
             raise self.lost(f"{command.split()[0]} was not started", error) from error
         return channel
 
-    def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> Done:
+    def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> CommandResult:
         """Run a command in the host's shell, and wait until it ends.
 
         Args:
@@ -140,7 +140,7 @@ class Connection:
             except _ENDED as error:
                 raise self.lost(f"{shlex.split(command)[0]} gave no answer", error) from error
             reader.join(timeout_s)
-            return Done(channel.recv_exit_status(), stdout, b"".join(errors))
+            return CommandResult(channel.recv_exit_status(), stdout, b"".join(errors))
 
     def put(self, data: bytes, path: str) -> None:
         """Write a small file to the host atomically, accessible to the user only.
@@ -184,7 +184,7 @@ def _write_all(channel: Channel, data: bytes) -> None:
 
 
 def connect(
-    target: Target,
+    target: SshTarget,
     stop: threading.Event,
     timeout_s: float | None = None,
     silence_s: float = SILENCE_S,
@@ -231,7 +231,7 @@ def connect(
 class _Deadline:
     """Deadline of one connection attempt. The caller's `stop` event ends the attempt earlier."""
 
-    def __init__(self, target: Target, timeout_s: float, stop: threading.Event) -> None:
+    def __init__(self, target: SshTarget, timeout_s: float, stop: threading.Event) -> None:
         self.target, self.timeout_s, self.stop = target, timeout_s, stop
         self._until = time.monotonic() + timeout_s
 
@@ -319,7 +319,7 @@ def _close(client: SSHClient) -> None:
 
 
 def _open_stream(
-    target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack
+    target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd, as the settings of the target require.
 
@@ -378,7 +378,9 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
         program.wait()
 
 
-def _dial(target: Target, deadline: _Deadline, silence_s: float, undo: ExitStack) -> socket.socket:
+def _dial(
+    target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
+) -> socket.socket:
     """Open a TCP connection to the host, and try all of its addresses in turn.
 
     Each address gets an equal part of the remaining time, so that one silent address does not use

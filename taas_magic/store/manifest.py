@@ -557,7 +557,7 @@ Part = tuple[str, int, int]
 """Part of a file: path, offset in bytes, number of bytes."""
 
 
-class Piece(Struct, frozen=True, array_like=True):
+class FilePiece(Struct, frozen=True, array_like=True):
     """The next bytes of a file that is being sent, or a new folder.
 
     Attributes:
@@ -666,7 +666,7 @@ class WriteFiles(FileRequest[dict[str, str]]):
             folder comes after its contents. A folder that is not empty stays.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
     def check_size(self) -> None:

@@ -31,9 +31,9 @@ from taas_magic.store.manifest import (
     FOLDER,
     MAX_PARTS,
     Entry,
+    FilePiece,
     Ignore,
     MessageSizer,
-    Piece,
     SendRequest,
     WriteFiles,
     ignore_of,
@@ -218,7 +218,7 @@ class _ChangeSender:
         self._sizer = MessageSizer()
         self._unsent = WriteFiles()
         self._statuses: dict[str, os.stat_result] = {}
-        self.large: dict[str, Iterator[Piece]] = {}
+        self.large: dict[str, Iterator[FilePiece]] = {}
 
     def send_changes(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`, except the content of large files.
@@ -263,7 +263,7 @@ class _ChangeSender:
         while self.large:
             self.send_large()
 
-    def _pieces(self, path: str) -> Iterator[Piece]:
+    def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
         If the file is being written or changes meanwhile, the iterator ends early. When the writer
@@ -289,7 +289,7 @@ class _ChangeSender:
                     return
                 sha256.update(data)
                 entry = Entry.of(TreeEntry(path, before), sha256.hexdigest() if is_last else "")
-                yield Piece(entry, offset, data)
+                yield FilePiece(entry, offset, data)
                 offset += len(data)
 
     def _queue_change(self, path: str) -> None:
@@ -315,7 +315,7 @@ class _ChangeSender:
         if not tree_entry.is_folder:
             self._queue_file(path, status)
         elif not was_folder:
-            self._unsent.pieces.append(Piece(Entry.of(tree_entry, FOLDER), 0, b""))
+            self._unsent.pieces.append(FilePiece(Entry.of(tree_entry, FOLDER), 0, b""))
 
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store."""

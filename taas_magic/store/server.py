@@ -16,6 +16,7 @@ from taas_magic.errors import ProtocolError
 from taas_magic.store.manifest import (
     ChangeList,
     Entry,
+    FilePiece,
     FileRequest,
     Hashes,
     ListChanges,
@@ -23,7 +24,6 @@ from taas_magic.store.manifest import (
     MakeToken,
     Manifest,
     PathFileCheck,
-    Piece,
     ReadFiles,
     WriteFiles,
     ignore_of,
@@ -338,7 +338,7 @@ class StoreServer:
                 self._tree.make_folder(folder)
                 self._made.record_folder(folder)
 
-    def _write_pieces(self, host_rank: int, pieces: Sequence[Piece]) -> dict[str, str]:
+    def _write_pieces(self, host_rank: int, pieces: Sequence[FilePiece]) -> dict[str, str]:
         """Write pieces of files, and move all files that are now complete to their paths.
 
         All complete files are forced to the disk at the same time, because this takes hardly longer
@@ -363,7 +363,7 @@ class StoreServer:
         return answers
 
     def _write(
-        self, host_rank: int, path: str, piece: Piece, whole: list[tuple[Entry, IncomingFile]]
+        self, host_rank: int, path: str, piece: FilePiece, whole: list[tuple[Entry, IncomingFile]]
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 

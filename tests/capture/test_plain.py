@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from taas_magic.capture import plain
-from taas_magic.capture.plain import Node, NotPlainError, PlainWriter, read_plain
+from taas_magic.capture.plain import NotPlainError, PlainNode, PlainWriter, read_plain
 from taas_magic.messages import to_bytes
 
 
@@ -169,37 +169,37 @@ def test_what_is_nested_too_deep_is_neither_written_nor_read() -> None:
         value = (value,)
     with pytest.raises(NotPlainError):
         there_and_back(value)
-    nodes = [Node("tuple"), *(Node("tuple", [(number,)]) for number in range(100_000))]
+    nodes = [PlainNode("tuple"), *(PlainNode("tuple", [(number,)]) for number in range(100_000))]
     with pytest.raises(ValueError, match="deep"):
-        read_plain(to_bytes([*nodes, Node("root", [(len(nodes) - 1,)])]), [])
+        read_plain(to_bytes([*nodes, PlainNode("root", [(len(nodes) - 1,)])]), [])
     while value:  # Python would destroy the nested tuples recursively
         [value] = value
 
 
-STORAGE = Node("storage", data=bytes(8))
+STORAGE = PlainNode("storage", data=bytes(8))
 FORGED = [
     [],
-    [Node("os.system", ["true"])],
-    [Node("root", [(0,)])],
-    [Node("root", [(-1,)])],
-    [Node("tuple", [(1,)]), Node("tuple", [(0,)]), Node("root", [(0,)])],
-    [Node("list", [(7,)]), Node("root", [(0,)])],
-    [Node("list", [(-1,)]), Node("root", [(0,)])],
-    [Node("bytes", buffer=3), Node("root", [(0,)])],
-    [Node("numpy.dtype", ["O"]), Node("root", [(0,)])],
-    [Node("ndarray", ["O", "C", 1], bytes(8)), Node("root", [(0,)])],
-    [Node("ndarray", ["i4,O", "C", 1], bytes(16)), Node("root", [(0,)])],
-    [Node("ndarray", ["<f8", "C", 100], bytes(8)), Node("root", [(0,)])],
-    [Node("torch.dtype", ["load"]), Node("root", [(0,)])],
-    [Node("torch.dtype", ["__builtins__"]), Node("root", [(0,)])],
-    [Node("defaultdict", ["eval"]), Node("root", [(0,)])],
-    [Node("Fraction", ["1e999999999"]), Node("root", [(0,)])],
-    [Node("Tensor", ["text", "float32", False, 0, 1, 1]), Node("root", [(0,)])],
-    [Node("dict", [1]), Node("root", [(0,)])],
-    [Node("set", [(0,)]), Node("root", [(0,)])],
-    [Node("complex", ["x", 1.0]), Node("root", [(0,)])],
+    [PlainNode("os.system", ["true"])],
+    [PlainNode("root", [(0,)])],
+    [PlainNode("root", [(-1,)])],
+    [PlainNode("tuple", [(1,)]), PlainNode("tuple", [(0,)]), PlainNode("root", [(0,)])],
+    [PlainNode("list", [(7,)]), PlainNode("root", [(0,)])],
+    [PlainNode("list", [(-1,)]), PlainNode("root", [(0,)])],
+    [PlainNode("bytes", buffer=3), PlainNode("root", [(0,)])],
+    [PlainNode("numpy.dtype", ["O"]), PlainNode("root", [(0,)])],
+    [PlainNode("ndarray", ["O", "C", 1], bytes(8)), PlainNode("root", [(0,)])],
+    [PlainNode("ndarray", ["i4,O", "C", 1], bytes(16)), PlainNode("root", [(0,)])],
+    [PlainNode("ndarray", ["<f8", "C", 100], bytes(8)), PlainNode("root", [(0,)])],
+    [PlainNode("torch.dtype", ["load"]), PlainNode("root", [(0,)])],
+    [PlainNode("torch.dtype", ["__builtins__"]), PlainNode("root", [(0,)])],
+    [PlainNode("defaultdict", ["eval"]), PlainNode("root", [(0,)])],
+    [PlainNode("Fraction", ["1e999999999"]), PlainNode("root", [(0,)])],
+    [PlainNode("Tensor", ["text", "float32", False, 0, 1, 1]), PlainNode("root", [(0,)])],
+    [PlainNode("dict", [1]), PlainNode("root", [(0,)])],
+    [PlainNode("set", [(0,)]), PlainNode("root", [(0,)])],
+    [PlainNode("complex", ["x", 1.0]), PlainNode("root", [(0,)])],
     *(
-        [STORAGE, Node("Tensor", [(0,), "float32", False, *form]), Node("root", [(1,)])]
+        [STORAGE, PlainNode("Tensor", [(0,), "float32", False, *form]), PlainNode("root", [(1,)])]
         for form in (
             [0, 3, 1], [-1, 1, 1], [0, 2, -1], [2**62, 1, 1], [0, 2**62, 2**62], [0, -1, 1],
         )
@@ -208,7 +208,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize("nodes", FORGED, ids=lambda it: it[0].kind if it else "nothing")
-def test_a_forged_table_is_refused(nodes: list[Node]) -> None:
+def test_a_forged_table_is_refused(nodes: list[PlainNode]) -> None:
     with pytest.raises(ValueError):
         read_plain(to_bytes(nodes), [])
 

@@ -9,7 +9,7 @@ import pytest
 from taas_magic.data import service
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import rank
-from taas_magic.host.link import Link
+from taas_magic.host.link import AgentLink
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
 from tests.data import ledger
 
@@ -63,7 +63,7 @@ class Handed(RankFeed):
         return {"train": RankCounts(batches=self.batches)}
 
 
-class Busy(Link):
+class Busy(AgentLink):
     """A link on which the first report of the heartbeat's thread takes long.
 
     This report lasts until the main thread has sent a report, but at most 0.2 s.

@@ -5,7 +5,7 @@ from msgspec import structs
 
 from taas_magic.config import PoolConfig
 from taas_magic.host.host_run import workers_fill
-from taas_magic.journal.analysis import Flow
+from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event
 from taas_magic.notebook.run import PrefillProgress
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan, place_fetchers
@@ -32,7 +32,7 @@ def filling(
     names = tuple(f"loader{number}" for number in range(loaders))
     plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
     data, _ = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
-    flow = Flow()
+    flow = RunCounts()
     for seen in events:
         flow.apply(seen, 0.0)
     return PrefillProgress(structs.replace(plan, data=data), flow)

@@ -13,8 +13,8 @@ from taas_magic.farms.messages import JobUpdate, NodeUpdate
 from taas_magic.messages import (
     Display,
     Event,
-    Facts,
     GetStacks,
+    HostFacts,
     PoolStatus,
     RunStacks,
     StartResponse,
@@ -34,7 +34,7 @@ SHOWN = [
     RunStacks,
     PoolStatus,
     StartResponse,
-    Facts,
+    HostFacts,
     NodeUpdate,
     JobUpdate,
 ]

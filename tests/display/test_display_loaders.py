@@ -1,7 +1,7 @@
 """Tests of the lines about loaders in a run's status header."""
 
 from taas_magic.display.head import filling, loader_lines
-from taas_magic.journal.analysis import Flow
+from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event
 from tests.events import event
 
@@ -9,8 +9,8 @@ COUNTS = {"batches": 600, "units": 600, "bytes": 6e7, "waited_s": 3.0, "span_s":
 STATS = {"ready": 12, "ready_bytes": 1.2e6, "budget_bytes": 1e9}
 
 
-def flow_of(*events: Event) -> Flow:
-    flow = Flow()
+def flow_of(*events: Event) -> RunCounts:
+    flow = RunCounts()
     for number, seen in enumerate(events):
         flow.apply(seen, 10.0 + number)
     return flow
@@ -24,7 +24,7 @@ def fetched(**stats: float) -> Event:
     return event("fetched", number=0, loaders={"train": STATS | stats})
 
 
-def facts(flow: Flow, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
+def facts(flow: RunCounts, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
     ((name, found),) = loader_lines(flow, units, has_ended)
     assert name == "train"
     return dict(found)
@@ -71,7 +71,7 @@ def test_many_loaders_are_bounded() -> None:
 
 
 def test_a_run_without_loaders_shows_none() -> None:
-    assert loader_lines(Flow(), None, True) == []
+    assert loader_lines(RunCounts(), None, True) == []
 
 
 def test_filling_until_the_ranks_start() -> None:

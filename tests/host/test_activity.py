@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 from taas_magic.host import activity
-from taas_magic.host.activity import IdleTimer, Usage, last_active, wait_for_start
+from taas_magic.host.activity import IdleTimer, ResourceUsage, last_active, wait_for_start
 
 
-def idle_s(*samples: Usage) -> float:
+def idle_s(*samples: ResourceUsage) -> float:
     """Return the idle time at the last sample, in seconds."""
     active = None
     for sample in samples:
@@ -19,7 +19,7 @@ def idle_s(*samples: Usage) -> float:
     return samples[-1].at_s - active.at_s
 
 
-AT_FIRST = Usage(0.0, 1.0, 10, frozenset({7}))
+AT_FIRST = ResourceUsage(0.0, 1.0, 10, frozenset({7}))
 
 
 @pytest.mark.parametrize(

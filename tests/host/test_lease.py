@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from taas_magic.host.agent_worker import EXPIRED, Lease
+from taas_magic.host.agent_worker import EXPIRED, HostLease
 from taas_magic.leases import BEATS_PER_LEASE
 
 WITHIN_S = 100.0
@@ -16,7 +16,7 @@ class Expiring:
 
     def __init__(self, lease_s: float) -> None:
         self.expired = threading.Event()
-        self.lease = Lease(lease_s, self.expired.set)
+        self.lease = HostLease(lease_s, self.expired.set)
         self.began = time.monotonic()
         self.lease.start()
 
@@ -60,7 +60,7 @@ def test_an_answer_that_is_overtaken_does_not_shorten_it() -> None:
 
 
 def test_beats_are_several_to_a_lease() -> None:
-    assert Lease(8.0, lambda: None).beat_s == 8.0 / BEATS_PER_LEASE
+    assert HostLease(8.0, lambda: None).beat_s == 8.0 / BEATS_PER_LEASE
 
 
 def test_a_process_whose_event_loop_hangs_ends() -> None:

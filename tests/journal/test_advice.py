@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from taas_magic.journal.analysis import Flow, LoaderUse, advice, advise
+from taas_magic.journal.analysis import LoaderUse, RunCounts, advice, advise
 from tests.events import event
 
 STORAGE = LoaderUse("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
@@ -115,7 +115,7 @@ def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int
     assert 1.0 < faster <= round(1 / (1 - waited), 1)
 
 
-def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> Flow:
+def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> RunCounts:
     """Return the counts of a run of 10 s with one fetcher, whose worker was always busy."""
     rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
     worker = {
@@ -125,7 +125,7 @@ def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -
         "up_s": 10.0,
         "workers": 1,
     }
-    flow = Flow()
+    flow = RunCounts()
     for seen in (
         event("fetcher", host, number=0, cores=4, workers={"train": 1}),
         event("fetched", host, number=0, loaders={"train": worker}),
@@ -140,7 +140,7 @@ def test_the_sums_of_a_run_decide() -> None:
     assert "takes CPU time" in advice(run_of(waited_s=6.0, cpu_s=9.5))
     assert "first batch" in advice(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))
     assert advice(run_of(waited_s=0.5, cpu_s=0.5)) == ""
-    assert advice(Flow()) == ""
+    assert advice(RunCounts()) == ""
     assert advice(run_of(waited_s=0.6, cpu_s=0.5, span_s=0.7)) == "", "too short to say"
 
 
@@ -149,7 +149,7 @@ def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
     """This holds on one host, with and without fetchers, unless storage is the limit."""
     flow = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
     flow.fetchers[0].cores = cores
-    alone = Flow()
+    alone = RunCounts()
     counts = {"batches": 9.0, "span_s": 10.0, "waited_s": 9.9, "workers": 1.0}
     alone.apply(event("data", rank=0, cores=cores, loaders={"train": counts}), 100.0)
     for said in (advice(flow), advice(alone)):

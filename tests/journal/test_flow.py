@@ -1,6 +1,6 @@
-"""`Flow`: sums of the counts that ranks and fetchers report about loaders."""
+"""`RunCounts`: sums of the counts that ranks and fetchers report about loaders."""
 
-from taas_magic.journal.analysis import Flow
+from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event
 from tests.events import event
 
@@ -15,9 +15,9 @@ def fetched(number: int, **stats: float) -> Event:
     return event("fetched", "cpu1", number=number, loaders={"train": stats})
 
 
-def flow_of(*events: Event) -> Flow:
-    """Return a `Flow` that has received the events, one each second from 10 s on."""
-    flow = Flow()
+def flow_of(*events: Event) -> RunCounts:
+    """Return a `RunCounts` that has received the events, one each second from 10 s on."""
+    flow = RunCounts()
     for number, seen in enumerate(events):
         flow.apply(seen, 10.0 + number)
     return flow

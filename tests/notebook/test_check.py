@@ -4,14 +4,14 @@ import re
 
 from msgspec import structs
 
-from taas_magic.messages import Facts
+from taas_magic.messages import HostFacts
 from taas_magic.notebook.pools import report
-from taas_magic.setup.facts import ERROR, WARNING, Finding, HostCheck
+from taas_magic.setup.facts import ERROR, WARNING, HostCheck, HostProblem
 from taas_magic.setup.install import needed_package_folders
 from tests.setup.test_setup_judge import FIT, KERNEL
 
 
-def row(facts: Facts | None, *findings: Finding, host: str = "gpu1") -> HostCheck:
+def row(facts: HostFacts | None, *findings: HostProblem, host: str = "gpu1") -> HostCheck:
     return HostCheck("g2.8", host, facts, findings)
 
 
@@ -40,7 +40,7 @@ def test_where_our_packages_are_is_said() -> None:
 
 
 def test_findings_stand_below_their_host_with_what_to_do() -> None:
-    found = [Finding(ERROR, "no torch", "pip install torch"), Finding(WARNING, "slow")]
+    found = [HostProblem(ERROR, "no torch", "pip install torch"), HostProblem(WARNING, "slow")]
     lines = report([row(FIT, *found), row(FIT, host="gpu2")], KERNEL, {}).splitlines()
     assert [line.split()[:2] for line in lines] == [
         ["pool", "host"],
@@ -55,15 +55,15 @@ def test_findings_stand_below_their_host_with_what_to_do() -> None:
 
 
 def test_hosts_that_said_little_or_nothing_have_a_row() -> None:
-    silent = row(None, Finding(ERROR, "no route"))
+    silent = row(None, HostProblem(ERROR, "no route"))
     assert cells(silent)["python"] == "?" and "no route" in report([silent], KERNEL, {})
-    assert cells(row(Facts("gpu1", "2.7.18")))["python"] == "2.7.18"
+    assert cells(row(HostFacts("gpu1", "2.7.18")))["python"] == "2.7.18"
     assert cells(row(None, host=""))["host"] == "none is up"
 
 
 def test_what_a_host_says_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     facts = structs.replace(FIT, torch=evil)
-    found = row(facts, Finding(ERROR, evil, evil), host=evil)
+    found = row(facts, HostProblem(ERROR, evil, evil), host=evil)
     shown = report([found], KERNEL, {})._repr_html_()
     assert "<script" not in shown and shown.count("&lt;script&gt;") == 5

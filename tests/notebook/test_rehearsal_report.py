@@ -5,21 +5,21 @@ from collections import deque
 import pytest
 
 from taas_magic.capture.payload import CapturedVariable
-from taas_magic.journal.analysis import LoaderFlow
+from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import FetcherCounts, RankCounts, Rehearsed, WrittenFile
-from taas_magic.notebook.rehearsal import Findings, estimate, flags_here, report
+from taas_magic.notebook.rehearsal import RehearsalFindings, estimate, flags_here, report
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan
-from taas_magic.setup.facts import ERROR, REMARK, WARNING, Finding, HostCheck
+from taas_magic.setup.facts import ERROR, REMARK, WARNING, HostCheck, HostProblem
 
 FLAGS = Flags(gpus=8, pool="gpu", rehearse=3)
 
 
 def flow(
     prepared: int = 12, fetch_s: float = 2.0, batches: int = 6, busy_s: float = 3.0
-) -> LoaderFlow:
+) -> LoaderCounts:
     """Return the counts of a loader with two workers, used by one rank."""
     counts = RankCounts(batches=batches, span_s=busy_s + 1.0, waited_s=1.0)
-    return LoaderFlow(
+    return LoaderCounts(
         "train",
         deque(),
         ranks={0: counts},
@@ -38,20 +38,22 @@ def flow(
         (flow(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
     ],
 )
-def test_the_estimate_of_cpus(counts: LoaderFlow, ranks: int, wanted: str) -> None:
+def test_the_estimate_of_cpus(counts: LoaderCounts, ranks: int, wanted: str) -> None:
     assert estimate(counts, ranks).endswith(wanted)
 
 
 def test_a_whole_report() -> None:
-    other = Finding(ERROR, "module nosuch that the cell imports: not installed there", "Install it")
-    found = Findings(
+    other = HostProblem(
+        ERROR, "module nosuch that the cell imports: not installed there", "Install it"
+    )
+    found = RehearsalFindings(
         FLAGS,
         plan=make_plan(FLAGS, HostCapacity(gpus=4, cores=8), "run", max_hosts=4),
         problems=["first line\n    second line"],
         host_rows=[
             *(HostCheck("gpu", f"gpu{n}", None, (other,)) for n in range(5)),
-            HostCheck("gpu", "gpu9", None, (Finding(WARNING, "slow"),)),
-            HostCheck("queue", "", None, (Finding(REMARK, "no host is up"),)),
+            HostCheck("gpu", "gpu9", None, (HostProblem(WARNING, "slow"),)),
+            HostCheck("queue", "", None, (HostProblem(REMARK, "no host is up"),)),
         ],
         captured=[CapturedVariable(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,
@@ -92,7 +94,7 @@ def test_a_whole_report() -> None:
 
 
 def test_many_problems_are_counted() -> None:
-    text = report(Findings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
+    text = report(RehearsalFindings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
     assert "not run; rehearsed for" in text and text.count("would fail") == 6
     assert "4 more reasons" in text and "memory" not in text
 
@@ -103,7 +105,7 @@ def test_the_files_are_those_at_the_end() -> None:
         1: Rehearsed(rank=1, peak_bytes=1, written=[new, old], outside=[old]),
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
-    text = report(Findings(FLAGS, reports=reports, state="SUCCEEDED"))
+    text = report(RehearsalFindings(FLAGS, reports=reports, state="SUCCEEDED"))
     assert "would write    new.pt (1 byte); nothing" in text
     assert "outside        old.pt (1 byte), new.pt (1 byte): not in" in text
 

@@ -19,7 +19,7 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import status_of
 from taas_magic.notebook import pools
 from taas_magic.notebook.run import Interrupts, RunDriver
-from taas_magic.pool.client import ConnectionEnded, Pool, Wait
+from taas_magic.pool.client import ConnectionEnded, Pool, PoolWait
 from taas_magic.pool.process import PoolFolder
 from tests.conftest import carriers
 from tests.events import event, new_state
@@ -167,7 +167,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
 
 def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
     """Here the thread that waits reaches the pool only after `down` has begun."""
-    wait = Wait(own_pool)
+    wait = PoolWait(own_pool)
     with ThreadPoolExecutor() as threads:
         with own_pool._joining:
             opening = threads.submit(own_pool.open, wait=wait)
@@ -195,7 +195,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
     tmp_path: Path, no_leftovers: str
 ) -> None:
     pool = Pool(PoolConfig("local"), tmp_path)
-    wait, before = Wait(pool), psutil.Process().children()
+    wait, before = PoolWait(pool), psutil.Process().children()
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(pool.open, wait=wait)
         eventually(lambda: pool.folder.has_children())

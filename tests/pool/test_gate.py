@@ -20,24 +20,24 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import Engine
 from taas_magic.engines.keys import Keys, Peer, PeerRole
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.spec import Launch, LaunchFetchers, Origin, RunSpec, StartShare
+from taas_magic.host.spec import LaunchFetchers, LaunchRanks, Origin, RunSpec, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     AllowRestarts,
     AnswerInput,
+    DescribeHost,
     Detach,
     EndPool,
     EndRun,
+    ForwardEvents,
     GetAgentKeys,
-    GetFacts,
+    GetHostFacts,
     GetStacks,
     GetStatus,
-    Greet,
     Halt,
     HostHello,
     PauseClocks,
     RegisterKernel,
-    Relay,
     Request,
     SetFetcherAddress,
     TakeFetchers,
@@ -55,11 +55,11 @@ from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.runs import PoolRun
 from taas_magic.store.manifest import (
     Entry,
+    FilePiece,
     FileRoot,
     ListChanges,
     ListFiles,
     MakeToken,
-    Piece,
     ReadFiles,
     WriteFiles,
 )
@@ -191,10 +191,26 @@ def test_who_may_ask_what_and_who_answers(
 ) -> None:
     """Check who may send each request. A new request class must be added to one of these sets."""
     by_hosts: Kinds = {ListFiles, ReadFiles, WriteFiles, ListChanges, MakeToken}
-    by_kernels: Kinds = {WaitForHosts, Launch, LaunchFetchers, Relay, Halt, GetStatus, GetStacks}
-    by_kernels |= {GetFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
+    by_kernels: Kinds = {
+        WaitForHosts,
+        LaunchRanks,
+        LaunchFetchers,
+        ForwardEvents,
+        Halt,
+        GetStatus,
+        GetStacks,
+    }
+    by_kernels |= {GetHostFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
     by_kernels |= {TakeSession, AllowRestarts}
-    of_hosts: Kinds = {Greet, GetFacts, StartShare, Halt, EndRun, SetFetcherAddress, GetStacks}
+    of_hosts: Kinds = {
+        DescribeHost,
+        GetHostFacts,
+        StartShare,
+        Halt,
+        EndRun,
+        SetFetcherAddress,
+        GetStacks,
+    }
     of_hosts |= {AnswerInput, PauseClocks}
     kinds = {it for it in leaf_subclasses(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
@@ -420,7 +436,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 await host.join()
             security = Security(**keys.kernel())
             async with Client(scheduler.address, security=security, asynchronous=True) as kernel:
-                await send_request(kernel.scheduler, Launch(kernel.id, spec))
+                await send_request(kernel.scheduler, LaunchRanks(kernel.id, spec))
                 _, bad = made
                 assert bad.told is not None
                 told = bad.told.spec.run.origin
@@ -433,7 +449,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 may_write |= dict.fromkeys(["logs/rank-0.log", "results/0-0-0"], False)
                 may_write |= dict.fromkeys(["results/1-1-0", "results/0-2-0"], False)
                 for name, may in may_write.items():
-                    piece = Piece(Entry(name, 1, ""), 0, b"x")
+                    piece = FilePiece(Entry(name, 1, ""), 0, b"x")
                     written = WriteFiles([piece], run_id="a-run", root=FileRoot.RUN)
                     assert (await bad.ask(written) == to_bytes({})) == may
                 answer = await bad.ask(ReadFiles([("a", "no number", 1)]))  # type: ignore[list-item]
@@ -499,7 +515,7 @@ class MadeUp:
                     await self.say(op="taas_answer", id=call["id"], answer=self._said(call))
 
     def _said(self, call: dict[str, Any]) -> bytes:
-        if call["name"] == Greet.op():
+        if call["name"] == DescribeHost.op():
             return to_bytes(HostHello(host=self.name, address="10.0.0.1", protection="", gpus=1))
         if call["name"] == StartShare.op():
             self.told = from_bytes(call["request"], StartShare)

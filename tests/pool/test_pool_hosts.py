@@ -15,14 +15,14 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import BEAT, Launch, LaunchFetchers, Origin, RunSpec, share_id
-from taas_magic.messages import FetcherEnded, GetStatus, Greet, Note, Request
+from taas_magic.host.spec import BEAT, LaunchFetchers, LaunchRanks, Origin, RunSpec, share_id
+from taas_magic.messages import DescribeHost, FetcherEnded, GetStatus, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.pool.runs import RunClock
-from taas_magic.store.manifest import Entry, FileRoot, Piece, WriteFiles
+from taas_magic.store.manifest import Entry, FilePiece, FileRoot, WriteFiles
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
@@ -52,7 +52,7 @@ def named(name: str) -> Request[None]:
 
 def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
-        said = await controller.pool_hosts.call(member.address, Greet())
+        said = await controller.pool_hosts.call(member.address, DescribeHost())
         assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
             await controller.pool_hosts.call(member.address, named("taas_Nonesuch"))
@@ -69,9 +69,9 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
     plan = make_plan(Flags(gpus=1, units=10**30), HostCapacity(gpus=1, cores=1), "a-run")
     origin = Origin("/caf\udce9", {"A": "\udcff"}, (), changed={"B": None})
     said = [Note(text="ü"), FetcherEnded(number=1)]
-    request = Launch("kernel", RunSpec(plan, "/", origin), said)
-    assert messages.from_bytes(messages.to_bytes(request), Launch) == request
-    piece = Piece(Entry("results/0-0-0", 256, ""), 0, bytes(range(256)))
+    request = LaunchRanks("kernel", RunSpec(plan, "/", origin), said)
+    assert messages.from_bytes(messages.to_bytes(request), LaunchRanks) == request
+    piece = FilePiece(Entry("results/0-0-0", 256, ""), 0, bytes(range(256)))
     written = WriteFiles([piece], root=FileRoot.RUN)
     assert messages.from_bytes(messages.to_bytes(written), WriteFiles) == written
     for packed in (
@@ -134,7 +134,7 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
         with pytest.raises(PoolError, match=f"{member.name} is gone"):
             await waiting
         with pytest.raises(PoolError, match="is gone"):
-            await controller.pool_hosts.call(member.address, Greet())
+            await controller.pool_hosts.call(member.address, DescribeHost())
 
     with_host(play)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Done
+from taas_magic.setup.facts import CommandResult
 
 
 @dataclass
@@ -29,7 +29,7 @@ class SubShell:
     puts: list[str] = field(default_factory=list)
     sent_bytes: int | None = None
 
-    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         self.home.mkdir(exist_ok=True)
         try:
             done = subprocess.run(
@@ -43,7 +43,7 @@ class SubShell:
             )
         except subprocess.TimeoutExpired:
             raise PoolError(f"host {self.host}: no answer after {timeout_s} s") from None
-        return Done(done.returncode, done.stdout, done.stderr)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
     def put(self, data: bytes, path: str) -> None:
         self.puts.append(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts, from_json
+from taas_magic.messages import HostFacts, from_json
 from taas_magic.setup.facts import ask_host, minor, of_this_machine, python_word, this_kernel
 from tests.rig.subshell import SubShell
 
@@ -110,5 +110,5 @@ def test_the_hosts_own_shell_expands_its_home(shell: SubShell) -> None:
 
 def test_facts_of_a_newer_probe_are_read() -> None:
     said = b'{"python": "3.11.1", "no_such": 1, "gpu_names": ["a", "b"]}'
-    facts = from_json(said, Facts).of("h", 0.0)
+    facts = from_json(said, HostFacts).of("h", 0.0)
     assert facts.gpu_names == ("a", "b") and minor(facts.python) == "3.11"

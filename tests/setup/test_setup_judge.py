@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts
+from taas_magic.messages import HostFacts
 from taas_magic.setup.facts import (
     ERROR,
     REMARK,
@@ -19,7 +19,7 @@ from taas_magic.setup.facts import (
 )
 
 KERNEL = KernelVersions("3.11.7", "2.13.0+cpu", "ours")
-FIT = Facts(
+FIT = HostFacts(
     "gpu1",
     "3.11.2",
     "cpython",
@@ -75,7 +75,7 @@ def test_each_finding_says_what_and_what_to_do(
 
 
 def test_an_old_python_that_says_nothing_else_gives_one_finding() -> None:
-    (found,) = judge(Facts("gpu1", "2.7.18"), KERNEL, gpus=8)
+    (found,) = judge(HostFacts("gpu1", "2.7.18"), KERNEL, gpus=8)
     assert found.level == ERROR and "Python 2.7.18 there" in found.what
 
 

@@ -7,16 +7,18 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
-from taas_magic.messages import Facts
+from taas_magic.messages import HostFacts
 from taas_magic.setup.facts import RequiredPackage, lacking
-from taas_magic.setup.install import Installed, packages_needed
+from taas_magic.setup.install import InstalledPackage, packages_needed
 
 HERE = {
-    "taas-magic": Installed("1.0", ("distributed", "paramiko", "x; extra == 'bench'")),
-    "paramiko": Installed("1.0", ("of-paramiko-alone",)),
-    "distributed": Installed("2.0", ("dask==2.0", "Zict>=3", "torch>=1")),
-    "dask": Installed("2.0", ("zict<5", "only-mac; sys_platform == 'darwin'", "not-here>=1")),
-    "zict": Installed("4.0", ()),
+    "taas-magic": InstalledPackage("1.0", ("distributed", "paramiko", "x; extra == 'bench'")),
+    "paramiko": InstalledPackage("1.0", ("of-paramiko-alone",)),
+    "distributed": InstalledPackage("2.0", ("dask==2.0", "Zict>=3", "torch>=1")),
+    "dask": InstalledPackage(
+        "2.0", ("zict<5", "only-mac; sys_platform == 'darwin'", "not-here>=1")
+    ),
+    "zict": InstalledPackage("4.0", ()),
 }
 
 
@@ -46,7 +48,7 @@ def test_what_is_missing_or_of_a_wrong_version_is_lacking(
     there: dict[str, str], names: list[str]
 ) -> None:
     needs = packages_needed(HERE.get)
-    assert [each.name for each in lacking(needs, Facts("h", "3.11", versions=there))] == names
+    assert [each.name for each in lacking(needs, HostFacts("h", "3.11", versions=there))] == names
 
 
 def test_a_release_candidate_that_fits_will_do() -> None:
@@ -57,6 +59,6 @@ def test_a_release_candidate_that_fits_will_do() -> None:
 def test_this_environment_has_all_that_it_needs_itself() -> None:
     needs = packages_needed()
     versions = {name: importlib.metadata.version(name) for name in needs}
-    assert lacking(needs, Facts("h", "3.11", versions=versions)) == ()
+    assert lacking(needs, HostFacts("h", "3.11", versions=versions)) == ()
     assert {"distributed", "ipython", "psutil", "cloudpickle"} <= set(needs)
     assert not {"torch", "paramiko", "cryptography", "ipykernel", "jupyter-client"} & set(needs)

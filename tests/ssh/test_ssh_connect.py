@@ -14,7 +14,7 @@ import pytest
 from paramiko import Channel
 
 from taas_magic.errors import PoolError
-from taas_magic.ssh.config import ConnectStopped, Target, find_target
+from taas_magic.ssh.config import ConnectStopped, SshTarget, find_target
 from taas_magic.ssh.connect import (
     _TCP_RTO_MAX_MS,
     Connection,
@@ -48,22 +48,22 @@ def no_threads(hosts: Hosts) -> Iterator[None]:
         assert not thread.is_alive(), thread
 
 
-def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> Target:
+def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> SshTarget:
     """Return a host of the rig. The lines `first` come before the rig's configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
     return asked(hosts.name(number), config)
 
 
-def asked(host: str, config: Path) -> Target:
+def asked(host: str, config: Path) -> SshTarget:
     return find_target(host, str(config), threading.Event())
 
 
-def opened(where: Target) -> Connection:
+def opened(where: SshTarget) -> Connection:
     return connect(where, threading.Event(), timeout_s=WITHIN_S)
 
 
-def opened_at_once(where: Target, count: int) -> list[Connection]:
+def opened_at_once(where: SshTarget, count: int) -> list[Connection]:
     """Open `count` connections in as many threads at the same time. Return them, closed."""
     made: list[Connection] = []
     threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(count)]
@@ -76,13 +76,13 @@ def opened_at_once(where: Target, count: int) -> list[Connection]:
     return made
 
 
-def refusal(where: Target) -> str:
+def refusal(where: SshTarget) -> str:
     with pytest.raises(PoolError) as caught:
         opened(where)
     return str(caught.value)
 
 
-def lets_in(where: Target) -> None:
+def lets_in(where: SshTarget) -> None:
     """Log in and run a command. After that, sshd's log contains the login."""
     connection = opened(where)
     assert connection.run("true").code == 0
@@ -255,7 +255,7 @@ def make_key(path: Path, phrase: str = "") -> Path:
     return path
 
 
-def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> Target:
+def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> SshTarget:
     """Return a host of the rig with another IdentityFile."""
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
     (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
@@ -533,7 +533,7 @@ def test_a_host_that_forwards_no_ports_is_told_how_to(hosts: Hosts, tmp_path: Pa
 
 
 @contextlib.contextmanager
-def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[Target]:
+def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[SshTarget]:
     """Start another sshd on host 2, on another port, within the block. Yield the host.
 
     Its key is known for the host without that port, as ssh would look it up.

@@ -13,7 +13,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.ssh import SshEngine
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.ssh import config as settings
-from taas_magic.ssh.config import ConnectStopped, Target, find_target
+from taas_magic.ssh.config import ConnectStopped, SshTarget, find_target
 from tests.eventually import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh is installed")
@@ -46,12 +46,12 @@ Host *
 """
 
 
-def target(tmp_path: Path, host: str, text: str = CONFIG) -> Target:
+def target(tmp_path: Path, host: str, text: str = CONFIG) -> SshTarget:
     (tmp_path / "config").write_text(text)
     return find_target(host, str(tmp_path / "config"), threading.Event())
 
 
-def place(found: Target) -> str:
+def place(found: SshTarget) -> str:
     return f"{found.user}@{found.address}"
 
 

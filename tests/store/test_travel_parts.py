@@ -16,11 +16,11 @@ from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFi
 from taas_magic.store.manifest import (
     CHUNK_BYTES,
     Entry,
+    FilePiece,
     Hashes,
     Ignore,
     MakeToken,
     MessageSizer,
-    Piece,
     ReadFiles,
     WriteFiles,
     batches,
@@ -156,7 +156,7 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="too much at once"):
         wired(store_server)(ReadFiles([("a", 0, 1 << 30)]))
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(store_server)(WriteFiles([Piece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
+        wired(store_server)(WriteFiles([FilePiece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:
