@@ -314,10 +314,14 @@ class DynamicSchedule:
         Requests that an earlier call has yielded are left out.
         """
         world_size = self._part.world_size
+        until = until_step * world_size
+        if self._has_hints is False and self._part.units is not None:
+            # Each batch is one unit. The first step that exceeds the limit must be known.
+            until = min(until, self._place.position + self._part.units + world_size)
         for slot in self._place.first_slots if self._next == self._place.slot else ():
             if slot < self._place.slot:
                 yield SlotRequest(slot, is_own=False)
-        while not self._ended and self._guess(self._next) < until_step * world_size:
+        while not self._ended and self._guess(self._next) < until:
             slot = self._next
             if self._batches is not None and slot >= self._batches:
                 return

@@ -233,3 +233,13 @@ def test_a_rank_asks_for_nothing_after_the_ends_of_all_streams() -> None:
     for slot in (6, 9):
         schedule.record_units(slot, VOID)
     assert [ask.slot for ask in schedule.requests(50)] == list(range(10))
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_does_not_ask_for_batches_after_the_limit_of_units(rank: int) -> None:
+    part = RankPart(rank, 2, units=5)
+    schedule = DynamicSchedule(part, None, 1, EpochPosition(10, 10), has_hints=False)
+    assert [ask.slot for ask in schedule.requests(50)] == list(range(10, 17))
+    for slot in range(10, 17):
+        schedule.record_units(slot, UNHINTED)
+    assert [schedule.slot_at(step) for step in (5, 6, 7)] == [10 + rank, 12 + rank, NoSlot.END]
