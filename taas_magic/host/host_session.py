@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
 
+from msgspec import structs
+
 from taas_magic.errors import PoolError
 from taas_magic.host import link
 from taas_magic.host.files import HostFiles
 from taas_magic.host.host_run import Attempt, HostRun
 from taas_magic.host.spec import ShareSpec
 from taas_magic.host.system import end_all
-from taas_magic.host.watch import REPORT_S, RankState
-from taas_magic.messages import CellOrder, Note, RanksKilled
+from taas_magic.host.watch import REPORT_S, RankState, Verdict
+from taas_magic.messages import CellOrder, Failure, Note, RanksKilled
 
 CUT_AFTER_S = 1.0
 """Seconds after an interrupt until the agent requests that ranks cut their connections.
@@ -48,7 +50,28 @@ START_S = 60.0
 _LOOK_S = 0.02
 
 
-class SessionAttempt(Attempt):
+class _AttemptOfSession(Attempt):
+    """Base class of a session's attempts, which share the record of the ranks that they killed.
+
+    Attributes:
+        killed: Reasons why taas-magic killed ranks, by rank.
+    """
+
+    def __init__(self, *args: Any, killed: dict[int, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.killed = {} if killed is None else killed
+
+    def _report(self, verdict: Verdict) -> list[Failure]:
+        """Return the failures, with the true reason for the ranks that taas-magic has killed."""
+        return [
+            structs.replace(failure, advice=self.killed[failure.rank])
+            if failure.rank in self.killed
+            else failure
+            for failure in super()._report(verdict)
+        ]
+
+
+class SessionAttempt(_AttemptOfSession):
     """The ranks of a session on this host, from the session's start to its end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +95,7 @@ class SessionAttempt(Attempt):
                 link.send_cell_order(self.folder, rank, CellOrder(number=0))
 
 
-class CellAttempt(Attempt):
+class CellAttempt(_AttemptOfSession):
     """The execution of one cell on a session's ranks of this host.
 
     A rank has ended the cell when it is back at its prompt. The process of the rank continues.
@@ -83,7 +106,6 @@ class CellAttempt(Attempt):
         self._called_back_at: float | None = None
         self._cut_at = 0.0
         self._drained: set[int] = set()
-        self._killed: set[int] = set()
 
     def start(self, port: int) -> None:
         """Send the cell to the ranks.
@@ -172,7 +194,7 @@ class CellAttempt(Attempt):
             self._interrupt(self._called_back_at)
             connection.wait(self.sentinels, _LOOK_S)
             self._poll_ends()
-        if lost := [state for state in self._ranks_in_cell() if state.rank not in self._killed]:
+        if lost := [state for state in self._ranks_in_cell() if state.rank not in self.killed]:
             self._kill(lost)
 
     def _return_limit_s(self) -> float:
@@ -191,7 +213,8 @@ class CellAttempt(Attempt):
         """
         limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
-        self._killed.update(state.rank for state in lost)
+        why = f"taas-magic killed it: a cell did not end within {limit_s:.0f} s of the interrupt"
+        self.killed.update({state.rank: why for state in lost})
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
         text = (
@@ -258,7 +281,7 @@ class HostSession(HostRun):
         Also redirects all further output and messages of the ranks to the cell's run.
         """
         ours = self._attempt
-        assert ours is not None
+        assert isinstance(ours, SessionAttempt)
         ours.reader.follow(cell.local.folder, cell.emit, cell.handle_message)
         return CellAttempt(
             cell.local,
@@ -267,9 +290,10 @@ class HostSession(HostRun):
             folder=ours.folder,
             reader=ours.reader,
             processes=ours.processes,
+            killed=ours.killed,
         )
 
-    def _new_attempt(self) -> Attempt:
+    def _new_attempt(self) -> SessionAttempt:
         return SessionAttempt.begin(
             self.local, self.host_address, self.folder, self.emit, self._on_message
         )

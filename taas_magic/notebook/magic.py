@@ -30,7 +30,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from taas_magic.capture.modules import claim_taas, release_taas
 from taas_magic.config import LOCAL, Config, closest, load_config, size_text, working_folder
 from taas_magic.display.head import columns, duration
-from taas_magic.errors import PoolError, UsageError, interrupted
+from taas_magic.errors import PoolError, RunError, UsageError, interrupted
 from taas_magic.journal import folder as journal
 from taas_magic.notebook import between_cells, flags
 from taas_magic.notebook.flags import (
@@ -593,7 +593,8 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     for session in sessions.live():
         assert session.plan is not None
         hosts, rss, gpu = "?", "?", "?"
-        with contextlib.suppress(PoolError):  # a session that runs a cell cannot be asked
+        # A session that runs a cell, or whose ranks end at this moment, cannot be asked.
+        with contextlib.suppress(PoolError, RunError):
             asked = launch.call_on_ranks(session, memory, _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -346,6 +347,27 @@ def test_a_rank_that_does_not_come_back_ends_the_session(session: Frontend) -> N
     said = error(session, f"%%taas --session exp\n{cell}import threading\nthreading.Event().wait()")
     assert "ValueError" in said
     assert 'session "exp" has ended' in said and "Lost with its ranks" in said
+
+
+@pytest.mark.parametrize("next_cell", ["%taas sessions", "%%taas --session exp\npass"])
+def test_what_follows_a_cell_that_two_interrupts_did_not_end(
+    session: Frontend, next_cell: str
+) -> None:
+    cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+    cell += "print('ready', rank, flush=True)\nimport threading\nthreading.Event().wait()"
+    request = session.send(f"%%taas --session exp\n{cell}")
+    session.wait(lambda: len(re.findall("ready", session.text(request))) == 2)
+    while request not in session.replies:
+        session.manager.interrupt_kernel()
+        with suppress(AssertionError):
+            session.finish(request, 1.0)
+    request = session.send(next_cell)
+    if session.finish(request)["status"] == "error":
+        said = session.text(request) + "".join(session.replies[request]["traceback"])
+        assert "something on the host killed it" not in said
+        assert 'session "exp" has ended' in said and next_cell != "%taas sessions"
+    else:
+        assert session.text(request).startswith(("session ", "no sessions"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
