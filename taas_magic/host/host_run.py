@@ -404,7 +404,7 @@ class Attempt:
 
         The report comes first, because ending ranks takes time.
         """
-        failures, has_failed = self._report(verdict), verdict.state == "FAILED"
+        failures, has_failed = self.report_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
         for failure in failures if has_failed else ():
             self._emit(RankFailure(failure=failure))
@@ -419,7 +419,7 @@ class Attempt:
         if verdict.state != "SUCCEEDED":
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
-    def _report(self, verdict: Verdict) -> list[Failure]:
+    def report_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or one failure of the host itself.
 
         If the forkserver has ended, return only the failure of the host. Otherwise, the list

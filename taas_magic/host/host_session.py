@@ -61,13 +61,13 @@ class _AttemptOfSession(Attempt):
         super().__init__(*args, **kwargs)
         self.killed = {} if killed is None else killed
 
-    def _report(self, verdict: Verdict) -> list[Failure]:
+    def report_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures, with the true reason for the ranks that taas-magic has killed."""
         return [
             structs.replace(failure, advice=self.killed[failure.rank])
             if failure.rank in self.killed
             else failure
-            for failure in super()._report(verdict)
+            for failure in super().report_failures(verdict)
         ]
 
 
