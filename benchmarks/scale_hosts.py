@@ -181,7 +181,7 @@ class Agent:
     def _answer(self, call: dict[str, Any]) -> None:
         said: object = None
         match call["name"]:
-            case "taas_Greet":
+            case "taas_DescribeHost":
                 said = HostHello(host=self.name, address="10.1.0.1", protection="mount", gpus=8)
             case "taas_StartShare":
                 spec = from_bytes(call["request"], words.StartShare).spec

@@ -209,7 +209,7 @@ class Config(Struct, frozen=True):
             return self.pools[LOCAL]
         listed = ", ".join(sorted(self.pools))
         if self.source:
-            hint = closest(name, self.pools)
+            hint = did_you_mean(name, self.pools)
             raise UsageError(f'No pool "{name}" in {self.source}{hint}. It has: {listed}.')
         raise UsageError(
             f'No pool "{name}". There is no {FILE_NAME}, so only "{LOCAL}" (this machine) exists.'
@@ -222,7 +222,7 @@ class Config(Struct, frozen=True):
         return f'There is no {FILE_NAME}: pool "{name}" is this machine.'
 
 
-def closest(word: str, possible: Iterable[str]) -> str:
+def did_you_mean(word: str, possible: Iterable[str]) -> str:
     """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no possible word is similar.
 
     Args:
@@ -440,7 +440,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     _refuse_unknown(held, [name for name in fields if name not in given], where)
     values = {**held, **given}
     for name in held:
-        if _meta(fields[name]) == _meta(_Size):
+        if _field_meta(fields[name]) == _field_meta(_Size):
             with suppress(ValueError):  # `convert` below refuses a value that is no size
                 values[name] = parse_size(str(held[name]))
     try:
@@ -448,11 +448,11 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     except msgspec.ValidationError as error:
         # The message ends with the path of the wrong value: "at `$.hosts[0]`" is in key `hosts`.
         name = str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
-        needs = f"{name} needs {_meta(fields[name])}; got {held[name]!r}"
+        needs = f"{name} needs {_field_meta(fields[name])}; got {held[name]!r}"
         raise UsageError(f"{where} {needs}") from None
 
 
-def _meta(kind: object) -> str:
+def _field_meta(kind: object) -> str:
     """Return a description of the allowed values of a type, for an error message."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
@@ -477,7 +477,7 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
         raise UsageError(f"{where}: a pool's name is letters, digits, '.', '_' and '-'")
     pool, given = _read(table, PoolConfig, where, name=name), _table(table, where)
     if not re.fullmatch(r"local|ssh|\w+(\.\w+)+", pool.engine):
-        raise UsageError(f"{where} engine needs {_meta(_Engine)}; got {pool.engine!r}")
+        raise UsageError(f"{where} engine needs {_field_meta(_Engine)}; got {pool.engine!r}")
     if name == LOCAL and pool.engine != "local":
         raise UsageError(
             f'{where} engine needs "local": pool "local" is this machine; got {pool.engine!r}'
@@ -504,7 +504,7 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)
-            hint = closest(name, possible) or _right_table(name)
+            hint = did_you_mean(name, possible) or _right_table(name)
             raise UsageError(f'{where} has no key "{name}"{hint}. The keys are: {listed}')
 
 

@@ -363,7 +363,7 @@ class Client:
     """
 
     def __init__(self, route: Route, keep_bytes: int, timeout_s: float = 0.0) -> None:
-        self._route, self._timeout_s, self.is_left = route, timeout_s, False
+        self._route, self._timeout_s, self.must_end = route, timeout_s, False
         self._links, self._blocks = route.acquire(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
         self._responses: dict[LoaderRequest, tuple[Response, memoryview]] = {}
@@ -572,14 +572,14 @@ class Client:
         requests to other fetchers.
 
         Raises:
-            CancelledError: Another thread has set `is_left`.
+            CancelledError: Another thread has set `must_end`.
             RuntimeError: The response took longer than the loader's `timeout`.
             RunLost: No fetcher responds.
         """
         began = received_at = time.monotonic()
         silent_s = 0.0
         while request in self._where:
-            if self.is_left:
+            if self.must_end:
                 raise CancelledError
             if self._timeout_s and time.monotonic() - began > self._timeout_s:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds")

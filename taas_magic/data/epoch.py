@@ -506,7 +506,7 @@ class ReceiveThread(Iterator[Step]):
 
     def stop(self) -> None:
         """Tell the thread to end, and discard the batches that it has received."""
-        self._client.is_left = True
+        self._client.must_end = True
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -516,7 +516,7 @@ class ReceiveThread(Iterator[Step]):
         end: BaseException = StopIteration()
         try:
             for step in self._source:
-                if self._client.is_left:
+                if self._client.must_end:
                     break
                 received = _pinned(step.received) if self._pins else step.received
                 self._queue.put(step._replace(received=received))

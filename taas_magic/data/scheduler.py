@@ -804,7 +804,7 @@ class Scheduler:
                 one.queue_command(next(self._numbers), request)
             one.send(self.buffer.oldest_epoch)
 
-    def check_parent(self) -> None:
+    def kill_stopped_parent(self) -> None:
         """Kill the workers' parent process if it has been stopped (SIGSTOP) for `STOPPED_S`.
 
         The fetcher then fails with an error, and the ranks request their batches from other

@@ -730,7 +730,7 @@ class Server:
             now: Current monotonic time.
         """
         for loader in self._loaders.values():
-            loader.check_parent()
+            loader.kill_stopped_parent()
         for connection in list(self._unproved):
             if now - connection.began < PROOF_S:
                 break

@@ -67,7 +67,7 @@ def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
-def middle_cut(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
+def cut_middle(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
     """Replace the middle lines by a note if there are more than `limit_lines` lines.
 
     `cut` shortens each remaining line.
@@ -130,15 +130,15 @@ def headline(failure: Failure) -> str:
 def details(failure: Failure) -> list[str]:
     """Return the details of a failure: traceback or last log lines, stack, log file, advice."""
     traceback = [line for block in failure.traceback for line in block.split("\n")]
-    lines = middle_cut(traceback)
+    lines = cut_middle(traceback)
     if not traceback and "\n" in (message := cut(failure.message.strip())):
-        lines += middle_cut(message.split("\n"))
+        lines += cut_middle(message.split("\n"))
     if stack := failure.stack:
         lines += ["its last known Python stack:", *(f"    {line}" for line in stack)]
     tail = [] if failure.how == "raised" else failure.tail
     if tail:
         lines += [f"last lines of rank {failure.rank}:"]
-        lines += [f"    {line}" for line in middle_cut(tail)]
+        lines += [f"    {line}" for line in cut_middle(tail)]
     lines += [f"full log: {failure.log_path}"] if failure.log_path else []
     advice = failure.advice or no_gpu_advice(failure.etype, failure.message)
     lines += [f"advice: {cut(advice)}"] if advice else []
@@ -198,7 +198,7 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
         if failure.rank is not None:
             alike[_notebook_line(failure.stack)].append(failure.rank)
     lines = [f"    {_ranks(ranks)}: {line}" for line, ranks in alike.items()]
-    return ["where the ranks were:", *middle_cut(lines, 2 * MAX_OTHERS)] if lines else []
+    return ["where the ranks were:", *cut_middle(lines, 2 * MAX_OTHERS)] if lines else []
 
 
 def _notebook_line(stack: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from taas_magic.config import size_text
 from taas_magic.host.output import LogBudget
-from taas_magic.messages import Lines, LinesDropped, harmless
+from taas_magic.messages import Lines, LinesDropped, without_controls
 from taas_magic.plan import Plan
 
 HOLD_S = 0.005
@@ -221,7 +221,7 @@ class LineMerger:
 CELL_BYTES = 500_000
 """Maximum bytes of a run's log in the output of a notebook's cell."""
 
-UNBOUNDED = 1 << 62
+NO_LIMIT_BYTES = 1 << 62
 """A number of bytes that no log reaches; stands for "no limit"."""
 
 ERRORS = (16_000, 200)
@@ -253,7 +253,7 @@ class LogSummary:
         self._lines = self._bytes = 0
         self._errors: list[str] = []
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self.has_news = False
+        self.has_unshown_lines = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
         """Add to the number and the size of the lines beyond the limit.
@@ -262,7 +262,7 @@ class LogSummary:
         """
         self._lines += n_lines
         self._bytes += n_bytes
-        self.has_news = True
+        self.has_unshown_lines = True
 
     def add_lines(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
         """Count lines beyond the limit, and keep the last ones and the errors for the summary.
@@ -278,7 +278,7 @@ class LogSummary:
 
     def text(self) -> str:
         """Return the text of the summary."""
-        self.has_news = False
+        self.has_unshown_lines = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
         first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
@@ -314,7 +314,7 @@ class LogText:
         """Reset the count of the cell's text and the summary, because the output was cleared."""
         self._budget = LogBudget(
             lambda: 0.0,
-            burst=(self._limit_bytes, UNBOUNDED),
+            burst=(self._limit_bytes, NO_LIMIT_BYTES),
             per_s=(0, 0),
             reserve=ERRORS,
             reserve_per_s=(0, 0),
@@ -368,7 +368,7 @@ class LogText:
     @property
     def has_text(self) -> bool:
         """Whether there is text to write."""
-        return bool(self._pieces) or (self.rest is not None and self.rest.has_news)
+        return bool(self._pieces) or (self.rest is not None and self.rest.has_unshown_lines)
 
     @property
     def fullness(self) -> float:
@@ -423,4 +423,4 @@ class LogText:
 
 
 def _short(line: str) -> str:
-    return line if len(line) <= LINE_CHARS else harmless(f"{line[:LINE_CHARS]}…")
+    return line if len(line) <= LINE_CHARS else without_controls(f"{line[:LINE_CHARS]}…")

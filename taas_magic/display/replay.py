@@ -174,7 +174,7 @@ class _CountsBuffer:
         while self._n_last - len(self._last[0]) >= self._most:
             old = self._last.popleft()
             self._n_last -= len(old)
-            self._add_up(old)
+            self._sum_counts(old)
 
     def pop_events(self) -> list[bytes]:
         """Remove all events from the buffer, and return them in the order of the journal."""
@@ -183,7 +183,7 @@ class _CountsBuffer:
         self._last.clear()
         return taken
 
-    def _add_up(self, lines: list[bytes]) -> None:
+    def _sum_counts(self, lines: list[bytes]) -> None:
         """Move events to the middle part, which keeps only the newest of each rank and fetcher."""
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from taas_magic.host.output import LineAssembler
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import harmless
+from taas_magic.messages import without_controls
 
 TAIL_LINES = 15
 """Number of last lines of each rank."""
@@ -48,4 +48,4 @@ def _end_of(path: Path) -> list[str]:
         file.seek(max(0, size - _READ_BYTES))
         assembler = LineAssembler()
         lines = [*assembler.feed(file.read()), *assembler.flush()]
-    return [harmless(line) for line in lines[-TAIL_LINES:]]
+    return [without_controls(line) for line in lines[-TAIL_LINES:]]

@@ -19,7 +19,7 @@ from msgspec import structs
 from taas_magic.display import head
 from taas_magic.display.failure import headline
 from taas_magic.display.head import RunState
-from taas_magic.display.log import CELL_BYTES, UNBOUNDED, LogText
+from taas_magic.display.log import CELL_BYTES, NO_LIMIT_BYTES, LogText
 from taas_magic.display.replay import TAIL_BYTES, OutputPiece
 from taas_magic.display.tails import last_lines
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
@@ -164,7 +164,7 @@ class TerminalScreen:
     The status header appears at the start and at the end of a run, with urgent lines in between.
     """
 
-    limit_bytes = UNBOUNDED
+    limit_bytes = NO_LIMIT_BYTES
 
     def __init__(self) -> None:
         self._progress = ""
@@ -412,5 +412,5 @@ class View:
         self._written_at = now
         if text := self._log.pop_text():
             self._screen.write(text)
-        if (rest := self._log.rest) is not None and rest.has_news:
+        if (rest := self._log.rest) is not None and rest.has_unshown_lines:
             self._screen.show_rest(rest.text())

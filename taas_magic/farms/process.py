@@ -316,7 +316,7 @@ class NodeManager(SchedulerPlugin):
                 why = f"{why} ({first.log_path})" if first.log_path else why
                 self._on_loop(self._record_lost_node, name, why)
 
-        with spec.folder.held():
+        with spec.folder.lock_for_launch():
             hosts = connection.launch(spec, on_event, [])
         self._report_node_state(name, "starting", host=hosts[0])
 

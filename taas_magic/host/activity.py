@@ -32,7 +32,7 @@ class ResourceUsage(NamedTuple):
 
     at_s: float
     cpu_s: float
-    calls: int
+    io_total: int
     pids: frozenset[int]
 
 
@@ -55,17 +55,17 @@ def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
 
     Ignores processes that have ended or belong to another user.
     """
-    cpu_s, calls, pids = 0.0, 0, set()
+    cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:
         try:
             times = process.cpu_times()
             cpu_s += times.user + times.system
             counted = process.io_counters()
-            calls += counted.read_count + counted.write_count + counted.read_bytes
+            io_total += counted.read_count + counted.write_count + counted.read_bytes
             pids.add(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return ResourceUsage(time.monotonic(), cpu_s, calls, frozenset(pids))
+    return ResourceUsage(time.monotonic(), cpu_s, io_total, frozenset(pids))
 
 
 def tree_of(pid: int) -> list[psutil.Process]:

@@ -45,7 +45,7 @@ from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.ownership import RunFileRecord
 from taas_magic.store.receipt import ReceiptBuilder
-from taas_magic.store.rule import StoreRule, is_below, state_folder
+from taas_magic.store.rule import StoreRule, is_below, store_state_folder
 
 LOG_BYTES = 64 << 20
 """Maximum bytes of a log that are sent to the notebook. Of a longer log, only the end is sent."""
@@ -498,7 +498,7 @@ class HostFiles:
         # Without this record, a later run on another host could not replace these files, and its
         # new files would be stored beside them.
         with suppress(OSError):
-            folder = state_folder(rule.path)
+            folder = store_state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             RunFileRecord(folder).record_written(rule.path, [it.path for it in receipt.written])
 

@@ -52,8 +52,8 @@ from taas_magic.host.supervisor import run_folder
 from taas_magic.host.system import (
     RUN_TOKEN,
     end_all,
-    end_at_once,
     is_tracker,
+    kill_all,
     leftovers,
     named,
 )
@@ -248,7 +248,7 @@ class HostShare(ABC):
     def _sweep(self) -> None:
         """End processes of the share that still run. Send a note if some cannot be ended."""
         found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
-        if left := end_at_once(found):
+        if left := kill_all(found):
             self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
 
     def note(self, text: str) -> None:

@@ -103,7 +103,7 @@ class CellAttempt(_AttemptOfSession):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._called_back_at: float | None = None
+        self._interrupted_at: float | None = None
         self._cut_at = 0.0
         self._drained: set[int] = set()
 
@@ -171,7 +171,7 @@ class CellAttempt(_AttemptOfSession):
         """
         self.ranks.interrupt()
         now = time.monotonic()
-        self._called_back_at = since if self._called_back_at is None else self._called_back_at
+        self._interrupted_at = since if self._interrupted_at is None else self._interrupted_at
         if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
             self._cut_at = now
             for state in self._ranks_in_cell():
@@ -185,13 +185,13 @@ class CellAttempt(_AttemptOfSession):
         Args:
             grace_s: Not used, because `_return_limit_s` returns the time limit.
         """
-        if self._called_back_at is None:
-            self._called_back_at = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
         while (
             self._ranks_in_cell()
-            and time.monotonic() < self._called_back_at + self._return_limit_s()
+            and time.monotonic() < self._interrupted_at + self._return_limit_s()
         ):
-            self._interrupt(self._called_back_at)
+            self._interrupt(self._interrupted_at)
             connection.wait(self.sentinels, _LOOK_S)
             self._poll_ends()
         if lost := [state for state in self._ranks_in_cell() if state.rank not in self.killed]:

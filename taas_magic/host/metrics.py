@@ -15,7 +15,7 @@ from typing import Any
 
 from taas_magic.messages import MetricPoint
 
-OFF = "TAAS_METRICS"
+METRICS_VARIABLE = "TAAS_METRICS"
 """Name of the environment variable by which the user disables metrics from TensorBoard.
 
 If its value is "0", only scalars from `taas.log` are recorded. Otherwise, scalars that libraries

@@ -450,7 +450,7 @@ DRAIN_S = 30.0
 MESSAGE_LIMIT_BYTES = 64 << 20
 """Maximum bytes of a rank's message. Larger messages are dropped. Displays are always smaller."""
 
-MOST_BEGUN = 64
+MAX_INCOMPLETE = 64
 """Maximum number of incomplete messages of a rank. If there are more, the oldest one is dropped.
 
 A message stays incomplete if its sender, a process that the rank forked, is killed.
@@ -545,7 +545,7 @@ class _MessageStream:
         if is_last:
             return self._read(parts, size_bytes)
         self._begun[sender] = parts, size_bytes
-        if len(self._begun) > MOST_BEGUN:
+        if len(self._begun) > MAX_INCOMPLETE:
             del self._begun[next(iter(self._begun))]
         return None
 

@@ -55,8 +55,7 @@ from taas_magic.host import cell_main, keyboard, rendezvous, results, tracebacks
 from taas_magic.host.feeding import SessionLoaders, run_feed, session_loaders
 from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import CUT_CONNECTIONS, OTHERS_END_S, AgentLink, rank_file
-from taas_magic.host.metrics import OFF as METRICS_OFF
-from taas_magic.host.metrics import MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.host.metrics import METRICS_VARIABLE, MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.host.process_groups import ProcessGroupPrefixes
 from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.prompt import Prompt, users_names
@@ -363,7 +362,7 @@ def _heartbeat(
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     metrics = MetricBuffer(int(os.environ["RANK"]))
     use_buffer(metrics)
-    if os.environ.get(METRICS_OFF) != "0":
+    if os.environ.get(METRICS_VARIABLE) != "0":
         when_imported("torch.utils.tensorboard.writer", record_tensorboard)
 
     def send() -> None:

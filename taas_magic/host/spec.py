@@ -93,7 +93,7 @@ def topic(owner: str) -> str:
     return f"taas-{owner}"
 
 
-def share_id(run_id: str) -> str:
+def fetchers_share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
     The id of the ranks' share is `run_id` itself. The two ids must differ, because one host may run
@@ -311,7 +311,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
     @property
     def share_id(self) -> str:
         """Id by which the pool and the host know the share."""
-        return share_id(self.plan.run_id) if self.fetches else self.plan.run_id
+        return fetchers_share_id(self.plan.run_id) if self.fetches else self.plan.run_id
 
     @property
     def has_rank_0(self) -> bool:

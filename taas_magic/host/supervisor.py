@@ -50,8 +50,8 @@ from taas_magic.host.activity import IdleTimer
 from taas_magic.host.system import (
     adopt_orphans,
     end_all,
-    end_at_once,
     is_tracker,
+    kill_all,
     spawn_command,
 )
 from taas_magic.shared_files import is_free, take_lock
@@ -120,7 +120,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
     finally:
         _end_below(agent)
         _end_agent(agent)
-        end_at_once(psutil.Process().children(recursive=True))
+        kill_all(psutil.Process().children(recursive=True))
     code = agent.returncode or 0
     return code if code >= 0 else 128 - code
 

@@ -206,7 +206,7 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
     return True
 
 
-def end_at_once(processes: list[psutil.Process]) -> list[psutil.Process]:
+def kill_all(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Kill processes immediately, except resource trackers, which get `TRACKERS_END_S` to exit.
 
     A tracker exits when the last process that uses the tracker has ended. Before its exit, the

@@ -213,7 +213,7 @@ class RunFolder:
             PoolError: The state folder cannot be written.
         """
         folder = cls(state_dir() / "runs" / run_id)
-        with folder.whole():
+        with folder.discard_on_error():
             (folder.path / "logs").mkdir(mode=0o700, parents=True)
             folder.path.chmod(0o700)
             (folder.path / "plan.json").write_bytes(messages.to_json(plan, indent=1))
@@ -221,7 +221,7 @@ class RunFolder:
         return folder
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def discard_on_error(self) -> Iterator[None]:
         """Remove the folder if the block, which fills the folder, raises OSError.
 
         Raises:
@@ -263,7 +263,7 @@ class RunFolder:
             file.write(messages.to_json(context))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock_for_launch(self) -> Iterator[None]:
         """Lock the plan during the block, to show other processes that this kernel starts the run.
 
         Until the pool takes the run over, only the kernel can record the run's end. If the kernel
@@ -275,7 +275,7 @@ class RunFolder:
             yield
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def lock_against_pruning(self) -> Iterator[None]:
         """Keep `prune` from removing the folder during the block, even if the run has ended.
 
         Several processes may use a folder at the same time. If a process ends within the block, its
@@ -290,7 +290,7 @@ class RunFolder:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process is in a block of `in_use` for this folder."""
+        """Whether a process is in a block of `lock_against_pruning` for this folder."""
         return self._cell.exists() and not is_free(self._cell, 0)
 
     @property
@@ -574,9 +574,9 @@ def _folders() -> list[RunFolder]:
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Remove the folders of the oldest ended runs if all folders together exceed a limit.
 
-    Runs that may still be active are kept, and so are folders in use (`RunFolder.in_use`). A folder
-    without a readable plan is removed, unless it is new. Several kernels may call this function at
-    the same time.
+    Runs that may still be active are kept, and so are locked folders
+    (`RunFolder.lock_against_pruning`). A folder without a readable plan is removed, unless it is
+    new. Several kernels may call this function at the same time.
 
     Args:
         keep_runs: Maximum number of folders to keep.

@@ -122,9 +122,9 @@ from taas_magic.messages.requests import (
     send_request,
 )
 from taas_magic.messages.terminal import (
+    block_without_controls,
     cleaned,
-    harmless,
-    harmless_block,
+    without_controls,
 )
 
 __all__ = [
@@ -218,6 +218,7 @@ __all__ = [
     "UnsentFile",
     "WaitForHosts",
     "WrittenFile",
+    "block_without_controls",
     "cleaned",
     "decode_event",
     "decode_fetcher_message",
@@ -227,11 +228,10 @@ __all__ = [
     "from_bytes",
     "from_json",
     "handlers",
-    "harmless",
-    "harmless_block",
     "leaf_subclasses",
     "make_handler",
     "send_request",
     "to_bytes",
     "to_json",
+    "without_controls",
 ]

@@ -36,7 +36,7 @@ _BLOCKS = frozenset(
 """Fields in which a string may have several lines and keeps its line breaks and colours."""
 
 
-def harmless(text: str) -> str:
+def without_controls(text: str) -> str:
     """Remove all terminal control sequences except colours from a line.
 
     If the line has colours, a sequence that resets them is added at the end.
@@ -47,14 +47,16 @@ def harmless(text: str) -> str:
     return text if text.endswith(_COLOURS_END) or "\x1b[" not in text else f"{text}\x1b[0m"
 
 
-def harmless_block(text: str) -> str:
+def block_without_controls(text: str) -> str:
     """Remove all terminal control sequences except colours from a text of several lines."""
-    return text if text.isprintable() else "\n".join(map(harmless, text.split("\n")))
+    return text if text.isprintable() else "\n".join(map(without_controls, text.split("\n")))
 
 
 def _harmless_word(text: str) -> str:
     """Remove line breaks and all terminal control sequences, including colours."""
-    return text if text.isprintable() else _COLOURS.sub("", harmless(text.replace("\n", " ")))
+    return (
+        text if text.isprintable() else _COLOURS.sub("", without_controls(text.replace("\n", " ")))
+    )
 
 
 def _harmless_line(text: str) -> str:
@@ -62,7 +64,7 @@ def _harmless_line(text: str) -> str:
 
     A second line could be mistaken for another rank's output.
     """
-    return text if text.isprintable() else harmless(text.replace("\n", " "))
+    return text if text.isprintable() else without_controls(text.replace("\n", " "))
 
 
 def cleaned(value: _T) -> _T:
@@ -113,9 +115,9 @@ def _cleaned_field(struct: Struct, name: str) -> Any:
         return value
     if where == "Display.data":
         return {
-            form: harmless_block(it) if form == "text/plain" and isinstance(it, str) else it
+            form: block_without_controls(it) if form == "text/plain" and isinstance(it, str) else it
             for form, it in value.items()
         }
     if where in _BLOCKS:
-        return _cleaned(value, harmless_block)
+        return _cleaned(value, block_without_controls)
     return _cleaned(value, _harmless_line if where in _COLOURED else _harmless_word)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from IPython.core.magic_arguments import MagicArgumentParser
 
 from taas_magic.capture.work import VALUE
-from taas_magic.config import LOCAL, Config, DataConfig, closest, parse_size
+from taas_magic.config import LOCAL, Config, DataConfig, did_you_mean, parse_size
 from taas_magic.errors import UsageError
 from taas_magic.plan import Flags, Prefill, name_of, split_name
 from taas_magic.store.rule import WRITES
@@ -652,4 +652,4 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'
     word = word.partition("=")[0]
-    return f"No flag {word}{closest(word, BY_NAME)}. The flags are: {listed}"
+    return f"No flag {word}{did_you_mean(word, BY_NAME)}. The flags are: {listed}"

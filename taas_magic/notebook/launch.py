@@ -191,7 +191,7 @@ def prepare_run(
     labels = {filename: source.label for filename, source in captured.sources.items()}
     context = _context(plan, pool, config)
     context.labels = labels | labels_of_cells(shell)
-    with folder.whole():
+    with folder.discard_on_error():
         folder.write_context(context)
     return RunDriver(RunState(plan, folder.path)), spec
 
@@ -239,7 +239,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     if plan.data is not None and needs_tls:
         used = (config.pool(plan.pool), config.pool(plan.data.pool))
         needs_tls = any(pool.network != "private" for pool in used)
-    with folder.whole():
+    with folder.discard_on_error():
         payload.write(captured, folder.payload)
         registry.serve(captured.loaders, folder.path, plan, config.data, needs_tls)
         if plan.data is not None:
@@ -299,7 +299,7 @@ def carry_out(
     plan = driver.plan
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     fetchers = None
-    with RunFolder(driver.path).held(), Interrupts() as interrupts, ExitStack() as stack:
+    with RunFolder(driver.path).lock_for_launch(), Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
             fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
             closing = fetchers
@@ -470,7 +470,7 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
         KeyboardInterrupt: The user interrupted the view. The cell continues.
     """
     global last_run
-    session, cell = sessions.take_over(run, pools.of_session(run, config))
+    session, cell = sessions.take_over(run, pools.pool_of_session(run, config))
     if cell:
         last_run = runs.find(cell)
         attach.attach(last_run)

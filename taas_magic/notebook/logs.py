@@ -10,12 +10,12 @@ from pathlib import Path
 from taas_magic.config import size_text
 from taas_magic.errors import UsageError
 from taas_magic.host.output import LineAssembler
-from taas_magic.messages import harmless, harmless_block
+from taas_magic.messages import block_without_controls, without_controls
 
 READ_BYTES = 4_000_000
 """Maximum number of bytes that `end_of_log` reads from the end of a log."""
 
-SHOWN_BYTES = 500_000
+SHOWN_CHARS = 500_000
 """Maximum number of characters of a log to show in a cell; more make a browser slow."""
 
 _CHUNK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 def end_of_log(path: Path) -> str:
     """Return the last lines of a log as a terminal would show them.
 
-    At most `READ_BYTES` are read, and at most `SHOWN_BYTES` are returned. If earlier lines are left
+    At most `READ_BYTES` are read, and at most `SHOWN_CHARS` are returned. If earlier lines are left
     out, the first line names the file and the size of the part that is left out.
     """
     if not path.exists():
@@ -55,8 +55,8 @@ def end_of_log(path: Path) -> str:
         assembler = LineAssembler()
         lines = [*assembler.feed(file.read()), *assembler.flush()]
     lengths = accumulate(len(line) + 1 for line in reversed(lines))
-    fit = sum(length <= SHOWN_BYTES for length in lengths)
-    text = "\n".join(harmless(line) for line in lines[len(lines) - max(1, fit) :])
+    fit = sum(length <= SHOWN_CHARS for length in lengths)
+    text = "\n".join(without_controls(line) for line in lines[len(lines) - max(1, fit) :])
     if fit == len(lines) and size <= READ_BYTES:
         return text
     return f"… {size_text(size - len(text))} before this: {path}\n{text}"
@@ -69,10 +69,10 @@ def shortened(text: str, path: Path) -> str:
         text: The text.
         path: File with the complete text. If lines are left out, the result names this file.
     """
-    if len(text) > SHOWN_BYTES:
-        text = text[-SHOWN_BYTES:].partition("\n")[2]
-        return f"… the lines before these: {path}\n{harmless_block(text)}"
-    return harmless_block(text).rstrip("\n")
+    if len(text) > SHOWN_CHARS:
+        text = text[-SHOWN_CHARS:].partition("\n")[2]
+        return f"… the lines before these: {path}\n{block_without_controls(text)}"
+    return block_without_controls(text).rstrip("\n")
 
 
 def _lines(path: Path) -> Iterator[str]:

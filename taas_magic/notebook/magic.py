@@ -28,7 +28,7 @@ from IPython.core.display_functions import display
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from taas_magic.capture.modules import claim_taas, release_taas
-from taas_magic.config import LOCAL, Config, closest, load_config, size_text, working_folder
+from taas_magic.config import LOCAL, Config, did_you_mean, load_config, size_text, working_folder
 from taas_magic.display.head import columns, duration
 from taas_magic.errors import PoolError, RunError, UsageError, interrupted
 from taas_magic.journal import folder as journal
@@ -372,7 +372,7 @@ def run_command(line: str, settings: Config) -> str:
         raise UsageError(f"%taas {name}: to run a cell, begin it with %%taas (two percent signs)")
     if name not in _COMMANDS:
         has = ", ".join(_COMMANDS)
-        raise UsageError(f'%taas has no "{name}"{closest(name, _COMMANDS)}. It has: {has}')
+        raise UsageError(f'%taas has no "{name}"{did_you_mean(name, _COMMANDS)}. It has: {has}')
     return _COMMANDS[name][2](words, settings)
 
 
@@ -631,7 +631,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
     own = [session.name for session in sessions.live()]
     left = sessions.detached_session(name) if name is not None and name not in own else None
     if left is not None:
-        session, _ = sessions.take_over(left, pools.of_session(left, settings))
+        session, _ = sessions.take_over(left, pools.pool_of_session(left, settings))
     else:
         session = sessions.named(name)
     with Interrupts() as interrupts:

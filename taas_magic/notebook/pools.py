@@ -14,7 +14,7 @@ from taas_magic.config import Config, PoolConfig, size_text, working_folder
 from taas_magic.display.head import as_html, columns
 from taas_magic.engines.base import find_engine
 from taas_magic.errors import PoolError, StoreError
-from taas_magic.host.spec import share_id
+from taas_magic.host.spec import fetchers_share_id
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Detach,
@@ -82,7 +82,7 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
     wait = PoolWait(pool)
     if ready := interrupts.wait_for(lambda: pool.connection_with(hosts)):
         return ready
-    for versions in pool.folder.of_other_versions():
+    for versions in pool.folder.find_other_versions():
         print_line(
             f'another kernel uses pool "{pool.name}" with {versions}; this kernel starts its own'
         )
@@ -140,7 +140,7 @@ def stacks(run: Run, config: Config) -> RunStacks:
     """
     found = _send_request(run.context.pool_folder, run.pool, config, GetStacks(run.run_id))
     if data := RunFolder(run.path).plan().data:
-        request = GetStacks(share_id(run.run_id))
+        request = GetStacks(fetchers_share_id(run.run_id))
         of_data = _send_request(run.context.data_folder, data.pool, config, request)
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found
@@ -192,7 +192,7 @@ class PoolRow:
     status: PoolStatus
 
 
-def of_session(run: Run, config: Config) -> PoolConnection:
+def pool_of_session(run: Run, config: Config) -> PoolConnection:
     """Return a connection to the pool's process that runs a session; never start a process.
 
     Args:
@@ -299,7 +299,7 @@ def ask_hosts(
             # The engine of such a pool can reach only allocated hosts, so ask their agents.
             question = GetHostFacts(packages=list(packages), modules=list(modules), mark=mark)
             agents = _joined(pool.name, config).call(question)
-            found += [facts.judged(pool, each, here, packages) for each in agents]
+            found += [facts.check_facts(pool, each, here, packages) for each in agents]
         elif pool.name not in known:
             todo = f"%taas warm {pool.name} requests one now"
             todo = f"Hosts are checked when a run requests them; {todo}"
@@ -369,7 +369,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
         row.host,
         seen.python,
         seen.torch or "none",
-        _ours(seen, here),
+        _taas_source(seen, here),
         f"{seen.gpus} {', '.join(dict.fromkeys(seen.gpu_names))}".rstrip(),
         f"{size_text(seen.free_bytes)} free",
         f"{seen.ahead_s:+.1f} s",
@@ -379,7 +379,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
     )
 
 
-def _ours(seen: HostFacts, here: KernelVersions) -> str:
+def _taas_source(seen: HostFacts, here: KernelVersions) -> str:
     """Return where a host gets taas-magic from, as text for the table.
 
     The text is "in its cache" if the host keeps an earlier copy, and "sent on first use" if the

@@ -25,7 +25,7 @@ from taas_magic.errors import (
     StoreError,
     interrupted,
 )
-from taas_magic.host.spec import RunSpec, share_id
+from taas_magic.host.spec import RunSpec, fetchers_share_id
 from taas_magic.host.watch import HALT_S
 from taas_magic.journal import folder as journal
 from taas_magic.journal.analysis import RunCounts
@@ -241,7 +241,7 @@ class RunFetchers:
     ) -> None:
         self._pool, self._spec, self._listen, self._waits = pool, spec, listen, waits
         self._run_id = spec.plan.run_id
-        self._share_id = share_id(self._run_id)
+        self._share_id = fetchers_share_id(self._run_id)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._relay: threading.Thread | None = None
         self._closing = False

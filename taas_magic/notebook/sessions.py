@@ -18,7 +18,7 @@ from msgspec import structs
 
 from taas_magic.capture.payload import Payload
 from taas_magic.capture.session_variables import RankVariables, VariablesToSend
-from taas_magic.config import closest, working_folder
+from taas_magic.config import did_you_mean, working_folder
 from taas_magic.display.failure import headline
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.spec import Origin, RunSpec
@@ -236,7 +236,7 @@ class Session:
             return
         assert self.plan is not None
         folder = RunFolder.create(self.run_id, self.plan, cell)
-        with folder.whole():
+        with folder.discard_on_error():
             folder.write_context(context)
             _write_flags(folder, self.flags)
         requires = None if connection.config.engine == "local" else ()
@@ -250,7 +250,7 @@ class Session:
                 connection.halt(self.run_id, "kill")
 
         try:
-            with folder.held():
+            with folder.lock_for_launch():
                 interrupts.wait_for(launch, max_interrupts=2)
         except BaseException:
             self._is_wanted = False
@@ -512,7 +512,7 @@ def _no_session_message(name: str, known: Session | None) -> str:
         return f'A detached session "{name}" is running: `%taas attach {name}` takes it over'
     if said := ended_text(name):
         return said
-    hint = closest(name, [each.name for each in live()])
+    hint = did_you_mean(name, [each.name for each in live()])
     return f'There is no session "{name}"{hint}. Start it: %%taas --gpus 2 --session {name}'
 
 

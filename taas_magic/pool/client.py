@@ -330,9 +330,11 @@ class PoolConnection:
 
         See `launch` for the arguments, the returned value and the errors.
         """
-        from taas_magic.host.spec import LaunchFetchers, share_id
+        from taas_magic.host.spec import LaunchFetchers, fetchers_share_id
 
-        return self._launch(LaunchFetchers(self.id, run), share_id(run.plan.run_id), on_event)
+        return self._launch(
+            LaunchFetchers(self.id, run), fetchers_share_id(run.plan.run_id), on_event
+        )
 
     def _launch(
         self,
@@ -836,11 +838,11 @@ class Pool:
 
     def is_unused(self) -> bool:
         """Return whether this kernel has no connection to the pool and no child process for it."""
-        return self.connection is None and not self.folder.has_children()
+        return self.connection is None and not self.folder.reap_children()
 
     def close(self) -> None:
         """Close the connection. The pool's process may continue, for example for other kernels."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        self.folder.has_children()
+        self.folder.reap_children()

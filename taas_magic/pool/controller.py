@@ -27,7 +27,7 @@ from taas_magic.host.spec import (
     LaunchFetchers,
     LaunchRanks,
     RunSpec,
-    share_id,
+    fetchers_share_id,
     topic,
 )
 from taas_magic.journal.folder import RunFolder, Writer
@@ -492,7 +492,7 @@ class Controller(SchedulerPlugin):
             PoolError: The fetchers' pool does not respond, or the fetchers have ended.
             OSError: The fetchers' pool cannot be reached.
         """
-        data_id = share_id(run.run_id)
+        data_id = fetchers_share_id(run.run_id)
         here = self._runs.get(data_id)
         if isinstance(here, PoolFetchers):
             here.owner = ""
@@ -567,7 +567,7 @@ class Controller(SchedulerPlugin):
         Returns:
             The response for the kernel: the names of the hosts, or the error.
         """
-        owner, run_id = request.owner, share_id(request.run.plan.run_id)
+        owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
         session = self._runs.get(request.run.session)
         if isinstance(session, PoolRun):

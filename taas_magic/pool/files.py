@@ -28,7 +28,7 @@ from taas_magic.store.manifest import (
     ReadFiles,
     WriteFiles,
 )
-from taas_magic.store.rule import state_folder
+from taas_magic.store.rule import store_state_folder
 from taas_magic.store.server import StoreServer
 
 _T = TypeVar("_T")
@@ -197,7 +197,7 @@ class FileServer:
         if self._store_server is None:
             rule = self._run.plan.store
             assert rule is not None
-            folder = state_folder(rule.path)
+            folder = store_state_folder(rule.path)
             # Only the ranks of a run that owns the store use the state folder itself, and have a
             # writer. Other shares may be active at the same time. So they use subfolders.
             if self._run.reads_only or self._run.is_session:

@@ -167,7 +167,7 @@ class PoolFolder:
         The result is also None if a process has just started and has not yet written its pid to the
         lock file.
         """
-        self.has_children()
+        self.reap_children()
         path = self.path / "lock"
         written = path.read_text() if self.is_locked else ""
         if not written:
@@ -190,7 +190,7 @@ class PoolFolder:
             The new process; None if a process is already running, or another kernel is starting
             one.
         """
-        self.has_children()
+        self.reap_children()
         path = self.path / "lock"
         lock = take_lock(path)
         if lock is None:
@@ -240,7 +240,7 @@ class PoolFolder:
             )
         return pool_address
 
-    def of_other_versions(self) -> list[str]:
+    def find_other_versions(self) -> list[str]:
         """Find running processes of this pool that use other versions than this kernel.
 
         Returns:
@@ -257,7 +257,7 @@ class PoolFolder:
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
-    def has_children(self) -> bool:
+    def reap_children(self) -> bool:
         """Return whether a pool's process that this kernel started still runs.
 
         This method also reaps the processes that have ended.

@@ -27,7 +27,7 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from taas_magic.errors import PoolError, ProtocolError
-from taas_magic.host.spec import RunSpec, ShareSpec, StartShare, fetcher_failed, share_id
+from taas_magic.host.spec import RunSpec, ShareSpec, StartShare, fetcher_failed, fetchers_share_id
 from taas_magic.host.system import LOOPBACK
 from taas_magic.host.watch import HALT_S, LEFT_GRACE_S, first_failure, host_failure
 from taas_magic.journal.folder import RunFolder
@@ -256,7 +256,7 @@ class Share(ABC):
     ) -> None:
         self._run, self.owner = run, owner
         self._pool_hosts, self.publish = pool_hosts, publish
-        self.run_id = share_id(run.plan.run_id) if self.fetches else run.plan.run_id
+        self.run_id = fetchers_share_id(run.plan.run_id) if self.fetches else run.plan.run_id
         self.attempt = 0
         self._files = FileServer(run, self.fetches)
         self._for_hosts = run.for_hosts(pool_hosts.are_local)
@@ -567,7 +567,7 @@ class PoolFetchers(Share):
             OSError: The run folder cannot be read.
         """
         if self._run.session:  # the fetchers may start again long after their cell has ended
-            await asyncio.to_thread(self._keeping.enter_context, self.folder.in_use())
+            await asyncio.to_thread(self._keeping.enter_context, self.folder.lock_against_pruning())
         return await self._start_all()
 
     async def _start_all(self) -> list[str]:

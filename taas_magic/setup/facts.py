@@ -42,13 +42,13 @@ PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
 """Prefix of the line with the probe's result. A login script may print other lines first."""
 
-FULL_BYTES = 256 * 1024**2
+MIN_FREE_BYTES = 256 * 1024**2
 """Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host.
 
 taas-magic's packages and the files of a run need this space.
 """
 
-LOW_BYTES = 2 * 1024**3
+LOW_FREE_BYTES = 2 * 1024**3
 """If the host's cache folder has fewer free bytes, a check of the host gives a warning."""
 
 CLOCK_S = 60.0
@@ -169,7 +169,7 @@ class KernelVersions(Struct, frozen=True):
     ours: str
 
 
-def minor(version: str) -> str:
+def major_minor(version: str) -> str:
     """Return the major and minor number of a version: `2.13` for `2.13.0+cpu`, "" for ""."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
@@ -300,7 +300,7 @@ def judge(
         interface: Network interface for ranks in taas.toml; None if taas.toml has none.
         packages: Packages that taas-magic needs on a host.
     """
-    if minor(facts.python) != minor(here.python) or not facts.system:
+    if major_minor(facts.python) != major_minor(here.python) or not facts.system:
         return [_other_python(facts, here)]  # the other facts describe the wrong interpreter
     found = [
         *_python(facts, here),
@@ -333,8 +333,8 @@ def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
         "this kernel",
-        f'Name a Python {minor(here.python)} of that host (python = "…" in the pool\'s table), '
-        f"or use a kernel with Python {minor(facts.python)}",
+        f'Name a Python {major_minor(here.python)} of that host (python = "…" in the '
+        f"pool's table), or use a kernel with Python {major_minor(facts.python)}",
     )
 
 
@@ -344,12 +344,14 @@ def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
         what = f"it runs {facts.implementation} on {facts.system}"
         yield HostProblem(ERROR, what, "Hosts need CPython on Linux")
     pip = f"There: {facts.executable} -m pip install"
-    install = f"{pip} 'torch=={minor(here.torch)}.*'"
+    install = f"{pip} 'torch=={major_minor(here.torch)}.*'"
     if not facts.torch:
         yield HostProblem(ERROR, f"no torch for {facts.executable}", install)
-    elif minor(facts.torch) != minor(here.torch):
+    elif major_minor(facts.torch) != major_minor(here.torch):
         what = f"torch {facts.torch} there, {here.torch} in this kernel"
-        yield HostProblem(ERROR, what, f"{install}, or install torch {minor(facts.torch)} here")
+        yield HostProblem(
+            ERROR, what, f"{install}, or install torch {major_minor(facts.torch)} here"
+        )
     if facts.missing:
         plural = "s" if len(facts.missing) > 1 else ""
         names = ", ".join(facts.missing)
@@ -366,9 +368,9 @@ def _disk(facts: HostFacts) -> Iterator[HostProblem]:
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
         yield HostProblem(ERROR, f"{facts.cache} cannot be written: {facts.cache_error}", move)
-    elif facts.free_bytes < FULL_BYTES:
+    elif facts.free_bytes < MIN_FREE_BYTES:
         yield HostProblem(ERROR, free, move)
-    elif facts.free_bytes < LOW_BYTES:
+    elif facts.free_bytes < LOW_FREE_BYTES:
         yield HostProblem(WARNING, f"only {free}", move)
 
 
@@ -484,7 +486,7 @@ def check(
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
             return HostCheck(pool.name, host, None, (HostProblem(ERROR, what),))
-        return judged(pool, facts, here, packages)
+        return check_facts(pool, facts, here, packages)
 
     stop = threading.Event()
     executor = ThreadPoolExecutor(MAX_AT_ONCE, "taas-check")
@@ -501,7 +503,7 @@ def check(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def judged(
+def check_facts(
     pool: PoolConfig,
     facts: HostFacts,
     here: KernelVersions,

@@ -38,7 +38,7 @@ from taas_magic.setup.facts import (
     ask_host,
     call_probe,
     lacking,
-    minor,
+    major_minor,
     refuse,
     this_kernel,
 )
@@ -181,7 +181,7 @@ def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[Packa
     missing = lacking(packages_needed(), facts)
     if missing:
         pins = [each.pin for each in missing]
-        kind = [minor(here.python), facts.implementation, facts.machine, facts.glibc]
+        kind = [major_minor(here.python), facts.implementation, facts.machine, facts.glibc]
         mark = hashlib.sha256(repr([pins, kind]).encode()).hexdigest()[:16]
         package_folders.append(
             PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))

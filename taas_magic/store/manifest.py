@@ -210,9 +210,9 @@ class Ignore:
             return "it may hold a secret"
         if is_run_by_tools(path):
             return "shells, ssh, git, Python or taas-magic would trust it"
-        if _ALWAYS.leaves_out_within(path):
+        if _ALWAYS.leaves_out_any_kind(path):
             return "caches and version control are not copied"
-        return f"{FILE_NAME} names it" if self.leaves_out_within(path) else ""
+        return f"{FILE_NAME} names it" if self.leaves_out_any_kind(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
         """Return whether an ignore rule matches `path` or a parent folder of `path`.
@@ -230,7 +230,7 @@ class Ignore:
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
-    def leaves_out_within(self, path: str) -> bool:
+    def leaves_out_any_kind(self, path: str) -> bool:
         """Return whether `leaves_out` is true for `path` as a file, or for `path` as a folder.
 
         Use this method if the kind of the entry at `path` is unknown.

@@ -462,7 +462,7 @@ class MirrorSender:
         shared folders.
         """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
-        return is_ours and not self._ignore.leaves_out_within(path)
+        return is_ours and not self._ignore.leaves_out_any_kind(path)
 
     def _paths_to_check(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.

@@ -69,7 +69,7 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 """First bytes of a program: a script, and executables of Linux, Windows and macOS."""
 
 
-def may_run_by_itself(name: str, *, in_users_folder: bool) -> bool:
+def may_be_run_by_tools(name: str, *, in_users_folder: bool) -> bool:
     """Return whether a tool may run a new file with this name without a request of the user.
 
     If the result is True, the store does not accept the file from a host.
@@ -115,7 +115,7 @@ class RunFileRecord:
     Each change is appended immediately to a file in the store's state folder.
 
     Args:
-        folder: The store's state folder, from `rule.state_folder`.
+        folder: The store's state folder, from `rule.store_state_folder`.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -421,7 +421,7 @@ class RehearsalView(DiscardingView):
         Raises:
             PermissionError: The run has `--store-writes refuse`, which forbids the write.
         """
-        if self._refuses and not self._publishes(store_path):
+        if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_write(store_path, needs_content=needs_content)
 
@@ -431,7 +431,7 @@ class RehearsalView(DiscardingView):
         Raises:
             PermissionError: The run has `--store-writes refuse`, which forbids the change.
         """
-        if self._refuses and not self._publishes(store_path):
+        if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_change(store_path, folder=folder)
 
@@ -480,14 +480,14 @@ class RehearsalView(DiscardingView):
         """Return the path that this rank really writes when the program writes `store_path`."""
         return (
             self._rehearsal_path(store_path)
-            if self._publishes(store_path)
+            if self._writes_to_rehearsal(store_path)
             else super().redirected_path(store_path)
         )
 
     def _rehearsal_path(self, store_path: str) -> str:
         return os.path.join(self._folder, os.path.relpath(store_path, self.store))
 
-    def _publishes(self, store_path: str) -> bool:
+    def _writes_to_rehearsal(self, store_path: str) -> bool:
         """Return whether this rank's writes to `store_path` go to the rehearsal folder.
 
         In a real run, these writes would go to the store. All other writes of the rank go to its
@@ -497,7 +497,7 @@ class RehearsalView(DiscardingView):
 
     def refuse_shard(self, store_path: str) -> None:
         """Raise PermissionError if a real run would refuse the shard `store_path`."""
-        if not self._publishes(store_path):
+        if not self._writes_to_rehearsal(store_path):
             super().refuse_shard(store_path)
 
 

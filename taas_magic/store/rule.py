@@ -189,7 +189,7 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def state_folder(store: str) -> Path:
+def store_state_folder(store: str) -> Path:
     """Return the store's state folder, for data about the store that must stay after a run.
 
     The result is a folder inside the state folder of taas-magic; it may not exist yet.
@@ -237,7 +237,7 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
         StoreError: Another run owns the store. The message names that run, its process and its
             host. Or the lock file cannot be written.
     """
-    kept = state_folder(store)
+    kept = store_state_folder(store)
     folder, path = kept.parent, kept.with_suffix(".lock")
     folder.mkdir(mode=0o700, exist_ok=True)
     since = time.strftime("%H:%M:%S")

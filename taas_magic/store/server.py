@@ -39,7 +39,7 @@ from taas_magic.store.ownership import (
     OverwriteRules,
     RunFileRecord,
     is_program,
-    may_run_by_itself,
+    may_be_run_by_tools,
 )
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import (
@@ -279,7 +279,7 @@ class StoreServer:
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
-        A host may not make a file or folder that tools run by themselves (`may_run_by_itself`),
+        A host may not make a file or folder that tools run by themselves (`may_be_run_by_tools`),
         unless `[store] overwrite` names the path.
         """
         if self._overwrite_rules.has(path):
@@ -293,7 +293,7 @@ class StoreServer:
             # __init__.py must be allowed in the folder that contains the package.
             is_package = name.partition(".")[0] in ("__init__", "__main__")
             folder = "/".join(parts[: max(0, depth - is_package)])
-            if may_run_by_itself(
+            if may_be_run_by_tools(
                 normal_form(name), in_users_folder=not self._is_runs_folder(folder)
             ):
                 raise UnsafeError(path, WHY_NOT_NEW)

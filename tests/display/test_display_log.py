@@ -5,7 +5,7 @@ import pytest
 from taas_magic.config import size_text
 from taas_magic.display import log
 from taas_magic.display.log import HOLD_S, LogText
-from taas_magic.messages import Lines, LinesDropped, harmless
+from taas_magic.messages import Lines, LinesDropped, without_controls
 from tests.events import new_state
 
 
@@ -52,9 +52,9 @@ def test_only_the_ranks_asked_for_are_shown_and_fold_among_themselves() -> None:
 
 
 def test_colours_end_with_their_line_and_the_cursor_stays() -> None:
-    assert harmless("\x1b[31mred") == "\x1b[31mred\x1b[0m"
-    assert harmless("\x1b[31mred\x1b[0m") == "\x1b[31mred\x1b[0m"
-    assert harmless("\x1b[2J\x1b[3Aup\x1b[?25l") == "up"
+    assert without_controls("\x1b[31mred") == "\x1b[31mred\x1b[0m"
+    assert without_controls("\x1b[31mred\x1b[0m") == "\x1b[31mred\x1b[0m"
+    assert without_controls("\x1b[2J\x1b[3Aup\x1b[?25l") == "up"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_colours_end_with_their_line_and_the_cursor_stays() -> None:
     ],
 )
 def test_other_sequences_are_left_out(text: str, shown: str) -> None:
-    assert harmless(text) == shown
+    assert without_controls(text) == shown
 
 
 def test_what_was_dropped_is_said_with_the_file() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.host import link
-from taas_magic.host.output import MESSAGE_LIMIT_BYTES, MOST_BEGUN, PipeReader, _MessageStream
+from taas_magic.host.output import MAX_INCOMPLETE, MESSAGE_LIMIT_BYTES, PipeReader, _MessageStream
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Display,
@@ -116,13 +116,13 @@ def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) ->
 
 def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Rank) -> None:
     cut = Display(data={"text/plain": "x" * 5000})
-    for number in range(10 * MOST_BEGUN):
+    for number in range(10 * MAX_INCOMPLETE):
         os.write(rank.message_pipe, next(link.pieces(encode(cut), b"gone-%d" % number)))
     rank.say(cut)
     rank.heard_all(1)
     assert isinstance(rank.messages[0], Display)
     [begun] = [it._begun for it in rank.reader._streams() if isinstance(it, _MessageStream)]
-    assert len(begun) <= MOST_BEGUN
+    assert len(begun) <= MAX_INCOMPLETE
 
 
 def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(

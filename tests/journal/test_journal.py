@@ -247,7 +247,7 @@ def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
 def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
     held = RunFolder.create("r1", PLAN, "")
     RunFolder.create("r2", PLAN, "")
-    with held.held():
+    with held.lock_for_launch():
         assert [seen.state for seen in runs.runs()] == ["LOST", "STARTING"]
         journal.prune(keep_runs=0, keep_bytes=0)
         assert [seen.run_id for seen in runs.runs()] == ["r1"]

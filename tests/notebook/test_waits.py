@@ -198,7 +198,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
     wait, before = PoolWait(pool), psutil.Process().children()
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(pool.open, wait=wait)
-        eventually(lambda: pool.folder.has_children())
+        eventually(lambda: pool.folder.reap_children())
         wait.cancel()
         with pytest.raises(PoolError, match="the wait for its hosts was cancelled"):
             opening.result()

@@ -167,8 +167,8 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
     (cpu.path / "pool.json").write_bytes(to_json(place))
     lock = take_lock(cpu.path / "lock")
     assert lock is not None
-    assert cpu.of_other_versions() == ["Python 3.9.1, torch 1.13.1"]
-    assert lab.of_other_versions() == []
+    assert cpu.find_other_versions() == ["Python 3.9.1, torch 1.13.1"]
+    assert lab.find_other_versions() == []
     os.close(lock)
 
 

@@ -15,7 +15,14 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.engines.base import Engine
 from taas_magic.errors import PoolError
-from taas_magic.host.spec import BEAT, LaunchFetchers, LaunchRanks, Origin, RunSpec, share_id
+from taas_magic.host.spec import (
+    BEAT,
+    LaunchFetchers,
+    LaunchRanks,
+    Origin,
+    RunSpec,
+    fetchers_share_id,
+)
 from taas_magic.messages import DescribeHost, FetcherEnded, GetStatus, Note, Request
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
@@ -56,8 +63,8 @@ def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], 
         assert said.host == member.name
         with pytest.raises(PoolError, match=f"{member.name}: KeyError: 'taas_Nonesuch'"):
             await controller.pool_hosts.call(member.address, named("taas_Nonesuch"))
-        with pytest.raises(PoolError, match=f"{member.name} answered taas_Greet: .*`null`"):
-            await controller.pool_hosts.call(member.address, named("taas_Greet"))
+        with pytest.raises(PoolError, match=f"{member.name} answered taas_DescribeHost: .*`null`"):
+            await controller.pool_hosts.call(member.address, named("taas_DescribeHost"))
         with pytest.raises(PoolError, match=f"{member.name}: ProtocolError: taas_Halt: .*`run_id`"):
             await controller.pool_hosts.call(member.address, named("taas_Halt"))
         assert scheduler.rpc.open == 0
@@ -120,7 +127,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
         assert not member.runs
         for _ in range(10):  # let the run's remaining tasks end
             await asyncio.sleep(0)
-        assert share_id("a-run") not in controller._runs
+        assert fetchers_share_id("a-run") not in controller._runs
         controller.remove_client(scheduler, "kernel")
 
     with_host(play)

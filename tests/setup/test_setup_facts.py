@@ -12,7 +12,7 @@ import pytest
 
 from taas_magic.errors import PoolError
 from taas_magic.messages import HostFacts, from_json
-from taas_magic.setup.facts import ask_host, minor, of_this_machine, python_word, this_kernel
+from taas_magic.setup.facts import ask_host, major_minor, of_this_machine, python_word, this_kernel
 from tests.rig.subshell import SubShell
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_a_host_says_what_its_python_finds(shell: SubShell, tmp_path: Path) -> N
     )
     assert facts.python == platform.python_version() and facts.host == "there"
     assert set(facts.versions) == {"psutil"} and facts.missing == ("no_such",)
-    assert minor(facts.torch) == minor(this_kernel().torch)
+    assert major_minor(facts.torch) == major_minor(this_kernel().torch)
     assert facts.cache == str(tmp_path / "home/.cache/taas") and facts.cache_error == ""
     assert facts.sees_store and not ask_host(shell, sys.executable, mark="/none").sees_store
     assert facts.interface_of("127.0.0.1") == "lo" and facts.interface_of("192.0.2.99") == ""
@@ -111,4 +111,4 @@ def test_the_hosts_own_shell_expands_its_home(shell: SubShell) -> None:
 def test_facts_of_a_newer_probe_are_read() -> None:
     said = b'{"python": "3.11.1", "no_such": 1, "gpu_names": ["a", "b"]}'
     facts = from_json(said, HostFacts).of("h", 0.0)
-    assert facts.gpu_names == ("a", "b") and minor(facts.python) == "3.11"
+    assert facts.gpu_names == ("a", "b") and major_minor(facts.python) == "3.11"

@@ -9,7 +9,7 @@ import pytest
 from taas_magic.config import load_config
 from taas_magic.errors import PoolError
 from taas_magic.notebook import pools
-from taas_magic.setup.facts import minor, this_kernel
+from taas_magic.setup.facts import major_minor, this_kernel
 from tests.harness import Notebook
 from tests.rig.bare_python import make_bare_python
 from tests.rig.hosts import Hosts, hosts_up
@@ -121,7 +121,7 @@ def test_another_python_is_refused_with_both_versions(remote: Notebook, hosts: H
     """Fault 30 of docs/faults.md."""
     text = str(pools.check(load_config(remote.project), ["old"]))
     assert f"there, {this_kernel().python} in this kernel" in text
-    assert f"Name a Python {minor(this_kernel().python)} of that host" in text
+    assert f"Name a Python {major_minor(this_kernel().python)} of that host" in text
 
 
 def test_a_host_that_is_down_does_not_keep_the_others_from_answering(

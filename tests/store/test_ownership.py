@@ -18,7 +18,7 @@ from taas_magic.store.ownership import (
     WHY_NOT_NEW,
     WHY_NOT_REMOVED,
     RunFileRecord,
-    may_run_by_itself,
+    may_be_run_by_tools,
 )
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
@@ -238,7 +238,7 @@ def test_what_runs_by_itself_is_known_by_its_name() -> None:
         "build",
         "test_results",
     ):
-        assert not may_run_by_itself(name, in_users_folder=True)
-    assert not may_run_by_itself("train.py", in_users_folder=False)
+        assert not may_be_run_by_tools(name, in_users_folder=True)
+    assert not may_be_run_by_tools("train.py", in_users_folder=False)
     for name in ("conftest.py", "sitecustomize.py", "activate", "activate.fish", "test_x.py"):
-        assert may_run_by_itself(name, in_users_folder=False)
+        assert may_be_run_by_tools(name, in_users_folder=False)

@@ -13,7 +13,7 @@ import torch
 from taas_magic.display import head
 from taas_magic.errors import RankFailed, StoreError
 from taas_magic.store.ownership import RunFileRecord
-from taas_magic.store.rule import locked_store, state_folder
+from taas_magic.store.rule import locked_store, store_state_folder
 from taas_magic.store.tree import Tree
 from tests.cellfiles import cells_of
 from tests.events import new_state, parsed
@@ -333,7 +333,7 @@ def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook)
     outcome = notebook.run("open('m.txt', 'w').write('x')")
     assert outcome.error is None
     made, tree = (
-        RunFileRecord(state_folder(os.path.realpath(notebook.project))),
+        RunFileRecord(store_state_folder(os.path.realpath(notebook.project))),
         Tree(notebook.project),
     )
     for name, is_of_a_run in (("m.txt", True), ("mine.txt", False)):

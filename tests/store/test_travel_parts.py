@@ -119,8 +119,8 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_defaults_can_be_taken_back() -> None:
-    assert Ignore().leaves_out_within("a/__pycache__/b.pyc")
-    assert not Ignore(["!__pycache__/"]).leaves_out_within("a/__pycache__/b.pyc")
+    assert Ignore().leaves_out_any_kind("a/__pycache__/b.pyc")
+    assert not Ignore(["!__pycache__/"]).leaves_out_any_kind("a/__pycache__/b.pyc")
 
 
 def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
