@@ -357,8 +357,8 @@ class Client:
             limit as long as the fetcher reports that it is alive.
 
     Attributes:
-        is_left: Whether the pass must end. Another thread sets this attribute to True. Then a call
-            that waits for a response raises `CancelledError` within `ALIVE_S`.
+        must_end: Whether the pass ends early. Another thread sets this attribute to True. Then a
+            call that waits for a response raises `CancelledError` within `ALIVE_S`.
         retried: Number of requests that were sent again after a failed connection.
     """
 

@@ -63,7 +63,7 @@ def end_of_log(path: Path) -> str:
 
 
 def shortened(text: str, path: Path) -> str:
-    """Return at most SHOWN_BYTES characters from the end of a text, without control sequences.
+    """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
 
     Args:
         text: The text.

@@ -27,7 +27,7 @@ AT_FIRST = ResourceUsage(0.0, 1.0, 10, frozenset({7}))
     [
         ({}, 60.0),
         ({"cpu_s": 1.01}, 30.0),
-        ({"calls": 11}, 30.0),
+        ({"io_total": 11}, 30.0),
         ({"pids": frozenset({7, 8})}, 30.0),
     ],
 )
