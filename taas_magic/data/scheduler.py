@@ -149,7 +149,8 @@ class PrefetchOrder:
         self._share, self._is_filled = share, is_filled
         self._is_asked = False
         self._opened: dict[int, EpochDescription | None] = {}
-        self._ends: dict[int, int] = {}
+        self._ends: dict[int, dict[int, int]] = {}
+        self._streams = 1
         self._epoch = self._slot = 0
         self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
@@ -179,7 +180,7 @@ class PrefetchOrder:
         """
         self._is_asked = True
         if epoch > self._epoch:
-            self._ends = {at: end for at, end in self._ends.items() if at >= epoch}
+            self._ends = {at: ends for at, ends in self._ends.items() if at >= epoch}
             self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
@@ -193,10 +194,17 @@ class PrefetchOrder:
             opened: The description, with the epoch's length; None if the sampler raised.
         """
         self._opened[epoch] = opened
+        self._streams = (opened and opened.streams) or 1
 
     def record_end(self, epoch: int, slot: int) -> None:
-        """Record that `slot` has no batch, so that workers prepare no later slot of the epoch."""
-        self._ends[epoch] = min(slot, self._ends.get(epoch, slot))
+        """Record that `slot` has no batch, so that workers prepare no later slot of its stream."""
+        stream = slot % self._streams
+        ends = self._ends.setdefault(epoch, {})
+        ends[stream] = min(slot, ends.get(stream, slot))
+
+    def knows_end(self, epoch: int, before_slot: int) -> bool:
+        """Return whether a slot before `before_slot` is known to have no batch."""
+        return any(end < before_slot for end in self._ends.get(epoch, {}).values())
 
     def _ahead_requests(
         self, worker: int, epoch: int, first_slot: int
@@ -226,7 +234,10 @@ class PrefetchOrder:
                 done += 1
             if ahead and not done:
                 return
-            end = self._ends.get(epoch + ahead, opened.batches)
+            ends = self._ends.get(epoch + ahead, {})
+            end = opened.batches
+            if len(ends) == self._streams:
+                end = sum(slot // self._streams for slot in ends.values())
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
@@ -240,12 +251,19 @@ class PrefetchOrder:
     def _slots(
         self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
     ) -> Iterator[int]:
-        """Yield the slots of an epoch that a worker prepares; stop at the epoch's end, if known."""
+        """Yield the slots of an epoch that a worker prepares; stop where its streams end."""
+        n_skipped = 0
         for slot in self._share.slots(worker, opened.streams, first_slot):
-            at_end = self._ends.get(epoch, opened.batches)
-            if at_end is not None and slot >= at_end:
+            if opened.batches is not None and slot >= opened.batches:
                 return
-            yield slot
+            end = self._ends.get(epoch, {}).get(slot % self._streams)
+            if end is None or slot < end:
+                n_skipped = 0
+                yield slot
+                continue
+            n_skipped += 1
+            if n_skipped == self._streams:  # all streams of this worker have ended
+                return
 
 
 class _RequestState:
@@ -279,6 +297,7 @@ class PrefetchBuffer:
             returns None if any worker can, and LATER if the loader's kind must be known first.
         keep_first: See `sharding.FetcherPart`.
         ranks: Number of ranks that request batches.
+        fetchers: Number of the loader's fetchers.
         has_one_rank: Whether only one of several ranks requests batches.
 
     Attributes:
@@ -294,10 +313,11 @@ class PrefetchBuffer:
         keep_first: int = 0,
         has_one_rank: bool = False,
         ranks: int = 1,
+        fetchers: int = 1,
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
         self._keep_first, self._has_one_rank = keep_first, has_one_rank
-        self._ranks, self._worker_for = ranks, worker_for
+        self._ranks, self._fetchers, self._worker_for = ranks, fetchers, worker_for
         self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
@@ -305,7 +325,7 @@ class PrefetchBuffer:
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
         self._sent: OrderedDict[LoaderRequest, PreparedResponse] = OrderedDict()
-        self._has_streams = self._keeps_sent = False
+        self._has_streams = False
         self._streams = self._sent_bytes = 0
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
@@ -334,7 +354,6 @@ class PrefetchBuffer:
         """
         self._has_streams = streams is not None
         self._streams = streams or 0
-        self._keeps_sent = self._streams > 1 and self._ranks > 1
         for who, requests in self._queues.pop(LATER, {}).items():
             for request in requests:
                 self._queue(who, request, self._entries[request])
@@ -392,7 +411,7 @@ class PrefetchBuffer:
         prepared.add_holder()
         self._remove_waiter(who, request)
         if not entry.waiting and not self._is_kept(request, prepared):
-            if self._keeps_sent and request.kind is RequestKind.GET:
+            if self._may_be_another_ranks(request):
                 self._keep_sent(request, prepared)
             self._remove(request)
         return prepared
@@ -543,6 +562,16 @@ class PrefetchBuffer:
         """Return how many of the slots before a request's slot are known to have a batch."""
         before = (structs.replace(request, slot=slot) for slot in range(request.slot))
         return sum(self._counts.get(one, VOID) != VOID for one in before)
+
+    def _may_be_another_ranks(self, request: LoaderRequest) -> bool:
+        """Return whether a rank may have requested a batch that is another rank's.
+
+        This is possible if the epoch has several streams, and a stream has ended before the batch.
+        This fetcher knows the ends of its own streams.
+        """
+        if self._streams < 2 or self._ranks < 2 or request.kind is not RequestKind.GET:
+            return False
+        return self._fetchers > 1 or self.ahead.knows_end(request.epoch, request.slot)
 
     def _keep_sent(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Keep a batch that a rank has received, because another rank may still need it.
@@ -745,6 +774,7 @@ class Scheduler:
             served.share.keep_first,
             served.share.has_one_rank,
             served.share.ranks,
+            served.share.fetchers,
         )
         self._streams: int | None = None
         self._knows_kind = False

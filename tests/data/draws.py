@@ -39,7 +39,8 @@ from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import SEED, Service, service, workers_of
 
 DATASETS = ("rows", "together", "subset", "concat")
-STREAMS = ("lines", "sized", "chain", "stateful", "shuffled")
+UNSEEDED = ("shuffled", "ragged")
+STREAMS = ("lines", "sized", "chain", "stateful", *UNSEEDED)
 SAMPLERS = (
     *("sequential", "shuffle", "generator", "weighted", "subset", "memory", "epochs"),
     *("unsized", "unsized memory", "bunches", "nested", "unseeded"),
@@ -94,7 +95,7 @@ class Draw:
 
     @property
     def is_unseeded(self) -> bool:
-        return self.sampler == "unseeded" or self.dataset == "shuffled"
+        return self.sampler == "unseeded" or self.dataset in UNSEEDED
 
 
 def draw(seed: int) -> Draw:
@@ -110,8 +111,8 @@ def draw(seed: int) -> Draw:
     num_workers = rng.randint(0, 2)
     world_size, epochs = rng.randint(1, 3), rng.randint(1, 3)
     cpus = rng.randint(0, 3)
-    is_unseeded = sampler == "unseeded" or dataset == "shuffled"
-    if dataset == "shuffled":
+    is_unseeded = sampler == "unseeded" or dataset in UNSEEDED
+    if dataset in UNSEEDED:
         batch_size = 1  # so that two batches with the same sample are equal
         world_size = world_size if cpus else 1  # each rank would read other data (docs/data.md)
     fault = rng.choice(FAULTS)
@@ -235,6 +236,17 @@ class Shuffled(Lines):
         return _own.sample(indices, len(indices))
 
 
+class Ragged(Shuffled):
+    """Shuffled dataset whose first worker has twice as many items as each other worker."""
+
+    def indices(self) -> Sequence[int]:
+        info = get_worker_info()
+        count = info.num_workers if info else 1
+        number = info.id if info else 0
+        mine = [n for n in range(self.size) if n % (count + 1) % count == number]
+        return _own.sample(mine, len(mine))
+
+
 class Stateful(Lines):
     """Iterable dataset with `state_dict` and `load_state_dict`."""
 
@@ -340,6 +352,7 @@ def make(one: Draw) -> DataLoader[Any]:
         "chain": lambda: ChainDataset([Lines(0, 2, *about), Lines(2, size, *about)]),
         "stateful": lambda: Stateful(0, size, *about),
         "shuffled": lambda: Shuffled(0, size, *about),
+        "ragged": lambda: Ragged(0, size, *about),
     }
     samplers: dict[str, Callable[[], dict[str, Any]]] = {
         "": dict,

@@ -127,9 +127,18 @@ def test_it_goes_on_behind_no_end_of_a_stream() -> None:
     ahead, prepared = ahead_of(), list[tuple[int, int]]()
     for key in keys(ahead, streams=2):
         prepared += slots([key])
-        if key.kind is RequestKind.GET and not key.epoch and key.slot == 6:
-            ahead.record_end(0, 5)
-    assert prepared == [*((0, slot) for slot in range(7)), (1, 0), (1, 1)]
+        if key.kind is RequestKind.GET and not key.epoch and key.slot in (6, 10):
+            ahead.record_end(0, {6: 5, 10: 8}[key.slot])
+    assert prepared == [*((0, slot) for slot in (*range(7), 8, 10)), (1, 0), (1, 1)]
+
+
+def test_a_worker_ends_when_its_own_streams_have_ended() -> None:
+    ahead = ahead_of(workers=2)
+    assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
+    ahead.record_epoch(0, EpochDescription(None, 2, 0))
+    assert ahead.next(1) == LoaderRequest(RequestKind.GET, 0, 1)
+    ahead.record_end(0, 1)
+    assert ahead.next(1) is None
 
 
 def test_an_epoch_whose_sampler_raised_ends_it() -> None:

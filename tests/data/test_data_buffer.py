@@ -56,12 +56,14 @@ def buffer_of(
     has_one_rank: bool = False,
     ranks: int = 1,
     streams: int = 1,
+    fetchers: int = 1,
 ) -> PrefetchBuffer:
     """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
-        ahead.record_epoch(epoch, EpochDescription(batches, None, 0))
-    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, keep_first, has_one_rank, ranks)
+        ahead.record_epoch(epoch, EpochDescription(batches, streams if has_streams else None, 0))
+    about = keep_first, has_one_rank, ranks, fetchers
+    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, *about)
     buffer.record_kind(streams if has_streams else None)
     return buffer
 
@@ -232,6 +234,9 @@ def test_the_first_batches_stay_even_if_some_streams_are_empty() -> None:
 def test_sent_batches_of_several_streams_stay_for_other_ranks_while_there_is_room() -> None:
     """A rank may have guessed that another rank's batch is its own."""
     buffer = buffer_of(16 * (BATCH_BYTES + 1280), has_streams=True, ranks=2, streams=2)
+    send_in_turn(buffer, "rank 0", range(6), voids=set())
+    assert not buffer._sent, "no stream has ended, so no guess was wrong"
+    buffer = buffer_of(16 * (BATCH_BYTES + 1280), has_streams=True, ranks=2, streams=2, fetchers=2)
     send_in_turn(buffer, "rank 0", range(6), voids=set())
     assert buffer.ready_batches == 0
     assert not buffer.is_full
