@@ -341,7 +341,7 @@ def split_name(text: str) -> tuple[str, int]:
 
 
 def name_of(text: str) -> str:
-    """Return the variable in a name of `--out`: `losses` for `losses@3`."""
+    """Return the variable of an entry of `--out`, without the rank: `losses` for `losses@3`."""
     return split_name(text)[0]
 
 

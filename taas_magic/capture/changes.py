@@ -342,9 +342,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield one list of elements for each built-in container that an instance's class extends.
+    """Yield the elements that an instance holds as an instance of a built-in container type.
 
-    For a class derived from dict, the elements are (key, value) pairs.
+    For each built-in container type among the base classes, the elements are one list. If this type
+    is dict, the elements are (key, value) pairs.
     """
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:

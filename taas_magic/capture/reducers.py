@@ -137,8 +137,8 @@ def fill_function(
 
     Args:
         function: The function.
-        given: cloudpickle's function that sets the state, the pickled state, and pairs of a closure
-            cell and its content.
+        given: A tuple of three: cloudpickle's function that sets a function's state; the pickled
+            state; and a sequence of pairs of a closure cell and its content.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:

@@ -640,7 +640,8 @@ class Snapshots:
         """Return the latest saved state at or before `item`.
 
         Returns:
-            The index of the item that follows the state, and the state; None if there is no state.
+            The index of the first item that the stream yields after the state is restored, and the
+            state. None if no such state is saved.
         """
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None

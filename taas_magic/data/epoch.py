@@ -307,8 +307,9 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Warn if this rank's data for a batch differ from other ranks' data for the batch.
+        """Warn if this rank and another rank read different data for the same batch of a stream.
 
+        Ranks without fetchers read the whole stream, so they can compare the hash of each batch.
         Also warn if the epoch's first batch is not the one that the loaded state requires, or if a
         worker that read the stream again got another first batch.
 

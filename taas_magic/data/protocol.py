@@ -383,8 +383,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
     """Check a response's announced sizes against each other.
 
     Raises:
-        ProtocolError: The bodies cannot all have the same size, or the table of contents is larger
-            than a body.
+        ProtocolError: The announced total does not divide into bodies of equal size, or the table
+            of contents is larger than a body.
     """
     bodies, name = 1 + response.more, response.kind.name
     size = body_bytes if response.shared is None else response.shared.size
@@ -449,7 +449,10 @@ def make_proof(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
 
 
 def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Return whether `mac` is the proof of `role` (compared in constant time); see `make_proof`."""
+    """Return whether `mac` equals the proof that `make_proof` returns for `role`.
+
+    The comparison takes the same time for every `mac`.
+    """
     return hmac.compare_digest(make_proof(key, role, nonce, place), mac)
 
 

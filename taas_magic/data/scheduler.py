@@ -271,9 +271,9 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: The worker and the key of the queue that contains the request; None if the request
-            is not queued. The worker is a number, None if any worker can answer the request, or
-            LATER. The key is a connection, or `_ALL`.
+        queued: Worker and key of the queue that contains the request, as a pair; None if the
+            request is not queued. In the pair, the worker is a number, or None if any worker can
+            answer the request, or LATER. The key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 

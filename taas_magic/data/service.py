@@ -306,7 +306,11 @@ class BatchLedger:
         return self._lines - 1
 
     def count_batch(self, line: int) -> None:
-        """Add one batch to the count of a pass; `line` is the result of `begin`."""
+        """Count one more batch of a pass.
+
+        Args:
+            line: The pass's line in the ledger, as returned by `begin`.
+        """
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + 1, size)

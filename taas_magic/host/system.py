@@ -116,8 +116,8 @@ def entry_code(module: str) -> str:
 
     The code removes the current folder from the beginning of the import path, so that a random.py
     beside the notebook does not replace Python's own module. If PYTHONPATH contains the current
-    folder, the code moves that folder to the end of the import path. A current folder from which
-    this package itself is imported stays where it is.
+    folder, the code moves that folder to the end of the import path. There is one exception: if
+    this package itself is imported from the current folder, the import path stays as it is.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "

@@ -126,7 +126,7 @@ def _without_ours(one: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package.
 
     The function removes all frames from this package's first frame to this package's last frame,
-    including the frames of IPython between them. Frames of the notebook's cells stay.
+    including the frames of IPython between them, but no frame of a notebook's cell.
     """
     found: list[TracebackType] = []
     while one is not None:

@@ -119,8 +119,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the cell that is running. If no cell is running, run id of the last cell
-            that was running when its kernel was lost; "" if there is no such cell.
+        cell: Run id of the running cell. If no cell is running, run id of the latest cell during
+            which the session lost its kernel; "" if there is no such cell.
     """
 
     error: str = ""

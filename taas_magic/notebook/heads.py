@@ -25,8 +25,8 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     Args:
         run: The run.
         view: View of the run.
-        state: State that the view shows.
-        title: Text that the status header shows in place of the run's state.
+        state: State of the run, which the view shows.
+        title: First word of the final status header, in place of a word such as RUNNING.
     """
     state.left = title
     view.close()

@@ -393,8 +393,9 @@ class Session:
         """Return a message that the session has ended, with the reason; "" if it has not ended.
 
         Args:
-            may_have_died: Whether a rank may have died in a cell. If True, or if ranks were killed,
-                wait up to DEATH_SEEN_S for the report that the session has ended.
+            may_have_died: Whether a rank may have died in a cell. If True, wait up to
+                `DEATH_SEEN_S` for the report that the session has ended. Also wait if taas-magic
+                has killed ranks of the session.
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
@@ -538,7 +539,10 @@ def live() -> list[Session]:
 
 
 def flags_of(run: Run) -> Flags | None:
-    """Return the flags of a session from the folder of its own run; None for any other run."""
+    """Return a session's flags from the folder of the run that holds the session's ranks.
+
+    Return None for any other run.
+    """
     with suppress(FileNotFoundError):
         return from_json((run.path / _FLAGS_FILE).read_bytes(), Flags)
     return None
@@ -563,7 +567,10 @@ def detached_sessions() -> Iterator[tuple[Run, Flags]]:
 
 
 def detached_session(name: str, project: Path | None = None) -> Run | None:
-    """Return the own run of another kernel's newest detached session with the name `name`.
+    """Find the newest detached session of another kernel that has the name `name`.
+
+    Returns:
+        The run that holds the session's ranks; None if there is no such session.
 
     Args:
         name: Name of the session.

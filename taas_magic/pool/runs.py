@@ -804,7 +804,7 @@ class PoolRun(Share):
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
 
     def count_fetchers(self, fetchers: PoolFetchers) -> None:
-        """Record the numbers of a cell's fetchers, so that later cells use other numbers."""
+        """Record which fetcher numbers a cell has used, so that later cells get new ones."""
         data = fetchers.plan.data
         numbers = (fetcher.number + 1 for fetcher in (data.fetchers if data else ()))
         self._n_fetchers = max(self._n_fetchers, *numbers, 0)

@@ -597,7 +597,8 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 def close_tunnel(connection: Connection, port: int) -> None:
     """Stop forwarding `port` of the connected host; connections that exist already stay open.
 
-    Call this when the server that the tunnel leads to has ended. Another program may get the
+    The tunnel leads from `port` on the host to a server on this machine. Call this function when
+    the server has ended. Another program may get the
     server's port on this machine, and the tunnel would lead to that program. paramiko's own
     function is not used because it stops all forwarded ports of the connection.
 

@@ -83,7 +83,8 @@ class StoreView:
             needs_content: Whether the call appends to the existing content or changes it.
 
         Returns:
-            The path that the call must use; None for `store_path` itself.
+            The path that the call must use instead of `store_path`; None if the call must use
+            `store_path`.
 
         Raises:
             OSError: The rank may not write there.
@@ -99,7 +100,8 @@ class StoreView:
             folder: Whether the call accepts only folders.
 
         Returns:
-            The path that the call must use; None for `store_path` itself.
+            The path that the call must use instead of `store_path`; None if the call must use
+            `store_path`.
         """
         return None
 
@@ -107,7 +109,8 @@ class StoreView:
         """Choose the path for a call that moves or links `store_path` to another path.
 
         Returns:
-            The path that the call must use; None for `store_path` itself.
+            The path that the call must use instead of `store_path`; None if the call must use
+            `store_path`.
         """
         return None
 
@@ -138,7 +141,8 @@ class StoreView:
         """Choose the path for a call that only reads `store_path`.
 
         Returns:
-            The path that the call must use; None for `store_path` itself.
+            The path that the call must use instead of `store_path`; None if the call must use
+            `store_path`.
         """
         return self.replacement_path(store_path) or (
             None if os.path.exists(store_path) else self.own_path(store_path)
