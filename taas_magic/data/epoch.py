@@ -99,9 +99,10 @@ _STREAMS_DIFFER = (
 )
 
 _READ_AGAIN = (
-    'loader "{}": in epoch {}, a worker or fetcher ended, so another one read the dataset again '
-    "and got other data. Samples may come twice or not at all. The dataset uses a random "
-    "generator that is not seeded. Seed it, for example in the dataset's set_epoch(epoch)"
+    'loader "{}": in epoch {}, a worker read the dataset again and got other data than before, so '
+    "samples may come twice or not at all. A worker or a fetcher has ended, or the prefetch buffer "
+    "is too small for several streams. The dataset uses a random generator that is not seeded. "
+    "Seed it, for example in the dataset's set_epoch(epoch)"
 )
 
 _KEPT_ORDERS = 3
