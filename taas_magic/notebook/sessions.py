@@ -146,7 +146,7 @@ class Session:
         if ended is not None and ended.first is not None:
             return headline(ended.first)
         if self._is_taken:
-            return "another kernel has taken it over"
+            return "another kernel or a terminal has taken it over"
         if ended is not None and ended.why:
             return ended.why
         return self._notes[-1] if self._notes else "it was ended"
