@@ -16,8 +16,10 @@ module, do not need the agent's modules.
 import asyncio
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from distributed import Worker, WorkerPlugin
 
@@ -138,12 +140,19 @@ class Vehicle(WorkerPlugin):
         try:
             code = await supervisor.wait()
         finally:
-            if not worker.nanny:  # a nanny ends its worker itself
+            # A nanny ends its worker itself. A worker in the process of a scheduler has no process.
+            if not worker.nanny and _is_dask_command():
                 _exit_within(EXIT_S)
         self._close_worker(worker, f"its agent ended with exit code {code}")
 
     def _close_worker(self, worker: Worker, why: str) -> None:
         worker.loop.add_callback(worker.close, reason=f"taas-vehicle: {why}")
+
+
+def _is_dask_command() -> bool:
+    """Return whether this process is a command of Dask, such as `dask worker`."""
+    spec = sys.modules["__main__"].__spec__
+    return "dask" in (spec.name if spec is not None else Path(sys.argv[0]).name)
 
 
 def _exit_within(seconds: float) -> None:

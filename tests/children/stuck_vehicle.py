@@ -1,9 +1,12 @@
 """Run a vehicle's event loop in which a task ignores that it is cancelled, as Dask's may.
 
-python -m tests.children.stuck_vehicle
+python -m tests.children.stuck_vehicle COMMAND
+
+The process looks like COMMAND, for example a command of Dask.
 """
 
 import asyncio
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,5 +34,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["__main__"].__spec__, sys.argv = None, sys.argv[1:]
     vehicle.EXIT_S = 0.5
     asyncio.run(main())

@@ -3,11 +3,24 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.frontend import ROOT
+
+
+def run(name: str, timeout_s: float = 100.0) -> tuple[int, str]:
+    """Run a vehicle in a process that looks like a command; return its exit code and output."""
+    command = [sys.executable, "-m", "tests.children.stuck_vehicle", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    assert not done.stderr
+    return done.returncode, done.stdout
 
 
 def test_a_vehicle_exits_even_if_a_task_ignores_its_cancellation() -> None:
     """Without the exit, the event loop would wait for the task forever."""
-    command = [sys.executable, "-m", "tests.children.stuck_vehicle"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (1, "a task ignores its cancellation\n"), done.stderr
+    assert run("/usr/bin/dask-worker") == (1, "a task ignores its cancellation\n")
+
+
+def test_a_worker_in_another_program_does_not_end_the_program() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("jupyter-lab", timeout_s=3.0)
