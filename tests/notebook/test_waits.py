@@ -185,10 +185,17 @@ def test_a_wait_says_that_another_kernel_ended_the_pool(own_pool: Pool, tmp_path
     other.connect()
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(own_pool.open)
-        eventually(lambda: mine._waiting)
-        other.down()
+        eventually(lambda: mine._waiting and process_of(own_pool).children())
+        hosts = process_of(own_pool).children(recursive=True)
+        for host in hosts:
+            host.suspend()  # so that it cannot join before the pool ends
+        ending = threads.submit(other.down)
         with pytest.raises(PoolError, match=r"a kernel ended the pool \(`%taas down`\)"):
             opening.result(WAIT_S)
+        for host in hosts:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                host.resume()
+        ending.result()
 
 
 def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
