@@ -66,9 +66,9 @@ def test_beats_are_several_to_a_lease() -> None:
 def test_a_process_whose_event_loop_hangs_ends() -> None:
     code = """
 import asyncio, functools, time
-from taas_magic.host.agent_worker import Lease, end_agent
+from taas_magic.host.agent_worker import HostLease, end_agent
 async def hang():
-    Lease(0.5, functools.partial(end_agent, 0.5)).start()
+    HostLease(0.5, functools.partial(end_agent, 0.5)).start()
     time.sleep(600)
 asyncio.run(hang())
 """
