@@ -265,8 +265,8 @@ def serve(
             shape.num_workers,
             shape.context,
             seed if shape.seed is None else shape.seed,
-            first_slots_to_keep(plan.world_size, shape.uneven),
-            plan.world_size,
+            keep_first=first_slots_to_keep(plan.world_size, shape.uneven),
+            ranks=plan.world_size,
         )
         for shape, _ in loaders.values()
     )

@@ -50,7 +50,7 @@ At the same time, the number of items between snapshots is doubled.
 """
 
 _HASHED_ITEMS = 64
-"""Number of items, after those that a new cursor skips, with which `first_hash` is reported."""
+"""Number of items after the skipped ones that a cursor reports together with `first_hash`."""
 
 _LOOKS_AT_INTS = 2
 """Index of the last item of a stream before which a `Cursor` records the dataset's int attributes.

@@ -295,10 +295,7 @@ class PrefetchBuffer:
         ahead: Order of the batches to prepare when no connection waits.
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
-        keep_first: See `sharding.FetcherPart`.
-        ranks: Number of ranks that request batches.
-        fetchers: Number of the loader's fetchers.
-        has_one_rank: Whether only one of several ranks requests batches.
+        part: The loader's fetchers, and the ranks that request batches from this fetcher.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -310,14 +307,10 @@ class PrefetchBuffer:
         budget_bytes: int,
         ahead: PrefetchOrder,
         worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
-        keep_first: int = 0,
-        has_one_rank: bool = False,
-        ranks: int = 1,
-        fetchers: int = 1,
+        part: FetcherPart = FetcherPart(),  # noqa: B008
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
-        self._keep_first, self._has_one_rank = keep_first, has_one_rank
-        self._ranks, self._fetchers, self._worker_for = ranks, fetchers, worker_for
+        self._worker_for, self._part = worker_for, part
         self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unasked: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
@@ -325,8 +318,7 @@ class PrefetchBuffer:
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
         self._due: dict[Hashable, LoaderRequest] = {}
         self._sent: OrderedDict[LoaderRequest, PreparedResponse] = OrderedDict()
-        self._has_streams = False
-        self._streams = self._sent_bytes = 0
+        self._streams = self._sent_bytes = 0  # no streams: map-style, or not known yet
         self._doing = self._latest_epoch = self._batch_bytes = 0
         self.ready_batches = self.ready_bytes = self._memory_bytes = 0
 
@@ -352,7 +344,6 @@ class PrefetchBuffer:
         Args:
             streams: Number of streams of an iterable-style loader; None for a map-style one.
         """
-        self._has_streams = streams is not None
         self._streams = streams or 0
         for who, requests in self._queues.pop(LATER, {}).items():
             for request in requests:
@@ -534,28 +525,28 @@ class PrefetchBuffer:
     def _first_needed(self) -> tuple[int, int]:
         """Return the epoch and slot of a stream before which no rank needs a batch any more.
 
-        A rank that only needs the units of other ranks' batches may be far ahead of those ranks. So
-        the slot is 0, unless all batches are for one rank. Then only batches remain of which the
-        rank needed the units.
+        A rank needs only the units of other ranks' batches, so it may be far ahead of those ranks.
+        Therefore the slot is 0, with one exception: if one rank alone requests batches, it needs
+        none before the one that it must get next.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
             default=(0, 0),
         )
-        return due if self._has_one_rank else (due[0], 0)
+        return due if self._part.has_one_rank else (due[0], 0)
 
     def _is_kept(self, request: LoaderRequest, prepared: PreparedResponse) -> bool:
         """Return whether a batch stays in the buffer until its epoch is over (`keep_first`).
 
         Large batches do not stay: together they would need over a quarter of the memory.
         """
+        keep_first = self._part.keep_first
         return (
-            self._has_streams
-            and request.kind is RequestKind.GET
-            and request.slot < self._keep_first * self._streams
+            request.kind is RequestKind.GET
+            and request.slot < keep_first * self._streams
             and request.epoch >= self.oldest_epoch
-            and self._keep_first * prepared.reply.body_bytes <= self._budget_bytes // 4
-            and self._batches_before(request) < self._keep_first
+            and keep_first * prepared.reply.body_bytes <= self._budget_bytes // 4
+            and self._batches_before(request) < keep_first
         )
 
     def _batches_before(self, request: LoaderRequest) -> int:
@@ -569,9 +560,9 @@ class PrefetchBuffer:
         This is possible if the epoch has several streams, and a stream has ended before the batch.
         This fetcher knows the ends of its own streams.
         """
-        if self._streams < 2 or self._ranks < 2 or request.kind is not RequestKind.GET:
+        if self._streams < 2 or self._part.ranks < 2 or request.kind is not RequestKind.GET:
             return False
-        return self._fetchers > 1 or self.ahead.knows_end(request.epoch, request.slot)
+        return self._part.fetchers > 1 or self.ahead.knows_end(request.epoch, request.slot)
 
     def _keep_sent(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Keep a batch that a rank has received, because another rank may still need it.
@@ -676,7 +667,7 @@ class PrefetchBuffer:
                 batch of a stream.
         """
         worker = self._worker_for(request)
-        is_ordered = self._has_streams and request.kind is RequestKind.GET
+        is_ordered = bool(self._streams) and request.kind is RequestKind.GET
         if is_ordered:
             who, at_once = _ALL, False
         queues = self._queues.setdefault(worker, OrderedDict())
@@ -771,10 +762,7 @@ class Scheduler:
             budget_bytes,
             PrefetchOrder(served.share, self._is_filled),
             self._worker_for,
-            served.share.keep_first,
-            served.share.has_one_rank,
-            served.share.ranks,
-            served.share.fetchers,
+            served.share,
         )
         self._streams: int | None = None
         self._knows_kind = False

@@ -140,7 +140,8 @@ class Vehicle(WorkerPlugin):
         try:
             code = await supervisor.wait()
         finally:
-            # A nanny ends its worker itself. A worker in the process of a scheduler has no process.
+            # A nanny ends its worker itself. If another program runs the worker in its own process,
+            # such as a local Dask cluster, the program must go on.
             if not worker.nanny and _is_dask_command():
                 _exit_within(EXIT_S)
         self._close_worker(worker, f"its agent ended with exit code {code}")

@@ -62,8 +62,9 @@ def buffer_of(
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, streams if has_streams else None, 0))
-    about = keep_first, has_one_rank, ranks, fetchers
-    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, *about)
+    stride = 2 if has_one_rank else 1
+    part = FetcherPart(fetchers=fetchers, stride=stride, keep_first=keep_first, ranks=ranks)
+    buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, part)
     buffer.record_kind(streams if has_streams else None)
     return buffer
 
