@@ -217,9 +217,10 @@ class CellAttempt(_AttemptOfSession):
         self.killed.update({state.rank: why for state in lost})
         self._emit(RanksKilled(ranks=[state.rank for state in lost]))
         ranks = ", ".join(str(state.rank) for state in lost)
+        killed = f"ranks {ranks} were killed" if len(lost) > 1 else f"rank {ranks} was killed"
         text = (
-            f"killed on host {self._host_address.host}, because the cell did not end within "
-            f"{limit_s:.0f} s of the interrupt: rank {ranks}. The session ends"
+            f"host {self._host_address.host}: {killed}, because the cell did not end within "
+            f"{limit_s:.0f} s of the interrupt. The session ends"
         )
         self._emit(Note(text=text))
 
