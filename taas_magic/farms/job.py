@@ -39,7 +39,7 @@ from taas_magic.farms.messages import (
 )
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.forkserver import LATER
-from taas_magic.host.rank import flush
+from taas_magic.host.link import flush_output
 from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES
 
@@ -85,7 +85,7 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
             assignment: JobAssignment = pickle.loads(control.recv_bytes())
             began = time.monotonic()
             outcome, parts = _run(assignment)
-            flush()
+            flush_output()
             if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
             outcome.took_s = time.monotonic() - began

@@ -50,7 +50,7 @@ from taas_magic.federation.executor import IMPORTS, needed_modules
 from taas_magic.federation.flower import KEY_FILE, RESULT, FederationSettings
 from taas_magic.host.activity import IdleTimer
 from taas_magic.host.cell_main import PAYLOAD
-from taas_magic.host.rank import RankShell
+from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import HOST
 from taas_magic.host.system import LOOPBACK, spawn_command
 from taas_magic.leases import START_TIMEOUT_S

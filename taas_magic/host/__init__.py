@@ -11,7 +11,11 @@ feeding.py     connects a rank's registered loaders to fetchers or to the rank's
 watch.py       the state of each rank; decides when the run is over on this host
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
 output.py      reads the ranks' output and messages
-rank.py        the process that runs the cell
+rank.py        the process that runs the work
+shell.py       the IPython shell of a rank
+heartbeat.py   heartbeats of a rank: its stack, collectives, counts and metrics
+outcome.py     sends the results or the failure of a rank's work to the agent
+session_cells.py  runs the cells of a session on a rank
 tracebacks.py  turns exceptions and stacks of a rank into text for the user
 results.py     sends the values of `--out` from ranks to the notebook
 cell_main.py   the main module of child processes that a cell spawns

@@ -184,6 +184,13 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
         yield b"%b%b %b\n" % (MORE if end < len(message) else LAST, sender, message[at:end])
 
 
+def flush_output() -> None:
+    """Flush stdout and stderr, unless the user's code has closed them."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+
+
 class AgentLink:
     """The rank's connection to its agent: the rank's ends of the pipes.
 

@@ -8,7 +8,7 @@ import pytest
 
 from taas_magic.data import service
 from taas_magic.data.loader import RankFeed
-from taas_magic.host import rank
+from taas_magic.host import heartbeat
 from taas_magic.host.link import AgentLink
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
 from tests.data import ledger
@@ -95,11 +95,11 @@ class Busy(AgentLink):
 def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank, "RANK_BEAT_S", 0.001)
+    monkeypatch.setattr(heartbeat, "RANK_BEAT_S", 0.001)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.setenv(name, "0")
     handed, busy = Handed(0, 1, lambda name: b""), Busy()
-    with rank._heartbeat(busy, handed):
+    with heartbeat.send_heartbeats(busy, handed):
         assert busy.began.wait(100)
         handed.batches = 7
     for thread in threading.enumerate():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from taas_magic.errors import CaptureError, RankFailed
-from taas_magic.host.rank import HIDDEN_DISPLAYS
+from taas_magic.host.shell import HIDDEN_DISPLAYS
 from tests.harness import Notebook
 
 

@@ -19,10 +19,8 @@ LISTED = {
     "host/forkserver.py": {"_registry", "_resource_tracker"},
     "federation/flower.py": {"_main"},
     "host/profile.py": {"_profiler_enabled"},
-    "host/rank.py": {
-        *("_shutdown", "_run_exitfuncs", "_C", "_distributed_c10d"),
-        *("_logging", "_init_logs"),
-    },
+    "host/heartbeat.py": {"_C", "_distributed_c10d"},
+    "host/rank.py": {"_shutdown", "_run_exitfuncs", "_logging", "_init_logs"},
 }
 
 OWN = {
@@ -46,7 +44,7 @@ DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_make", "_fi
 """Names with an underscore that Python documents."""
 
 GONE = {
-    "threading._shutdown": "rank._end_program has to join what is no daemon thread by another way",
+    "threading._shutdown": "host/rank.py: find another way to join all threads but daemon threads",
     "atexit._run_exitfuncs": "Python may do it itself for forks now: see python/cpython#83856",
     "weakref.finalize._registry": "host/forkserver.py: find what weakref.finalize keeps them in",
     "multiprocessing.resource_tracker._resource_tracker": "host/forkserver.py: find it",
@@ -56,11 +54,11 @@ GONE = {
     "torch.Tensor._indices": "data/encode.py: see how torch pickles sparse tensors",
     "torch.Tensor._values": "data/encode.py: see how torch pickles sparse tensors",
     "torch._C.PyTorchFileWriter": "store/redirect.py: find what torch.save writes with",
-    "torch._C._distributed_c10d._dump_fr_trace_json": "rank._collectives: find the new recorder",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "host/heartbeat.py: find the new recorder",
     "numpy.lib._datasource._file_openers": "store/redirect.py: see how numpy.savetxt opens now",
-    "torch._logging._init_logs": "rank._read_environ_again: see how torch reads TORCH_LOGS now",
+    "torch._logging._init_logs": "host/rank.py: see how torch reads TORCH_LOGS now",
     "tempfile._TemporaryFileCloser": "store/redirect.py: see how tempfile unlinks now",
-    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/rank.py: see IPython",
+    "IPython.core.interactiveshell.InteractiveShell._showtraceback": "host/shell.py: see IPython",
     "distributed.batched.time": "host/agent_worker.py: see by what clock BatchedSend waits",
 }
 

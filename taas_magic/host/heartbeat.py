@@ -1,0 +1,168 @@
+"""The heartbeats of a rank: the stack, the progress of collectives, counts and metrics."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from taas_magic.data.loader import RankFeed
+from taas_magic.host import tracebacks
+from taas_magic.host.feeding import SessionLoaders
+from taas_magic.host.link import CUT_CONNECTIONS, AgentLink
+from taas_magic.host.metrics import METRICS_VARIABLE, MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.late_imports import when_imported
+from taas_magic.leases import RANK_BEAT_S
+from taas_magic.messages import Metrics, Note, RankBeat, RankReport, RankStackSample
+
+_POINTS = 2000
+"""Maximum number of points in one `Metrics` event.
+
+The pool's process responds to no other message while it handles an event.
+"""
+
+_SHOWN_COLLECTIVES = 3
+
+
+@contextmanager
+def send_heartbeats(
+    link: AgentLink,
+    fed: RankFeed | SessionLoaders | None,
+    cut_connections: Callable[[int], None] | None = None,
+) -> Iterator[Callable[[], None]]:
+    """Send heartbeats in a thread until the block ends.
+
+    With each heartbeat, the thread sends the main thread's stack, the progress of collectives, the
+    counts of received batches, and the metrics logged since the last heartbeat. Counts and metrics
+    are sent once more at the block's end. If the agent requests a stack report, the thread sends
+    the stacks of all threads and the pending collectives instead of the heartbeat.
+
+    Args:
+        link: Connection to the agent.
+        fed: Source of the counts; None if the cell uses no registered loader.
+        cut_connections: Handler of `CUT_CONNECTIONS`, called in the thread with the number of the
+            cell whose collective must end. None outside a session.
+
+    Yields:
+        Function that sends the counts and metrics immediately.
+    """
+    main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
+    run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    metrics = MetricBuffer(int(os.environ["RANK"]))
+    use_buffer(metrics)
+    if os.environ.get(METRICS_VARIABLE) != "0":
+        when_imported("torch.utils.tensorboard.writer", record_tensorboard)
+
+    def send() -> None:
+        if fed is not None and (counts := fed.counts()):
+            link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
+        points = metrics.pop_scalars()
+        for at in range(0, len(points), _POINTS):
+            link.send(Metrics(points=points[at : at + _POINTS]))
+
+    def report() -> None:
+        with reporting:  # one thread at a time, so that the newest counts are sent last
+            send()
+
+    def beat() -> None:
+        while not ended.is_set():
+            asked = link.wait_for_request(RANK_BEAT_S)
+            if CUT_CONNECTIONS in asked and cut_connections is not None:
+                cut_connections(int(asked.rpartition(CUT_CONNECTIONS)[2].split()[0]))
+                continue
+            if asked:
+                link.send(RankStackSample(tracebacks.threads(main), _pending_collectives()))
+                if why := _why_ranks_wait(run_address):
+                    link.send(Note(text=why))
+            else:
+                begun, spins = collective_progress()
+                stack = tracebacks.where(main)
+                link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
+            with reporting:
+                if not ended.is_set():
+                    send()
+
+    thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        ended.set()
+        report()
+        use_buffer(None)
+
+
+def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
+    """Return a message for the user if the cell's own rendezvous address makes all ranks wait.
+
+    While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
+    rendezvous address as a client. So no rank would listen at an address that the cell has set.
+
+    Args:
+        run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
+
+    Returns:
+        The message; "" if the address is unchanged or the variable is not set.
+    """
+    changed = [name for name, value in run_address.items() if os.environ.get(name) != value]
+    if not changed or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return ""
+    names = " and ".join(changed)
+    return (
+        f"the program changed {names} while TORCHELASTIC_USE_AGENT_STORE is set, so that no rank "
+        f"listens at this address and all ranks wait. Leave {names} unchanged, or delete "
+        "TORCHELASTIC_USE_AGENT_STORE from os.environ first"
+    )
+
+
+def collective_progress() -> tuple[list[tuple[int, int]], bool]:
+    """Return the progress of this rank's collectives.
+
+    Returns:
+        Two values. First, for each backend, the numbers of collectives that have begun and ended.
+        Second, whether this rank may busy-wait for an NCCL collective.
+    """
+    counts = {}
+    for backend, trace in _flight_records(details=False).items():
+        groups = list(trace.get("pg_status", {}).values())
+        begun = sum(int(group["last_enqueued_collective"]) for group in groups)
+        counts[backend] = begun, sum(int(group["last_completed_collective"]) for group in groups)
+    begun, ended = counts.get("nccl", (0, 0))
+    return list(counts.values()), begun > ended
+
+
+def _pending_collectives() -> list[str]:
+    """Return the names of up to `_SHOWN_COLLECTIVES` pending collectives, such as "all_reduce #12".
+
+    The number counts the collectives of a process group.
+    """
+    entries = [
+        it for trace in _flight_records(details=True).values() for it in trace.get("entries", [])
+    ]
+    return [
+        f"{entry['profiling_name'].rpartition(':')[2]} "
+        f"#{entry['collective_seq_id'] or entry['p2p_seq_id']}"
+        for entry in entries
+        if not entry["retired"]
+    ][:_SHOWN_COLLECTIVES]
+
+
+def _flight_records(details: bool) -> dict[str, dict[str, Any]]:
+    """Return the dumps of torch's flight recorders, by backend; empty without a process group.
+
+    A flight recorder is torch's log of the latest collectives of a process. In some versions of
+    torch, a backend has none.
+
+    Args:
+        details: Whether to list each collective, which takes about 0.1 s.
+    """
+    c10d = torch._C._distributed_c10d
+    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    dumps = {backend: getattr(c10d, name, None) for backend, name in recorders.items()}
+    if not dist.is_initialized():
+        return {}
+    return {backend: json.loads(dump(details)) for backend, dump in dumps.items() if dump}

@@ -1,0 +1,94 @@
+"""The outcome of a rank's work: the results or the failure, which the rank sends to its agent."""
+
+import bdb
+from collections.abc import Mapping, Sequence
+
+from IPython.core.interactiveshell import ExecutionResult
+
+from taas_magic.capture.changes import ChangeDetector
+from taas_magic.capture.home import RankNamespace
+from taas_magic.host import keyboard, tracebacks
+from taas_magic.host.link import AgentLink
+from taas_magic.host.results import ResultWriter
+from taas_magic.host.shell import RankShell
+from taas_magic.host.spec import ProcessSpec
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import Note, RankErrorSent, RankExited, RankRaised
+
+
+def result_writer(
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    link: AgentLink,
+    spec: ProcessSpec,
+    scope: RankNamespace,
+) -> ResultWriter:
+    """Return the writer of the rank's results to `folder`, with `scope` as the rank's namespace."""
+    return ResultWriter(
+        folder.results,
+        environ,
+        lambda text: link.send(Note(text=text)),
+        scope,
+        spec.share.plan.untrusted_pool,
+    )
+
+
+def send_outcome(
+    shell: RankShell,
+    result: ExecutionResult,
+    link: AgentLink,
+    writer: ResultWriter,
+    out: Sequence[str],
+    changes: ChangeDetector | None = None,
+    *,
+    is_session: bool = False,
+) -> bool:
+    """Send the cell's results or failure to the agent; return whether the cell succeeded.
+
+    Args:
+        shell: Shell that ran the cell.
+        result: IPython's result of the cell.
+        link: Connection to the agent.
+        writer: Writer of the results (`result_writer`).
+        out: Values of `--out`, such as "loss@all".
+        changes: Detector of notebook objects that the cell changed. Each change becomes a note to
+            the user. None to send no such notes.
+        is_session: Whether the rank belongs to a session, in which `sys.exit(0)` only ends the
+            cell.
+    """
+    failure = _failure(shell, result)
+    if failure is not None:
+        tracebacks.send_failure(link, failure)
+    elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
+        # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
+        link.send(RankExited(tracebacks.frames(result.error_in_exec)))
+    for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
+        link.send(Note(text=text))
+    if link.is_own and result.error_before_exec is None:
+        failed = failure is not None
+        try:
+            writer.write(shell.users_names(), out, value=shell.last_value, failed=failed)
+        except KeyboardInterrupt:  # the values written before the interrupt are kept
+            return False
+    if link.is_own and failure is not None:
+        link.send(RankErrorSent())
+    return failure is None
+
+
+def _failure(shell: RankShell, result: ExecutionResult) -> RankRaised | None:
+    """Return the failure of the cell; None if the cell succeeded or ended by `sys.exit(0)`.
+
+    The failure is the first exception that IPython has shown. The cell may have continued after it:
+    `%run`, `%time`, `%%capture` and `run_cell` show an exception of their code. If IPython has
+    shown none, the failure is the exception that ended the cell.
+    """
+    raised = result.error_before_exec or result.error_in_exec
+    if shell.failure is not None or raised is None:
+        return shell.failure
+    if isinstance(raised, SystemExit) and not raised.code:
+        return None
+    if isinstance(raised, bdb.BdbQuit):
+        is_refused = shell.keyboard is not None and shell.keyboard.was_refused
+        raised.args = (keyboard.NO_DEBUGGER if is_refused else keyboard.USER_QUIT,)
+    # IPython has not shown this exception: it is BdbQuit, or a handler of the user has hidden it.
+    return tracebacks.describe_exception(raised)

@@ -1,0 +1,143 @@
+"""The cells of a session on one rank."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from taas_magic.capture import payload
+from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.home import RankNamespace
+from taas_magic.capture.modules import ModuleSource, install, outdated
+from taas_magic.capture.names import assigned_names
+from taas_magic.capture.work import CellWork, Work
+from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.feeding import SessionLoaders
+from taas_magic.host.heartbeat import collective_progress
+from taas_magic.host.keyboard import Keyboard
+from taas_magic.host.link import AgentLink, flush_output, rank_file
+from taas_magic.host.outcome import result_writer, send_outcome
+from taas_magic.host.process_groups import ProcessGroupPrefixes
+from taas_magic.host.prompt import Prompt, users_names
+from taas_magic.host.shell import RankShell
+from taas_magic.host.spec import ProcessSpec
+from taas_magic.journal.folder import RunFolder
+from taas_magic.messages import CellNames, CellOrder, Note, RankErrorSent
+from taas_magic.store import redirect
+
+
+def session_prompt(
+    spec: ProcessSpec, link: AgentLink, rank: int, environ: Mapping[str, str], feeds: SessionLoaders
+) -> Prompt:
+    """Return the prompt of a session's rank. Call once, before code of the user runs."""
+    cells = _SessionCells(spec, link, environ, feeds)
+
+    def has_pending() -> bool:
+        return any(begun > ended for begun, ended in collective_progress()[0])
+
+    return Prompt(link, spec.folder, rank, cells.run, has_pending)
+
+
+class _SessionCells:
+    """Runner of a session's cells on this rank. All cells share one namespace."""
+
+    def __init__(
+        self, spec: ProcessSpec, link: AgentLink, environ: Mapping[str, str], feeds: SessionLoaders
+    ) -> None:
+        self._spec, self._link, self._environ, self._feeds = spec, link, environ, feeds
+        self._shell = RankShell.instance()
+        own_keyboard = Keyboard(link, rank_file(spec.folder, int(environ["RANK"]), "input"))
+        colors = spec.share.run.origin.colors
+        self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
+        self._modules: dict[str, ModuleSource] = {}
+        self._kept: frozenset[str] = frozenset()
+        self._groups = ProcessGroupPrefixes()
+        self._groups.install()
+
+    def run(self, order: CellOrder) -> bool:
+        """Run a cell, and send its results or failure; return whether the cell succeeded.
+
+        Also sends the names that the cell has assigned or deleted. If this rank does not take part
+        in the cell, it runs nothing and only sends the results of `--out`.
+        """
+        folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
+        shell.shows, shell.last_value = order.shows, None
+        os.environ[cell_main.PAYLOAD] = str(folder.payload)
+        # A new process group must not use keys of an earlier group in the key-value store.
+        self._groups.begin_cell(order.number)
+        redirect.begin_run()
+        try:
+            loaded = payload.read(folder.payload)
+            settings = loaded.load_settings()
+            if order.takes_part and (names := outdated(loaded.modules)):
+                link.send(Note(text=_outdated_note(names)))
+            self._modules |= loaded.modules
+            loaded = structs.replace(loaded, modules=self._modules)
+            install(self._modules)
+            self._feeds.begin_cell(order.number, folder.path, settings)
+            work = loaded.load_into(self._namespace)
+        except Exception as error:
+            tracebacks.send_failure(link, tracebacks.describe_exception(error))
+            link.send(RankErrorSent())
+            return False
+        sets = self._assigned_by(work) if order.takes_part else set()
+        self._kept = (self._kept | loaded.kept) - sets
+        scope = RankNamespace(self._namespace, self._kept)
+        writer = result_writer(folder, self._environ, link, self._spec, scope)
+        before = {name: id(value) for name, value in self._names().items()}
+        if order.takes_part:
+            result = shell.run(work, loaded.sources)
+            succeeded = send_outcome(shell, result, link, writer, order.out, is_session=True)
+        else:
+            writer.write(shell.users_names(), order.out, value=None, failed=False)
+            succeeded = True
+        if link.is_own:
+            changes = self._changes(before, sets)
+            changes.fetched = self._feeds.end_cell()
+            self._kept -= set(changes.assigned)
+            link.send(changes)
+            flush_output()
+        return succeeded
+
+    def _names(self) -> dict[str, Any]:
+        return users_names(self._shell.users_names())
+
+    def _assigned_by(self, work: Work) -> set[str]:
+        """Return the names that the cell's text assigns; empty if the work is a function call."""
+        if isinstance(work, CellWork):
+            with suppress(SyntaxError):  # reported when the cell runs
+                return assigned_names(work.python)
+        return set()
+
+    def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
+        """Return the names that the cell assigned and the names that it deleted.
+
+        A name counts as assigned if the `id` of its value has changed, or if the cell's text
+        assigns it: Python may reuse the `id` of a freed value.
+
+        Args:
+            before: The `id` of each value before the cell, by name.
+            sets: Names that the cell's text assigns.
+        """
+        now = self._names()
+        assigned = [
+            name for name, value in now.items() if name in sets or before.get(name) != id(value)
+        ]
+        digests = {name: plain_digest(now[name]) for name in assigned}
+        return CellNames(
+            assigned=assigned,
+            deleted=[name for name in before if name not in now],
+            plain={name: digest for name, digest in digests.items() if digest},
+        )
+
+
+def _outdated_note(names: Sequence[str]) -> str:
+    """Return a note for the user about modules that were edited after the session imported them."""
+    modules = ", ".join(f"`{name}`" for name in names)
+    return (
+        f"the ranks use the old code of {modules}, edited since the session imported it: call "
+        f"importlib.reload({names[0]}) in a cell of the session, or `%taas restart`"
+    )

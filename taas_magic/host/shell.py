@@ -1,0 +1,391 @@
+"""The IPython shell of a rank. It sends displays and tracebacks to the agent as messages."""
+
+import ast
+import bdb
+import builtins
+import importlib
+import json
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+from traitlets import Any as AnyTrait
+
+from taas_magic.capture.payload import CellSource
+from taas_magic.capture.work import CellWork, FunctionWork, Work
+from taas_magic.errors import TaasError
+from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.keyboard import Keyboard
+from taas_magic.host.link import AgentLink
+from taas_magic.late_imports import when_imported
+from taas_magic.messages import ClearOutput, Display, Note, RankRaised, RankShowedError
+
+IMAGE_LIMIT_BYTES = 20_000_000
+
+MARKUP_LIMIT_BYTES = 5_000_000
+"""Limit of HTML, JSON and similar displays. A plot that embeds its library has 4 to 5 MB."""
+
+PLAIN_LIMIT_CHARS = 100_000
+
+_WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
+"""Origin of the rank's `__main__`.
+
+pickle shows it in its error about a class that `__main__` does not define. A rank's `__main__`
+defines only the classes of the cell, and the notebook's classes that the cell uses.
+"""
+
+HIDDEN_DISPLAYS = (
+    "some ranks displayed outputs that are not shown; --logs all shows the displays of all ranks"
+)
+
+
+class _CellCompiler(CachingCompiler):
+    """A compiler that compiles the cell under the file name that the notebook's kernel uses."""
+
+    cell: CellWork | None = None
+    labels: Mapping[str, str] = {}
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        """Return the file name for a piece of code, and store the code in linecache.
+
+        The cell itself is not stored here, because `tracebacks.register_sources` has stored it.
+        """
+        if self.cell is not None and raw_code == self.cell.source:
+            return self.cell.filename
+        name: str = super().cache(transformed_code, number, raw_code)
+        return name
+
+    def format_code_name(self, name: str) -> tuple[str, str] | None:
+        """Return how tracebacks name the file `name`, for example `("Cell", "In[5]")`.
+
+        Returns:
+            The two parts of the name; None if the file is not a cell.
+        """
+        if name in self.labels:
+            label, _, number = self.labels[name].partition(" ")
+            return label, number
+        found: tuple[str, str] | None = super().format_code_name(name)
+        return found
+
+
+class _LinkDisplayHook(DisplayHook):
+    """A display hook that sends the value of the cell's last expression to the agent."""
+
+    def quiet(self) -> bool:
+        """Return whether the cell ends in a semicolon.
+
+        IPython's own method reads the history, which is disabled on ranks.
+        """
+        cell = RankShell.instance().compile.cell
+        return cell is not None and self.semicolon_at_end_of_expression(cell.source)
+
+    def __call__(self, result: Any = None) -> None:
+        if result is None or self.quiet():
+            return
+        shell = RankShell.instance()
+        shell.last_value = result
+        data, metadata = self.compute_format_data(result)
+        if shell.shows:
+            shell.publish(data, metadata)
+        self.update_user_ns(result)
+
+
+class _LinkDisplayPublisher(DisplayPublisher):
+    """A display publisher that sends the displays of `display(...)` to the agent."""
+
+    def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
+        display_id = (kwargs.get("transient") or {}).get("display_id")
+        RankShell.instance().publish(data, metadata or {}, display_id, bool(kwargs.get("update")))
+
+    def clear_output(self, wait: bool = False) -> None:
+        shell = RankShell.instance()
+        if shell.link is not None and shell.shows:
+            shell.link.send(ClearOutput(wait=wait))
+
+
+class _LineShift(ast.NodeTransformer):
+    """An AST transformer that gives code the line numbers of the notebook's cell.
+
+    The rank runs only the lines below the `%%taas` line. Code that the cell passes to IPython, by
+    `%%capture` or `run_cell`, keeps its own line numbers.
+
+    Args:
+        shell: The shell that runs the cell.
+        lines: Number of lines up to and including the `%%taas` line.
+    """
+
+    def __init__(self, shell: "RankShell", lines: int) -> None:
+        self._shell, self._lines = shell, lines
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return node if self._shell.depth else ast.increment_lineno(node, self._lines)
+
+
+class RankShell(InteractiveShell):
+    """The IPython shell of a rank.
+
+    The forkserver creates the shell, and each rank inherits it. This saves 30 ms at each start.
+
+    Attributes:
+        link: The rank's connection to its agent; None in the forkserver.
+        keyboard: Source of the lines that the user types; None in the forkserver.
+        last_value: Value of the cell's last expression.
+        failure: First exception that IPython has shown during the work; None if there is none.
+        depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell; 0
+            if no code runs.
+        shows: Whether displays are sent to the notebook (`Plan.shows_displays`).
+    """
+
+    link: AgentLink | None = None
+    keyboard: Keyboard | None = None
+    shows = False
+    last_value: Any = None
+    failure: RankRaised | None = None
+    depth = 0
+    _drawn = ""
+    _has_hidden = False
+    _at_start: Mapping[str, Any] = {}
+    display_pub_class = AnyTrait(_LinkDisplayPublisher)
+    displayhook_class = AnyTrait(_LinkDisplayHook)
+    compiler_class = AnyTrait(_CellCompiler)
+
+    def bind(
+        self, link: AgentLink, own_keyboard: Keyboard, shows: bool, colors: str
+    ) -> dict[str, Any]:
+        """Connect the shell to this rank's agent and keyboard, and create a clean `__main__`.
+
+        The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned
+        children use `cell_main` as their main module, and find the cell's definitions there.
+
+        Args:
+            link: See the class.
+            own_keyboard: See `keyboard` of the class.
+            shows: See the class.
+            colors: IPython's colour scheme, for tracebacks.
+
+        Returns:
+            The cell's namespace: `sys.modules["__main__"].__dict__`, as in a kernel. So this
+            process and its forks can unpickle an object that refers to a name in `__main__`.
+        """
+        main = types.ModuleType("__main__")
+        main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
+        # Spawned children call this module `__mp_main__`, also in objects that they send back.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        self.user_module, self.user_ns = main, main.__dict__
+        self.init_user_ns()
+        # Restore Python's own functions. IPython's `exit` and `quit` accept no exit code, and its
+        # `open` accepts no descriptor below 3.
+        main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
+        del main.__dict__["open"]
+        main.__dict__["_dh"] = [os.getcwd()]  # hydra reads the notebook's folder here
+        self._at_start = dict(main.__dict__)
+        self.link, self.keyboard, self.shows = link, own_keyboard, shows
+        own_keyboard.install()
+        self.colors = colors
+        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks
+            self.InteractiveTB.set_colors(colors)
+        # If ps1 is set, Lightning assumes an interactive session and refuses DDP
+        for name in ("ps1", "ps2", "ps3"):
+            sys.__dict__.pop(name, None)
+        when_imported("tqdm.notebook", _use_text_bars)
+        when_imported("hydra._internal.utils", _find_the_notebooks_folder)
+        return main.__dict__
+
+    def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
+        """Run the work. If an exception ends the work, `showtraceback` sends the failure first.
+
+        Args:
+            work: The cell or function call.
+            sources: The notebook's cells, by the file name under which each cell was compiled.
+        """
+        compiler = self.compile
+        assert isinstance(compiler, _CellCompiler)
+        compiler.labels = tracebacks.register_sources(sources)
+        threading.excepthook = tracebacks.print_of_thread
+        sys.unraisablehook = tracebacks.print_unraisable
+        # IPython warns about every SystemExit. A cell may end by SystemExit, as a script may.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+        self.failure = None
+        if isinstance(work, FunctionWork):
+            compiler.cell = None
+            return self._call(work)
+        compiler.cell = work
+        compiler.flags |= work.compiler_flags
+        self.ast_transformers[:] = [
+            *(it for it in self.ast_transformers if not isinstance(it, _LineShift)),
+            _LineShift(self, work.lines_above),
+        ]
+        return self.run_cell(work.source, store_history=False)
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Return the Python code for a text with IPython syntax.
+
+        The kernel has already transformed the cell itself.
+        """
+        cell: CellWork | None = self.compile.cell
+        if cell is not None and raw_cell == cell.source:
+            return cell.python
+        python: str = super().transform_cell(raw_cell)
+        return python
+
+    def _call(self, work: FunctionWork) -> ExecutionResult:
+        """Call the work's function, with the same IPython events and hooks as in `run_cell`.
+
+        If the function raises an exception, the traceback starts at the frame of the function.
+        """
+        info = ExecutionInfo(work.raw, False, False, True, None)
+        result = ExecutionResult(info)
+        self.events.trigger("pre_execute")
+        self.events.trigger("pre_run_cell", info)
+        self.depth += 1
+        try:
+            with self.builtin_trap, self.display_trap:
+                self.last_value = work.function(*work.args, **work.kwargs)
+        except BaseException as error:  # like `run_cell`, which catches every exception
+            assert error.__traceback__ is not None
+            result.error_in_exec = error.with_traceback(error.__traceback__.tb_next)
+            if not isinstance(error, bdb.BdbQuit):
+                self.showtraceback(tb_offset=0, running_compiled_code=True)
+        finally:
+            self.depth -= 1
+            self.events.trigger("post_execute")
+            self.events.trigger("post_run_cell", result)
+        return result
+
+    def users_names(self) -> dict[str, Any]:
+        """Return the user's variables: the namespace without the values that `bind` has set."""
+        start = self._at_start
+        return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
+
+    def atexit_operations(self) -> None:
+        """Do nothing. IPython's method deletes names, which a `__del__` of the cell may need."""
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do nothing, because the backend of `%matplotlib inline` is active already."""
+
+    def publish(
+        self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Send a display to the agent if `shows`; otherwise, send one note about all of them."""
+        if self.link is not None and self.shows:
+            shown = bounded(data)
+            self.link.send(
+                Display(data=shown, metadata=metadata, display_id=display_id, update=update)
+            )
+        elif self.link is not None and not self._has_hidden:
+            self._has_hidden = True
+            self.link.send(Note(text=HIDDEN_DISPLAYS))
+
+    async def run_code(self, *args: Any, **kwargs: Any) -> bool:
+        """Run code as IPython does, and count `depth`."""
+        self.depth += 1
+        try:
+            has_failed: bool = await super().run_code(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        return has_failed
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Record an exception that IPython shows, and report it to the agent.
+
+        The first such exception is the rank's failure, even if the cell continues after it. The
+        message is sent before IPython formats the traceback, which takes up to 0.1 s. So the order
+        of the ranks' messages shows which rank has failed first.
+
+        - If the exception ends the cell, the message has a traceback in Python's format. The agent
+          may kill the rank before IPython's traceback is ready.
+        - If the cell continues, the message has no traceback. The traceback goes to the log,
+          because in a cell without `%%taas`, Jupyter would show it.
+        """
+        value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        if self.link is None:  # in the forkserver (`prepare`)
+            super().showtraceback(exc_tuple, *args, **kwargs)
+            return
+        is_exit = isinstance(value, SystemExit)
+        if value is None or (isinstance(value, SystemExit) and not value.code):
+            return
+        ends_cell = not self.depth or (self.depth == 1 and kwargs.get("running_compiled_code"))
+        tracebacks.remove_own_frames(value)
+        shown = tracebacks.describe_exception(value)
+        if ends_cell and self.link.is_own:
+            self.link.send(self.failure or shown)
+        elif self.link.is_own:
+            self.link.send(RankShowedError())
+        # IPython shows the frames of an exception group but not its exceptions. TaasErrors format
+        # themselves.
+        is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
+        if not is_plain and not is_exit and self.link.is_own:
+            self._drawn = ""
+            super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)
+            shown = tracebacks.describe_exception(value, self._drawn) if self._drawn else shown
+        # Here, `sys.exit(3)` in a `%run` of the cell looks the same as `sys.exit(3)` in the cell.
+        # So every SystemExit counts as the end of the cell.
+        if self.failure is not None or not (ends_cell or is_exit):
+            shown.is_logged = True
+            # Not `sys.stderr`, which `%%capture` may redirect: errors must not be captured.
+            if sys.__stderr__ is not None:
+                with suppress(ValueError):  # the cell has closed stderr
+                    sys.__stderr__.write("\n".join([*shown.traceback, ""]))
+        self.failure = self.failure or shown
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        """Record a syntax error as `showtraceback` records any other exception."""
+        self.showtraceback(running_compiled_code=kwargs.get("running_compiled_code", False))
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        self._drawn = self.InteractiveTB.stb2text(stb) if stb else ""
+
+
+def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a display without the representations that are too large for a browser.
+
+    The limits are `IMAGE_LIMIT_BYTES` for images except SVG, and `MARKUP_LIMIT_BYTES` otherwise.
+    The plain text names each omitted representation. A text longer than `PLAIN_LIMIT_CHARS` is cut.
+
+    Args:
+        data: The representations of the display, by MIME type.
+    """
+    kept, notes = {}, []
+    for form, value in data.items():
+        is_image = form.startswith("image/") and form != "image/svg+xml"
+        limit = IMAGE_LIMIT_BYTES if is_image else MARKUP_LIMIT_BYTES
+        is_text = isinstance(value, str | bytes)
+        size = len(value if is_text else json.dumps(value, default=repr))
+        if form == "text/plain" or size <= limit:
+            kept[form] = value
+        else:
+            notes.append(
+                f"[{form} of {size / 1e6:,.0f} MB is not shown: the limit is "
+                f"{limit / 1e6:.0f} MB; save it to a file]"
+            )
+    plain = tracebacks.shorten(str(kept.get("text/plain", "")), PLAIN_LIMIT_CHARS)
+    if plain or notes:
+        kept["text/plain"] = "\n".join([*notes, *filter(None, [plain])])
+    return kept
+
+
+def _use_text_bars() -> None:
+    """Make tqdm.notebook draw text bars for the status header, because ranks have no widgets."""
+    module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
+    for name in ("tqdm", "tqdm_notebook"):
+        setattr(module, name, text.tqdm)
+    for name in ("trange", "tnrange"):
+        setattr(module, name, text.trange)
+
+
+def _find_the_notebooks_folder() -> None:
+    """Make hydra's `initialize(config_path=…)` search the notebook's folder.
+
+    hydra itself searches this folder only if the shell's class has the name of a Jupyter kernel's.
+    """
+    vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True
