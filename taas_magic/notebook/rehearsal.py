@@ -321,14 +321,14 @@ def estimate(flow: LoaderCounts, ranks: int) -> str:
     )
     if not prepared or not work_s:
         return "no batch was prepared"
-    decode_fetcher_message = flow.fetcher_total("workers") * prepared / work_s
-    said = f"one fetcher prepares {_rate(decode_fetcher_message)} batches/s here"
+    prepared_per_s = flow.fetcher_total("workers") * prepared / work_s
+    said = f"one fetcher prepares {_rate(prepared_per_s)} batches/s here"
     if not received:
         return f"{said}; no rank used one"
     if busy_s / received < _MIN_STEP_S:
         return f"{said}; a rank does too little with a batch to estimate --cpus"
     speed = received / busy_s
-    fetchers = max(1, math.ceil(ranks * speed / decode_fetcher_message))
+    fetchers = max(1, math.ceil(ranks * speed / prepared_per_s))
     many = f"{ranks} such rank{'s need' if ranks > 1 else ' needs'}"
     return f"{said}, a CPU rank takes {_rate(speed)}: {many} --cpus {fetchers}"
 
