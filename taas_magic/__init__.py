@@ -1,9 +1,8 @@
 """Run a notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, `%%taas --gpus N`.
 
-The public names are in `taas_magic.api`. This package imports neither torch nor Dask, nor any
-module that needs `random`. The notebook's folder is on the import path while this package is
-imported, so a random.py in that folder would replace Python's own. `taas_magic.kernel` removes the
-folder from the path later.
+This package imports neither torch nor Dask, nor any module that needs `random`. While Python
+imports this package, the notebook's folder is on the import path, so a random.py in that folder
+would replace Python's own.
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +17,7 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion, and begin to warm the local pool.
 
-    IPython calls this function in the notebook's kernel. The function returns at once; a thread
-    warms the pool.
+    IPython calls this function in the kernel. A thread warms the pool; the function does not wait.
     """
     from taas_magic.notebook import magic
 

@@ -21,9 +21,8 @@ def main(words: list[str]) -> int:
     """Run one command, print its result or error, and return the exit code.
 
     Args:
-        words: The words of the command line after `python -m taas_magic`. Either "run" and what
-            `functions.run_script` accepts, or a command of `%taas`, such as "attach", with its
-            arguments.
+        words: Arguments after `python -m taas_magic`: "run" with the arguments of
+            `functions.run_script`, or a command of `%taas`, such as "attach", with its arguments.
     """
     try:
         if words[:1] == ["run"]:

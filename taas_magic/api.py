@@ -65,8 +65,7 @@ __all__ = [
 ]
 """The names that `taas.<Tab>` offers.
 
-This module also defines names that only code written for DataSphere's old package `taas` needs. The
-list leaves these names out, but they can be imported.
+The names that exist only for code written for DataSphere's old package `taas` are not listed.
 """
 
 unregistered = unregister
@@ -76,8 +75,7 @@ unregistered = unregister
 def get_registered_data_loaders_names() -> list[str]:
     """Return the sorted names of the registered loaders.
 
-    The function is for code written for DataSphere's old package `taas`. New code uses
-    `registered`.
+    For code written for DataSphere's old package `taas`. New code uses `registered`.
     """
     return sorted(registered())
 
@@ -85,9 +83,7 @@ def get_registered_data_loaders_names() -> list[str]:
 def get_worker_info() -> Any:
     """Return the result of torch's `get_worker_info()`, or a replacement if the result is None.
 
-    A dataset uses this information to select the data that the process loads. The function is for
-    code written for DataSphere's old package `taas`, whose function of this name never returned
-    None.
+    For code written for DataSphere's old package `taas`, whose function never returned None.
 
     Returns:
         An object with `id`, `num_workers` and `seed`. In a rank, the replacement has the rank as
@@ -110,9 +106,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    In a rank, the result is "cuda" if `torch.cuda.is_available()`. Other processes, such as the
-    notebook's kernel, must not load torch and CUDA for this. In these processes, the result is
-    "cuda" if `probe.count_gpus` finds a GPU.
+    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA for
+    this: they count the GPUs by `probe.count_gpus`.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -127,11 +122,9 @@ def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
-    `device_type` is "cuda" or "cpu".
 
-    The modules are not imported together with this one, because at that time the notebook's folder
-    still comes before the standard library on the import path. A `random.py` in that folder would
-    break the imports.
+    While `taas` itself is imported, the notebook's folder comes before the standard library on the
+    import path. So importing the other modules then would fail if the folder has a `random.py`.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)

@@ -11,16 +11,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31)
 """First and last day on which every certificate is valid.
 
-The certificates are valid at any time, because a host's clock may be wrong. A shorter validity is
-not needed, because a private key is used only as long as the process that made it runs.
+The certificates are valid at any time, because a host's clock may be wrong.
 """
 
 
 def make(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM.
 
-    The holder of this private key can also sign other certificates. `Authority` makes certificates
-    whose holders cannot sign others.
+    The holder of this private key can sign other certificates.
 
     Args:
         name: Common name of the holder.
@@ -51,6 +49,8 @@ class Authority:
 
     def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
         """Make a client's certificate, signed by this issuer, and its private key, both as PEM.
+
+        The holder cannot sign other certificates.
 
         Args:
             name: Common name of the holder.

@@ -1,10 +1,8 @@
 """Read the settings in taas.toml. Without such a file, all runs use this machine.
 
-taas_magic searches for the file in the notebook's folder and in the folders above: up to the home
-folder, or up to the root if the notebook is outside of the home folder. Last, it searches in
-`$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
-The file may name programs to start. So `load_config` refuses a file that anybody except the user
-and root can write.
+`find_config` searches for the file in the notebook's folder, then in each folder above, up to the
+home folder. If the notebook is outside of the home folder, the search ends at the root. The last
+place is `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
 """
 
 import difflib
@@ -76,7 +74,6 @@ class PoolConfig(Struct, frozen=True):
     """Settings of a pool.
 
     Attributes:
-        name: Name of the pool in `--pool` and `#!`.
         engine: "local", "ssh", or the import path of a Dask cluster class.
         hosts: Names of the hosts, for engine "ssh".
         gpus: Number of CUDA devices of each host; None asks the host.
@@ -85,13 +82,13 @@ class PoolConfig(Struct, frozen=True):
         python: Interpreter on the hosts; None for the kernel's own interpreter or, with engine
             "ssh", for `python3`.
         interface: Network interface for ranks and fetchers; None lets each host find one.
-        network: "shared", where batches are encrypted by TLS, or "private", where they are not.
-        max_hosts: Number of hosts that may be in use at the same time.
+        network: "shared" encrypts batches by TLS; "private" does not.
+        max_hosts: Maximum number of hosts in use at the same time.
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
         lease_s: Seconds without a message from the pool after which a host ends all its processes.
         start_timeout_s: Seconds without any activity after which a starting process counts as
-            stuck. If none of the requested hosts is starting yet, the pool waits for them as long
-            as this; for example, their jobs may be in a batch system's queue.
+            stuck. Also the seconds that the pool waits while none of the requested hosts is
+            starting.
         preload: Modules to import before ranks start, in addition to torch and IPython.
         trusted: Whether the pool's hosts may return objects that run code in the kernel or the
             browser.
@@ -122,12 +119,10 @@ class DataConfig(
     """Settings of the data service: memory for batches, and timeouts.
 
     Attributes:
-        buffer_bytes: Size in bytes of the prefetch buffer of one fetcher, for all loaders that the
-            fetcher runs.
-        rank_buffer_bytes: Bytes of a rank's memory for batches that the rank has received but not
-            yet used.
-        fetch_s: Seconds that a rank waits without a response from any fetcher before the run
-            fails.
+        buffer_bytes: Size of the prefetch buffer of one fetcher, for all its loaders.
+        rank_buffer_bytes: Size of a rank's memory for batches that it has received but not yet
+            used.
+        fetch_s: Seconds that a rank waits without a response from any fetcher before the run fails.
     """
 
     buffer_bytes: _Size = 1024**3
@@ -140,8 +135,8 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
     Attributes:
         path: Folder of the project store; None for the notebook's folder.
-        limit_bytes: Maximum total size, in bytes, of the files that are copied to hosts that do
-            not share the project store.
+        limit_bytes: Maximum total size of the files that are copied to hosts that do not share the
+            project store.
         overwrite: Patterns of paths. A host that does not share the store may overwrite the user's
             files at these paths, and no other files of the user.
     """
@@ -155,7 +150,7 @@ class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
     """Settings for capturing the notebook objects that a cell uses.
 
     Attributes:
-        limit_bytes: Maximum size of a payload, in bytes.
+        limit_bytes: Maximum size of a payload.
     """
 
     limit_bytes: _Size = 4 * 1024**3
@@ -168,8 +163,8 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
         keep: Maximum number of run folders to keep.
         keep_bytes: Maximum total size of these folders, in bytes.
         notify: Command line to execute at the end of a detached run; None for none.
-        hang_s: Seconds without progress of any rank after which the run's status header shows where
-            the ranks are; 0 for never.
+        hang_s: Seconds without progress of any rank after which the status header shows where the
+            ranks are; 0 for never.
         session_idle_s: Seconds without a cell after which the pool ends a session.
     """
 
@@ -223,12 +218,7 @@ class Config(Struct, frozen=True):
 
 
 def did_you_mean(word: str, possible: Iterable[str]) -> str:
-    """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no possible word is similar.
-
-    Args:
-        word: The unknown word.
-        possible: Words that would be allowed instead.
-    """
+    """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no word is similar."""
     by_name = {name.lstrip("-"): name for name in possible}  # dashes would make all flags similar
     near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_CLOSE)
     return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
@@ -300,8 +290,7 @@ def _read_own(path: Path) -> str:
     The file may name programs to start, so a file that another user can write is not trusted.
 
     Raises:
-        UsageError: Another user can write the file, or replace it in its folder. The message says
-            who can, and how to change that.
+        UsageError: Another user can write the file, or replace it in its folder.
         OSError: The file cannot be read.
     """
     with path.open(encoding="utf-8") as file:
@@ -320,11 +309,7 @@ def _read_own(path: Path) -> str:
 def _why_untrusted(place: Path, status: os.stat_result) -> str:
     """Return text that says which other users can change a file or folder, with a remedy.
 
-    Returns "" if only the current user and root can change the file or folder.
-
-    Args:
-        place: Path of the file or folder.
-        status: Result of `stat` for `place`.
+    Returns "" if only the current user and root can change it.
     """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
@@ -348,8 +333,7 @@ def _why_untrusted(place: Path, status: os.stat_result) -> str:
 def _is_own(group: int) -> bool:
     """Return whether a group is the user's private group, which has no other members.
 
-    On many systems, a new file is by default writable by its owner's private group. Only the user
-    is in this group, so the file is still safe from other users.
+    On many systems, a new file is by default writable by its owner's private group.
     """
     try:
         found, own = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
@@ -408,12 +392,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(n_bytes: float, base: int = 1000) -> str:
-    """Format a number of bytes with a unit: `812 bytes`, `6.4 MB`, or `1.5 GiB` for base 1024.
-
-    Args:
-        n_bytes: Number of bytes.
-        base: 1000 or 1024.
-    """
+    """Format a number of bytes with a unit: `812 bytes`, `6.4 MB`, or `1.5 GiB` for base 1024."""
     if n_bytes < base:
         return "1 byte" if round(n_bytes) == 1 else f"{n_bytes:.0f} bytes"
     for unit in ("kB", "MB", "GB") if base == 1000 else ("KiB", "MiB", "GiB"):
@@ -427,8 +406,6 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     """Convert a table of the file to a settings struct.
 
     Args:
-        table: The parsed table.
-        kind: The settings struct.
         where: File and table, for error messages.
         **given: Values of fields that the caller sets. The table must not contain these keys.
 
@@ -453,7 +430,7 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
 
 
 def _field_meta(kind: object) -> str:
-    """Return a description of the allowed values of a type, for an error message."""
+    """Return the description of a type's allowed values, for an error message."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
 
@@ -461,13 +438,7 @@ def _field_meta(kind: object) -> str:
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
-    If the table has `hosts` but no `max_hosts`, the pool may use all of its hosts. The
-    default of `idle_timeout_s` depends on the engine.
-
-    Args:
-        name: Name of the pool.
-        table: The parsed table.
-        source: Path of the file, for error messages.
+    The defaults of `max_hosts` and `idle_timeout_s` depend on the table's other keys.
 
     Raises:
         UsageError: The name is not allowed, or a value is wrong or does not fit the engine.
@@ -500,7 +471,6 @@ def _table(value: object, where: str) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: str) -> None:
-    """Raise a UsageError if a table has a key that is not in `possible`."""
     for name in table:
         if name not in possible:
             listed = ", ".join(possible)
@@ -509,10 +479,7 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
 
 
 def _right_table(name: str) -> str:
-    """Return a hint such as ` (it belongs below "[runs]")` for a key that is in the wrong table.
-
-    Returns "" if none of the tables [store], [capture], [runs] and [data] may have this key.
-    """
+    """Return a hint such as ` (it belongs below "[runs]")` for a key of another table, or ""."""
     tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
     right = [key for key, table in tables.items() if name in table.__struct_fields__]
     return f' (it belongs below "[{right[0]}]")' if right else ""

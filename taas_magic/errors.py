@@ -1,19 +1,19 @@
 """Exceptions that taas-magic raises.
 
     TaasError
-    ├── UsageError            a mistake in a flag, a name or a setting; nothing was started
-    │   └── RegistrationError taas.register refuses a loader; also a TypeError and a ValueError
-    ├── CellSyntaxError       the cell is not Python; nothing was started
-    ├── CaptureError          a notebook object cannot be sent; nothing was started
-    ├── ResultError           the run succeeded, but a name of --out could not be returned
-    ├── StoreError            the project store cannot be used as requested
-    ├── RunError              the user's cell failed
-    │   ├── RankFailed        a rank raised, died, left early or stopped
-    │   │   └── RunTimeout    --timeout ended the run
-    │   └── JobFailed         a job of a farm raised, died or was cancelled
-    └── PoolError             the infrastructure failed
-        ├── RunLost           the run's hosts, or the process that controls them, are gone
-        └── ProtocolError     a peer sent a message that the protocol does not allow
+    ├── UsageError
+    │   └── RegistrationError
+    ├── CellSyntaxError
+    ├── CaptureError
+    ├── ResultError
+    ├── StoreError
+    ├── RunError
+    │   ├── RankFailed
+    │   │   └── RunTimeout
+    │   └── JobFailed
+    └── PoolError
+        ├── RunLost
+        └── ProtocolError
 
 Each message says who failed, what happened, where, and what to do next. IPython shows the errors
 without the frames of this package, because the exceptions define `_render_traceback_` (an idea of
@@ -33,7 +33,10 @@ class TaasError(Exception):
 
 
 class UsageError(TaasError):
-    """Raised for a mistake in a flag, name or setting; the one-line message lists valid values."""
+    """Raised for a mistake in a flag, name or setting, before anything is started.
+
+    The message is one line, and lists the valid values.
+    """
 
 
 class RegistrationError(UsageError, TypeError, ValueError):
@@ -93,7 +96,7 @@ class RunError(TaasError):
 
 
 class RankFailed(RunError):
-    """Raised if a rank failed; describes the first failure of the run."""
+    """Raised if a rank raised, died, left early or stopped; describes the run's first failure."""
 
 
 class JobFailed(RunError):
@@ -112,18 +115,18 @@ def interrupted(text: str) -> KeyboardInterrupt:
 
 
 class PoolError(TaasError):
-    """Raised if a pool could not be started or reached."""
+    """Raised if the infrastructure failed, for example if a pool could not be started."""
 
 
 class RunLost(PoolError):
-    """Raised if the processes that ran the cell are gone.
+    """Raised if the run's hosts, or the process that controls them, are gone.
 
     The journal has the events up to the loss.
     """
 
 
 class ProtocolError(PoolError):
-    """Raised if a peer's message breaks the protocol; the connection to it is closed."""
+    """Raised if a peer's message breaks the protocol; the connection to the peer is closed."""
 
 
 def reason_of(error: OSError) -> str:

@@ -19,7 +19,7 @@ from traitlets import List, Unicode
 ENCRYPTS_FROM = (7, 3)
 """First version of ipykernel that can encrypt its connection to the frontend.
 
-If a frontend requests encryption, an older ipykernel never answers the frontend.
+An older ipykernel never answers a frontend that requests encryption.
 """
 
 
@@ -34,8 +34,8 @@ class TaasKernelApp(IPKernelApp):
     def init_extensions(self) -> None:
         """Load the extensions, then mark `taas_magic` as not loaded.
 
-        Notebooks contain `%load_ext taas_magic`. Without the mark, this line would print a message
-        that the extension is already loaded.
+        Without the mark, the notebook's line `%load_ext taas_magic` would print that the extension
+        is already loaded.
         """
         super().init_extensions()
         self.shell.extension_manager.loaded.discard(EXTENSION)

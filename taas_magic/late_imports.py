@@ -21,11 +21,11 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finder that calls a function after the import of one module.
 
-    This finder is the first in `sys.meta_path`. It gets the module's spec from the later finders,
-    and changes the spec's loader so that the loader calls the function after the import.
+    It must be the first finder in `sys.meta_path`. The later finders find the module's spec; this
+    finder then changes the spec's loader so that the loader calls the function after the import.
 
-    This finder stays in `sys.meta_path` until the module is imported. A search for the module is no
-    reason to remove it, because libraries may only check whether the module is installed.
+    A search for the module does not remove this finder, because libraries may only check whether
+    the module is installed.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
 
-        For any other module, return None; then the import system asks the later finders.
+        Returns None for any other module, so that the import system asks the later finders.
         """
         if fullname != self._name or self not in sys.meta_path:
             return None

@@ -22,16 +22,13 @@ RANK_BEAT_S = 1.0
 """Seconds between two heartbeats of a rank. A heartbeat says where the rank's main thread is."""
 
 START_TIMEOUT_S = 120.0
-"""Seconds that a starting process may be inactive (`host/activity.py`).
-
-This is the default of a pool's `start_timeout_s`.
-"""
+"""Seconds that a starting process may be inactive: the default of a pool's `start_timeout_s`."""
 
 STOPPED_S = 5.0
 """Seconds for which a process may be suspended (SIGSTOP).
 
-If a rank is suspended for longer, the run fails. Other processes are killed if they are suspended
-for longer. A fetcher's worker is then replaced; for a forkserver, the whole host is replaced.
+If a rank is suspended for longer, the run fails. Any other process is killed. Then a fetcher's
+worker is replaced; for a forkserver, the whole host is replaced.
 """
 
 HOST_END_S = 10.0
@@ -52,8 +49,7 @@ NODE_JOIN_S = 120.0
 LEAST_FETCH_S = 4 * ALIVE_S
 """Minimum value of `fetch_s`.
 
-A rank waits half of `fetch_s` for a sign of life from a fetcher. Half of `fetch_s` must be longer
-than `ALIVE_S`, the interval between two signs of life.
+A rank waits half of `fetch_s` for a sign of life. This half must be longer than `ALIVE_S`.
 """
 
 

@@ -1,11 +1,10 @@
 """Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
-A plan decides everything about a run before any host is allocated. So `--dry-run` can print the
-plan, and a test can compare the plan with the expected one.
+A plan decides everything about a run before any host is allocated.
 
-`--cpus M` requests M hosts for each registered loader. If the pool has too few hosts, several
-loaders share the same fetchers. If the hosts are still too few, several fetchers share a host. The
-batches that a rank gets do not depend on the number of fetchers and hosts (docs/data.md).
+`--cpus M` requests M hosts for each registered loader. If the pool has too few hosts, loaders share
+fetchers, and then fetchers share hosts. The batches that a rank gets do not depend on the number of
+fetchers and hosts (docs/data.md).
 """
 
 import itertools
@@ -27,10 +26,8 @@ class FetcherPlan(Struct, frozen=True):
     """Plan of one fetcher.
 
     Attributes:
-        number: Number of the fetcher in the run. The fetcher's messages and files contain this
-            number.
+        number: Number of the fetcher in the run.
         index: Index of the fetcher among those that run the same loaders, from 0.
-        loaders: Names of the loaders that the fetcher runs.
         host: Index of the fetcher's host among the hosts for fetchers.
     """
 
@@ -44,12 +41,10 @@ class DataPlan(Struct, frozen=True):
     """Plan of all fetchers of a run.
 
     Attributes:
-        pool: Name of the pool that runs the fetchers.
         hosts: Number of hosts for fetchers.
         pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
-            also runs the ranks, this number includes the hosts of the ranks. So if the pool has
-            enough hosts, ranks and fetchers get different hosts.
-        fetchers: The fetchers, by number.
+            also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
+            get different hosts if the pool has enough.
         crosses: Whether batches may be sent from host to host.
         cores: Number of processors that each fetcher may use. All fetchers have the same number,
             because the number of a loader's workers depends on it.
@@ -75,13 +70,10 @@ class DataPlan(Struct, frozen=True):
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
     """Choose the pool for the fetchers.
 
-    Without `--data-pool`, the function chooses the first pool with `role = "data"`. If no pool has
-    this role, the function chooses the pool of the ranks.
+    Without `--data-pool`, this is the first pool with `role = "data"`, else the pool of the ranks.
 
     Args:
-        ranks_pool: Name of the pool of the ranks.
         data_pool: Name in `--data-pool`; "" without this flag.
-        config: The settings.
 
     Returns:
         The pool, and a note for the user if several pools have `role = "data"`, else "".
@@ -104,9 +96,6 @@ def place_fetchers(
     loaders: Sequence[str], cpus: int, pool: PoolConfig, cores: int, rank_hosts: int = 0
 ) -> tuple[DataPlan, str]:
     """Choose the number of fetchers for the loaders, and assign the fetchers to hosts.
-
-    If the pool has fewer hosts than `cpus` for each loader, loaders share fetchers. If the pool has
-    fewer hosts than `cpus`, fetchers share hosts, too.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
@@ -138,14 +127,7 @@ def place_fetchers(
 
 
 def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else "".
-
-    Args:
-        loaders: Number of loaders.
-        cpus: Value of `--cpus`, the number of hosts for each loader.
-        pool: The pool that runs the fetchers.
-        fetchers: Number of fetchers in the plan.
-    """
+    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else ""."""
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""
@@ -161,9 +143,8 @@ class Prefill(Struct, frozen=True):
     """Amount of data that fetchers must prepare before ranks start.
 
     Attributes:
-        amount: Number of bytes or batches; 0 if `unit` is "all".
-        unit: "bytes" or "batches" (both over all fetchers and loaders), or "all" for all data
-            within the bound of `--units`.
+        amount: Number of bytes or batches, over all fetchers and loaders; 0 if `unit` is "all".
+        unit: "bytes", "batches", or "all" for all data within the bound of `--units`.
     """
 
     amount: int
@@ -174,14 +155,13 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Options of the `%%taas` line that the plan of the run contains unchanged.
 
     Attributes:
-        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in
-            child processes of the ranks.
-        units: Limit on the units that all ranks together get; None for no limit.
-        prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks
-            and fetchers together.
+        cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in child
+            processes of the ranks.
+        units: Limit on the units that all ranks together get.
+        prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks and
+            fetchers together.
         out: Variables to return to the notebook, in the form that `split_name` parses.
         max_restarts: Maximum number of times that all ranks start again after a rank has failed.
-        timeout_s: Limit on the run's time, in seconds; None for no limit.
         profile: Number of steps that torch.profiler records on every rank; 0 for none.
         rehearse: In a rehearsal, the number of batches after which each pass over a registered
             loader ends; 0 if the run is no rehearsal.
@@ -191,7 +171,6 @@ class RunOptions(Struct, frozen=True, kw_only=True):
         federated: Whether the run is a federation. Then each host runs one rank. As soon as all
             hosts take part, the run continues even if a host other than the first one fails or is
             lost.
-        session: Name of the session that the cell runs in; "" for none.
         ranks: Numbers of the session's ranks that run the cell; empty for all.
     """
 
@@ -218,18 +197,16 @@ class Flags(RunOptions, frozen=True, kw_only=True):
     Attributes:
         gpus: Number of ranks (world size); 0 for the session's number.
         data_pool: Name of the pool that runs the fetchers; "" lets `choose_data_pool` choose.
-        uneven_hosts: Whether hosts may have different numbers of ranks.
         hang_s: Seconds without progress after which the status header shows where the ranks are; 0
             for never; None for the value in taas.toml.
         store: Folder of the project store; "" for the folder in taas.toml or, if taas.toml names
             none, the notebook's folder.
-        store_writes: What happens to writes to the project store by ranks other than 0:
-            "discard" or "refuse".
+        store_writes: "discard" or "refuse": what happens to writes to the project store by ranks
+            other than 0.
         shared_writes: Folders in the project store that every rank may write to.
         detach: Whether the run continues without its kernel as soon as its ranks have started.
-        send: Variables whose values the notebook sends to a session's ranks even if the session
-            has assigned them. By default, the ranks keep their own values of such variables.
-        dry_run: Whether to print the plan only and start nothing.
+        send: Variables whose values the notebook sends to a session's ranks even if the session has
+            assigned them. By default, the ranks keep their own values.
     """
 
     gpus: int
@@ -262,8 +239,6 @@ class HostPlan(Struct, frozen=True):
 
     Attributes:
         host_rank: Number of the host among the hosts that run ranks.
-        first_rank: Number of the first rank on this host.
-        ranks: Number of ranks on this host.
         threads_per_rank: Value of `OMP_NUM_THREADS` for these ranks.
     """
 
@@ -280,10 +255,8 @@ class Plan(RunOptions, frozen=True, kw_only=True):
         hosts: Ranks of each host, in the order of `host_rank`. `data` has the hosts for fetchers.
         hang_s: Seconds without progress after which the status header shows where the ranks are; 0
             for never.
-        notes: Notes for the user.
         store: Rule for access to the project store; None for no restrictions.
         data: Plan of the fetchers; None if the run has none.
-        trusted: Whether the pool is trusted; see `PoolConfig`.
     """
 
     run_id: str
@@ -312,18 +285,18 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
 
 LAST = -1
-"""Value that `split_name` returns for `@last`, which means the rank with the highest number."""
+"""Value that `split_name` returns for `@last`, the rank with the highest number."""
 
 ALL = -2
-"""Value that `split_name` returns for `@all`, which means all ranks."""
+"""Value that `split_name` returns for `@all`, all ranks."""
 
 
 def split_name(text: str) -> tuple[str, int]:
     """Parse a name of `--out` into the variable and the rank that returns its value.
 
-    `losses` means rank 0, `losses@3` rank 3, and `losses@last` the rank with the highest number.
-    `losses@all` means a list of the values of all ranks. In place of a variable, `VALUE` means the
-    value that the cell or function itself returns.
+    `losses` means rank 0, `losses@3` rank 3, `losses@last` the rank with the highest number, and
+    `losses@all` a list of the values of all ranks. Instead of a variable, `VALUE` means the value
+    that the cell or function returns.
 
     Returns:
         The variable, and a rank number, `LAST` or `ALL`.
@@ -346,13 +319,7 @@ def name_of(text: str) -> str:
 
 
 def is_from(text: str, rank: int, world_size: int) -> bool:
-    """Return whether a name of `--out` requests the variable's value of a certain rank.
-
-    Args:
-        text: The name, such as `losses@3`.
-        rank: The rank.
-        world_size: Number of ranks of the run.
-    """
+    """Return whether a name of `--out`, such as `losses@3`, requests the value of this rank."""
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
@@ -374,10 +341,10 @@ MAX_RANKS_PER_CPU_HOST = 64
 
 
 def new_run_id(now: float | None = None) -> str:
-    """Return a new run id. The ids sort by time.
+    """Return a new run id, such as `20260131-142501-0423f9a1`. The ids sort by time.
 
-    An example is `20260131-142501-0423f9a1`: the day, the time in milliseconds, and four random
-    hexadecimal digits. The digits distinguish runs that two kernels start in the same millisecond.
+    The parts are the day, the time in milliseconds, and four random hexadecimal digits. The digits
+    distinguish runs that two kernels start in the same millisecond.
 
     Args:
         now: Time in seconds since 1970; None for the current time.
@@ -397,15 +364,13 @@ def make_plan(
     """Make the plan of a run, for a pool whose hosts all have the same capacity.
 
     Args:
-        flags: The options of the `%%taas` line.
         host: Capacity of each host of the pool.
-        run_id: Id of the run; see `new_run_id`.
         max_hosts: Number of hosts that the pool may have.
         store: Rule for access to the project store; None for no restrictions.
 
     Raises:
-        UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly
-            over the hosts, and `--uneven-hosts` is not given.
+        UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly over
+            the hosts, and `--uneven-hosts` is not given.
     """
     if flags.rehearse:  # a rehearsal runs its ranks on the CPU, even on a host with GPUs
         host = replace(host, gpus=0)
@@ -429,11 +394,7 @@ def _check_fits(
 ) -> None:
     """Raise a UsageError if the ranks do not fit on the pool's hosts, or not evenly.
 
-    With `--uneven-hosts`, hosts may have different numbers of ranks.
-
     Args:
-        flags: The flags; `flags.gpus` is the number of ranks.
-        host: Capacity of each host.
         per_host: Maximum number of ranks on a host.
         n_hosts: Number of hosts that the ranks need.
         max_hosts: Number of hosts that the pool may have.

@@ -1,8 +1,7 @@
 """The program that runs on a host to report its facts and to install packages.
 
-`main` returns the facts; `install` puts packages into the user's cache on the host. A host's Python
-may get the source of this module as text on its standard input. So the module needs only Python 3.8
-and its standard library, and imports nothing else of this package.
+A host's Python may get the source of this module as text on its standard input. So the module needs
+only Python 3.8 and its standard library, and imports nothing else of this package.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LINK_LOCAL = "20"
 """Scope of link-local addresses in /proc/net/if_inet6. Other hosts cannot use these addresses."""
 
 _SIZE_STEP = 1 << 20
-"""Number of bytes written to find out whether a folder is writable and its disk is not full."""
+"""Number of bytes that `write_error` writes on trial."""
 
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
@@ -107,7 +106,7 @@ def glibc() -> str:
 def cores() -> int:
     """Return the number of cores that this process may use.
 
-    The process's CPU affinity and the quota of its cgroup limit this number.
+    The process's CPU affinity and the quotas of its cgroups limit this number.
     """
     if not hasattr(os, "sched_getaffinity"):
         return 1
@@ -116,10 +115,7 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """Return the folders of the cgroups that may limit this process's use of CPUs.
-
-    These are the process's own cgroup and all of its parents, in cgroup v1 or v2.
-    """
+    """Return the folders of this process's cgroup and of all its parents, in cgroup v1 or v2."""
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -145,7 +141,6 @@ def _quota(folder: str) -> int:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file; "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -213,7 +208,7 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 def write_error(folder: str) -> str:
     """Create a folder if it is missing, and write to it on trial; return the error text, or "".
 
-    The function writes and removes `_SIZE_STEP` bytes, so that a full disk is an error, too.
+    The trial writes `_SIZE_STEP` bytes, so that a full disk is an error, too.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -225,10 +220,7 @@ def write_error(folder: str) -> str:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the free bytes on the disk of a folder.
-
-    If the folder does not exist, the disk of its nearest existing parent counts.
-    """
+    """Return the free bytes on the disk of a folder, or of its nearest existing parent."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
@@ -245,8 +237,7 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    This function does not use torch, because torch could create a CUDA context in this process.
-    Then CUDA would not work in forks of the process.
+    Torch could create a CUDA context in this process. Then CUDA would not work in its forks.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -278,7 +269,7 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the IP addresses of each network interface that has one, by name of the interface.
+    """Return the IP addresses of each network interface, by name of the interface.
 
     Link-local IPv6 addresses do not count.
     """
@@ -310,15 +301,15 @@ def install(
     """Create a folder of packages with pip or from a zip file; return an error text, or "".
 
     The folder is filled under a temporary name and then renamed, so a folder with the final name is
-    always complete. If several hosts that share a home folder install the same packages at once,
-    the first one wins and the others discard their folders.
+    always complete. If several hosts share a home folder and install the same packages at once, the
+    first one wins.
 
     Args:
         folder: The folder to create; its name identifies the content.
         pins: Requirements for pip, such as `zict==3.0.0`.
         options: Further options of `pip install`.
         limit_s: Seconds that pip may take.
-        bundle: Path of a zip file to use instead of pip; the function removes this file at the end.
+        bundle: Path of a zip file to use instead of pip; removed at the end.
         sha256: Checksum of the zip file.
     """
     parent, error = os.path.dirname(folder), ""
@@ -344,10 +335,7 @@ def install(
 
 
 def _publish(aside: str, folder: str) -> None:
-    """Rename a complete folder to its final name, unless a folder with this name exists.
-
-    Another host with the same home folder may have created that folder.
-    """
+    """Rename a complete folder to its final name, unless a folder with this name exists."""
     try:
         os.rename(aside, folder)
     except OSError:
@@ -371,8 +359,6 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
     Args:
         words: Requirements and further options of `pip install`.
-        into: The folder.
-        limit_s: Seconds that pip may take.
 
     Returns:
         The end of pip's output if pip failed; else "".
@@ -395,11 +381,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the temporary folders of installations that were interrupted more than a day ago.
-
-    Args:
-        parent: Folder of the package folders.
-    """
+    """Remove the temporary folders of installations that were interrupted more than a day ago."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:

@@ -1,7 +1,7 @@
 """Register loaders, so that fetchers run them if a cell uses them.
 
-Registration leaves the loader in the notebook as it is. If a cell uses the loader, ranks get a
-`RemoteLoader` in its place, and fetchers get the loader itself.
+The loader stays in the notebook as it is. If a cell uses it, ranks get a `RemoteLoader` in its
+place, and fetchers get the loader itself.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
 """Maximum length of a loader's name in bytes of UTF-8.
 
-Names of files contain the loader's name in hexadecimal, and the length of a file name is limited.
+Names of files contain the loader's name in hexadecimal.
 """
 
 _Loader = TypeVar("_Loader")
@@ -54,8 +54,8 @@ class RegisteredLoader:
         name: Name of the loader in runs; "" if it has none yet.
         held: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
-        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`,
-            `drop` or `keep`.
+        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`, `drop`
+            or `keep`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state that the loader's sampler and generator had at the registration; None
             for their current state.
@@ -101,10 +101,7 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, RegisteredLoader] = {}
-"""Registrations by the loader's id.
-
-A loader that the user did not name is kept only as long as the notebook refers to it.
-"""
+"""Registrations by the loader's id."""
 
 
 def register(
@@ -113,9 +110,9 @@ def register(
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
     An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
-    again and puts a new loader into the same variable, the new loader replaces the old one. A
-    loader that is registered without a `name` stays registered as long as the notebook refers to
-    it. Every run starts with the state that the loader's sampler and generator have now.
+    again and puts a new loader into the same variable, the new loader replaces the old one. Without
+    a `name`, a loader stays registered as long as the notebook refers to it. Every run starts with
+    the state that the loader's sampler and generator have now.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -171,9 +168,9 @@ def _is_short(name: str) -> bool:
 def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None if the loader no longer exists.
 
-    If the user named the loader, the function keeps the loader alive. Otherwise the function has
-    only a weak reference, if the loader's type allows one. A cell that registers a loader may run
-    many times, and the data of one loader may fill most of the memory.
+    A loader without a name from the user is held by a weak reference, if its type allows one. A
+    cell that registers a loader may run many times, and each loader's data may fill most of the
+    memory.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -222,12 +219,11 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """Reduce a registered loader to its description, from which a rank makes a remote loader.
 
     Args:
-        loader: Any loader.
         used: Mapping to which this function adds the loader's `PackedLoader`, under its name.
 
     Returns:
-        The function and the arguments that pickle stores in place of the loader; NotImplemented if
-        the loader is not registered. Then the pickler pickles the loader as usual.
+        The function and the arguments that pickle stores in place of the loader. If the loader is
+        not registered, NotImplemented, so that the pickler pickles the loader as usual.
     """
     if not is_registered(loader):
         return NotImplemented
@@ -244,14 +240,11 @@ def serve(
 ) -> None:
     """Write the files that a run's ranks and fetchers need to run registered loaders.
 
-    The files have the pickled loaders, the settings of the data service, and the run's key. Without
-    loaders, the function writes nothing.
+    The files have the pickled loaders, the settings of the data service, and the run's key.
 
     Args:
-        loaders: The loaders that the run's cell uses, by name.
-        run_dir: Folder of the run.
-        plan: Plan of the run.
-        settings: Settings of the data service.
+        loaders: The loaders that the run's cell uses, by name. If there are none, nothing is
+            written.
         tls: Whether to encrypt batches. Must be True if other people use the network, too.
     """
     if not loaders:
@@ -281,11 +274,7 @@ def serve(
 
 
 def _check_kind(loader: Any, uneven: str) -> None:
-    """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
-
-    Fetchers cannot run objects that can be iterated only once, `_BUILT_IN` types, and DataLoaders
-    with an `__iter__` of their own.
-    """
+    """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed."""
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):
@@ -330,8 +319,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
         The pickled state of its sampler and generator.
 
     Raises:
-        RegistrationError: An object in the loader cannot be sent; the message has the path to the
-            object.
+        RegistrationError: An object in the loader cannot be sent; the message has the path to it.
     """
     from taas_magic.data import dataset
 
@@ -357,9 +345,6 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
     """Raise CaptureError if `load_state_dict` has set the position of a StatefulDataLoader.
 
     A run cannot start at this position: its ranks would start at the beginning.
-
-    Raises:
-        CaptureError: The loader has loaded a state.
     """
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
@@ -372,8 +357,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 def _name_by_variables() -> None:
     """Name unnamed loaders after their variables, and remove loaders that no longer exist.
 
-    If a cell that registers a loader runs again, it puts a new loader into the same variable. Then
-    this function removes the old loader, unless another variable still holds it.
+    If a cell has put a new registered loader into the variable of an old one, the old one is
+    removed, unless another variable still holds it.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):
@@ -400,7 +385,6 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
     Variables whose names are too long or begin with `_` are ignored.
 
     Args:
-        loader: The loader.
         preferred: Name to return if several variables hold the loader.
     """
     variables = _variables()
@@ -413,8 +397,8 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
     """Return the description from which ranks make a remote loader.
 
-    The description has the loader's settings, its lengths and the dataset's small attributes, but
-    not the dataset.
+    It has the loader's settings, its lengths and the dataset's small attributes, but not the
+    dataset.
     """
     from torch.utils.data import IterableDataset
 
@@ -468,7 +452,6 @@ def _length(value: Any) -> int | None:
 def _may_vary(parts: "LoaderParts") -> bool:
     """Return whether the loader's number of batches may change from epoch to epoch.
 
-    This is possible if the sampler is not one of torch's, or if the dataset has `set_epoch`.
     Without a sampler, the result is False.
     """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
@@ -476,10 +459,7 @@ def _may_vary(parts: "LoaderParts") -> bool:
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether the loader uses a sampler that is not one of torch's.
-
-    Such a sampler may also be inside another sampler.
-    """
+    """Return whether the loader's sampler, or one inside it, is not one of torch's."""
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
         if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):
@@ -512,12 +492,12 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn if the loader's dataset has a random generator of its own.
+    """Warn if the loader's dataset has a random generator of its own, because nothing seeds it.
 
-    taas-magic does not seed such a generator. In a map-style dataset, its numbers depend on
-    `--cpus`. In an iterable-style dataset, its numbers are the same in every epoch of a run,
-    because each epoch begins with a copy of the dataset. There is no warning about such a dataset
-    if the local loader would do the same, or if the dataset has `set_epoch`.
+    In a map-style dataset, its numbers then depend on `--cpus`. In an iterable-style dataset, its
+    numbers are the same in every epoch of a run, because each epoch begins with a copy of the
+    dataset. There is no warning about such a dataset if the local loader would do the same, or if
+    the dataset has `set_epoch`.
     """
     from torch.utils.data import IterableDataset
 

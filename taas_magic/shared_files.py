@@ -17,7 +17,6 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     """Lock an open file; return False if another process holds the lock and `wait` is False.
 
     Args:
-        descriptor: Descriptor of the open file.
         shared: Whether to take a shared lock, which several processes can hold at once.
         wait: Whether to block until the lock is free.
 
@@ -36,7 +35,6 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
     """Open a file, take its lock and return the descriptor; None if another process holds it.
 
     Args:
-        path: The lock file.
         flags: Additional flags for `os.open`.
         wait: Whether to block until the lock is free.
 
@@ -51,12 +49,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file. Does not keep the lock.
-
-    Args:
-        path: The lock file.
-        flags: Additional flags for `os.open`.
-    """
+    """Return whether no process holds the lock of a file. Does not keep the lock."""
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -66,11 +59,9 @@ def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a file's lock within the block, and yield whether this succeeded.
 
-    Yields False, and runs the block without the lock, if another process holds the lock and `wait`
-    is False.
+    If another process holds the lock and `wait` is False, the block runs without the lock.
 
     Args:
-        path: The lock file.
         wait: Whether to block until the lock is free.
     """
     descriptor = take_lock(path, wait=wait)
@@ -85,8 +76,8 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Only the user can read the file. This function does not flush the file to the disk, so a crash
-    of the machine may lose it. `store.publish` writes files that survive such a crash.
+    Only the user can read the file. The file is not flushed to the disk, so a crash of the machine
+    may lose it. `store.publish` writes files that survive such a crash.
 
     Raises:
         OSError: The disk is full, or the folder is not writable.

@@ -1,8 +1,7 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-Only `Job.result` and other methods that wait for jobs block the notebook; `Farm.submit` waits only
-until large arguments are sent. A thread stores the result of each job in the kernel as soon as the
-job has ended. So the result is kept if the node is lost later.
+A thread stores the result of each job in the kernel as soon as the job has ended. So the result is
+kept if the node is lost later.
 """
 
 import asyncio
@@ -364,7 +363,7 @@ class Farm:
         """Show the table below the cell that created the farm.
 
         Args:
-            update: Whether the table is already shown, and is to be replaced.
+            update: Whether to replace the table that is already shown.
         """
         transient = {"display_id": self.name}
         mime_bundle = table.mime_bundle(self.state)
@@ -381,14 +380,7 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
-        """Submit one job for each call; see `submit`.
-
-        Args:
-            calls: Positional and keyword arguments of each call.
-            function: The function.
-            retries: As in `submit`.
-            fresh: As in `submit`.
-        """
+        """Submit one job for each pair of positional and keyword arguments; see `submit`."""
         from taas_magic.farms.worker import run_job
 
         if self._why_over:
@@ -433,10 +425,6 @@ class Farm:
     ) -> tuple[bytes, str]:
         """Capture a function and all notebook objects that the function and its arguments use.
 
-        Args:
-            function: The function.
-            call: The call with its pickled arguments.
-
         Returns:
             The payload, and the value of `JobCall.settings_hash`.
 
@@ -463,7 +451,7 @@ class Farm:
     def _watch(self) -> None:
         """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
 
-        If the farm's process has ended, end all jobs. Otherwise, end each job whose Dask future has
+        These are all jobs if the farm's process has ended, else each job whose Dask future has
         failed or was cancelled.
         """
         shown = 0
@@ -490,11 +478,7 @@ class Farm:
         self._end_unfinished_jobs(f"{why} ({self.folder / LOG})")
 
     def _end_unfinished_jobs(self, why: str) -> None:
-        """Accept no more jobs, and end all unfinished jobs with an error.
-
-        Args:
-            why: The reason, for the error messages.
-        """
+        """Accept no more jobs, and end all unfinished jobs with an error that says `why`."""
         self._why_over = why
         for job in self._unfinished():
             job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
@@ -533,7 +517,7 @@ class Farm:
         """End a job with the error of its Dask future.
 
         If the future has no error to report, the connection to the farm's process has broken. In
-        this case, end all jobs (`_handle_lost_process`).
+        this case, all jobs end.
         """
         from distributed.client import FutureCancelledError
 
@@ -579,8 +563,7 @@ class Farm:
         """Return the exception of a job that failed.
 
         Args:
-            job: The job.
-            error: The error of its Dask future.
+            error: The error of the job's Dask future.
         """
         from distributed.scheduler import KilledWorker
 
@@ -599,8 +582,7 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        An outcome or a failure of a job goes to the thread of `_end_jobs`. Output is appended to
-        the job's log. Any other change is applied to the farm's state.
+        The thread of `_end_jobs` handles the outcome or failure of a job.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -781,15 +763,11 @@ def farm(
 
 
 def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes; check that the hosts suffice.
-
-    Args:
-        nodes: The argument of `farm`: a fixed number, or both numbers. None: from 0 to all hosts.
-        hosts: Number of hosts of all pools.
+    """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
     Raises:
-        UsageError: The smallest number is below 0 or exceeds the largest, or the largest is below
-            1 or exceeds `hosts`.
+        UsageError: The smallest number is below 0 or exceeds the largest, or the largest is below 1
+            or exceeds `hosts`.
     """
     least, most = (
         (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes
@@ -803,12 +781,7 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
 
 
 def _remove_ended(folder: Path, keep: int) -> None:
-    """Remove the folders of farms that have ended, except the newest `keep` folders.
-
-    Args:
-        folder: The folder with the folders of all farms.
-        keep: Number of newest folders that are kept in any case.
-    """
+    """Remove the folders of farms that have ended, except those of the newest `keep` farms."""
     farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:
         # A farm's process locks the log while it lives. Another kernel may remove the same folder.

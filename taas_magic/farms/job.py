@@ -1,9 +1,7 @@
 """The job process: a fork of the node's forkserver. It runs one job, or several short jobs in turn.
 
-A process runs another job only if the last job returned and left the process unchanged. `_state`
-returns the compared properties, such as threads, children and the environment. So each job starts
-in a process that is as clean as a new process. After a job that took longer than `SHORT_S`, the
-process always ends.
+A process runs another job only if the last job returned quickly and left the process unchanged. So
+each job starts in a process that is as clean as a new one.
 """
 
 import contextlib
@@ -46,7 +44,7 @@ from taas_magic.store.publish import SAVES
 SHORT_S = 0.05
 """Maximum seconds that a job may take if its process is to run another job afterwards.
 
-After a longer job, the process ends: the start of a new process costs little in comparison.
+After a longer job, the start of a new process costs little in comparison.
 """
 
 
@@ -57,9 +55,8 @@ _JOB_VARIABLES = (SAVES, cell_main.PAYLOAD)
 def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
-    A job makes the process unusable for other jobs in each of these cases: the job failed; the job
-    is `fresh`; the job took longer than `SHORT_S`; the job changed the process (`_state`); the job
-    tried to write to the project store.
+    A job does so if it failed, is `fresh`, took longer than `SHORT_S`, changed the process
+    (`_state`), or tried to write to the project store.
 
     Args:
         process_state: The settings of this process.
@@ -129,11 +126,7 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the state of this process. If a job changes this state, the process ends.
-
-    The state is the number of threads, whether the process has children, the environment, the
-    working folder, the standard streams, and whether CUDA is in use.
-    """
+    """Return the state of this process. If a job changes this state, the process ends."""
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
@@ -142,15 +135,11 @@ def _state() -> tuple[Any, ...]:
 
 
 def _has_later() -> bool:
-    """Return whether this process has imported the modules that the forkserver imports late.
-
-    These are the modules in `forkserver.LATER`.
-    """
+    """Return whether this process has imported the modules that the forkserver imports late."""
     return all(name in sys.modules for name in LATER)
 
 
 def _has_children() -> bool:
-    """Return whether this process has child processes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -226,7 +215,6 @@ def _open_part(part: bytes | str) -> memoryview | bytearray:
 
 
 def _failure_outcome(error: BaseException) -> JobOutcome:
-    """Return the outcome of a job that raised an exception."""
     try:
         text = tracebacks.plain(error)
     except Exception:  # the exception's own __str__ or __repr__ failed, or a deep recursion

@@ -21,10 +21,9 @@ Each host receives these bytes once. The jobs on the host map the bytes into the
 PUT_PART, GET_PART, DROP_PART = "taas_put_part", "taas_get_part", "taas_drop_part"
 """Names of the Dask messages that store, fetch and remove large parts of arguments.
 
-The kernel stores large parts in the farm's process, and nodes fetch them from there. No process
-connects to a node, because a node may be behind an SSH server or in a batch system's network. So
-nodes connect to the farm's process. The farm's process keeps one copy of a large part while a job
-needs it, and each node fetches the part once.
+The kernel stores large parts in the farm's process, which keeps one copy while a job needs it.
+Nodes fetch each part once. No process connects to a node, because a node may be behind an SSH
+server or in a batch system's network.
 """
 
 LOST_NODES = 3
@@ -34,10 +33,7 @@ Security = dict[str, str | bool]
 """Keyword arguments of dask's `Security`."""
 
 Part = bytes | str
-"""A part of a job's payload or arguments: its bytes, or the name of a large part.
-
-The farm's process stores large parts under these names.
-"""
+"""A part of a job's payload or arguments: its bytes, or the name of a large part."""
 
 
 class SharedBytes:
@@ -64,8 +60,6 @@ class FarmSettings(Struct, frozen=True):
 
     Attributes:
         pools: Names of the pools whose hosts become nodes.
-        least: Smallest number of nodes.
-        most: Largest number of nodes.
         gpus: CUDA devices of each job.
         cpus: Processors of each job.
     """
@@ -98,10 +92,7 @@ class NodeSettings(Struct, frozen=True):
     Attributes:
         unique_address: An address that is different for each node, because Dask identifies workers
             by their address. Nothing listens there.
-        security: The node's key to the farm's scheduler.
         slots: Number of jobs that run at a time.
-        gpus: CUDA devices of each job.
-        cpus: Processors of each job.
         store: The rule of the project store, with the path on the notebook's machine.
         start_timeout_s: Seconds without any activity after which the start of the node fails.
     """
@@ -127,9 +118,9 @@ class JobProcessState(Struct, frozen=True):
         protection: The mechanism that keeps the process's writes out of the store (value of
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
-        scratch: Path of the scratch folder for writes that are kept out of the store. The process
-            creates the folder. The settings of a `Slot` have only the beginning of this path; the
-            slot adds a suffix for each process.
+        scratch: Path of the scratch folder for writes that are kept out of the store; the process
+            creates it. In a `Slot`, only the beginning of this path, to which the slot adds a
+            suffix for each process.
     """
 
     environ: dict[str, str]
@@ -162,13 +153,12 @@ class JobCall(Struct, frozen=True):
     """The function call that a job makes.
 
     Attributes:
-        name: The job's name.
         shape: The call without its values. The payload has the function, and the job's other parts
             have the arguments.
         fresh: Whether the job needs a process in which no other job has run.
         settings_hash: A hash of the project's modules and of the settings that the notebook has
-            made in its process. A process cannot undo imports and settings, so only jobs with the
-            same hash may share a process.
+            made in its process. Only jobs with the same hash may share a process, because a process
+            cannot undo imports and settings.
     """
 
     name: str
@@ -201,17 +191,15 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
 
     Attributes:
         job: The job's name. The job's process leaves `job` and `node` empty; the node sets them.
-        node: The node's name.
         etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
             if the job returned.
-        took_s: Seconds that the call took.
-        parts: A pickle of the result, and the buffers of this pickle. The list is empty if the
-            job's process sends the parts after this message (`sends`).
+        parts: A pickle of the result, and the buffers of this pickle. Empty if the job's process
+            sends the parts after this message (`sends`).
         files: Path and content of each saved file. The path is relative to the job's folder, and
             need not be UTF-8.
         again: Whether the job's process may run another job.
-        sends: Number of large parts of the result that the process sends after this message, on
-            the same pipe.
+        sends: Number of large parts of the result that the process sends after this message, on the
+            same pipe.
         imported_later: Whether the job has imported `forkserver.LATER`.
     """
 

@@ -1,10 +1,10 @@
 """The node: a process on one host of a farm. It has a Dask worker, and starts the jobs' processes.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
-child process and waits until the node ends. So when the pool ends the run, the node ends, too. Like
-an agent, the node starts a forkserver before it imports Dask. The node joins the farm when the
-forkserver has imported torch and IPython. Until then, the node reports to the farm which module the
-forkserver is importing. The imports have no time limit. But if a node shows no activity for
+child process and waits until the node ends. So when the pool ends the run, the node ends, too.
+
+The node starts a forkserver before it imports Dask, and joins the farm when the forkserver has
+imported torch and IPython. The imports have no time limit. But if a node shows no activity for
 `start_timeout_s` before it joins the farm, the rank ends the node.
 """
 
@@ -130,14 +130,11 @@ def run_node(settings: NodeSettings) -> None:
 
 
 def main() -> int:
-    """Run a node until its parent or the farm ends.
+    """Run a node until its parent or the farm ends; return the exit code.
 
     The program has two arguments: the pid of its parent, and a file descriptor. The node closes the
     descriptor when it has joined the farm. Standard input has one line, a packed
     `NodeProcessState`.
-
-    Returns:
-        The exit code of the process.
     """
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
@@ -205,8 +202,6 @@ async def _report_imports(
 
     Args:
         warming: Future that is done when the forkserver has imported all modules.
-        process_state: The settings of the node.
-        security: The node's key to the farm's scheduler.
     """
     from distributed.core import rpc
 
@@ -245,7 +240,7 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """Interrupt the job with this name if it runs on this node; else do nothing."""
+        """Interrupt the job with this name if it runs on this node."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
@@ -333,12 +328,8 @@ class Slot:
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job and return its outcome.
 
-        The last job's process runs this job only if three conditions hold: the last job left the
-        process clean, both jobs have the same `JobCall.settings_hash`, and this job is not `fresh`.
-
-        Args:
-            assignment: The job.
-            report: Receives the job's state and output.
+        The last job's process runs this job only if it is clean, both jobs have the same
+        `JobCall.settings_hash`, and this job is not `fresh`.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.
@@ -467,8 +458,7 @@ class Slot:
     def _outcome_of_ended_process(self) -> JobOutcome:
         """Return the outcome of a job whose process ended without sending an outcome.
 
-        The outcome is "cancelled" if the job was cancelled, else "JobDied". If the forkserver has
-        ended, exit this node.
+        If the forkserver has ended, exit this node.
         """
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
@@ -509,7 +499,6 @@ def _kill_session(session: int) -> None:
 
 
 def _session_of(pid: int) -> int | None:
-    """Return the id of a process's POSIX session; None if the process has ended."""
     try:
         return os.getsid(pid)
     except OSError:

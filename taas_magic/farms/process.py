@@ -1,9 +1,8 @@
 """The farm's process: a Dask scheduler for jobs, with a manager that starts and ends nodes.
 
-The kernel starts this process and holds its standard input open. When the kernel closes the input,
-the farm ends. Each node is a run of one rank in a pool. So the pool handles the node's host, lease,
-processes and journal as for any run. For the pool, this process is a client like a kernel. The pool
-has a Dask scheduler of its own, which never receives jobs.
+The kernel starts this process. When the kernel closes the standard input of this process, the farm
+ends. Each node is a run of one rank in a pool, which handles the node's host, lease, processes and
+journal as for any run. The pool has a Dask scheduler of its own, which never receives jobs.
 """
 
 import asyncio
@@ -95,7 +94,6 @@ def main() -> int:
 
 
 async def _run_farm(settings: FarmSettings) -> None:
-    """Run the farm's scheduler and its nodes until the kernel ends the farm."""
     from taas_magic.host.agent_worker import use_steady_clock
 
     use_steady_clock()
@@ -203,7 +201,6 @@ class NodeManager(SchedulerPlugin):
         self.slots = min(self._slots(pool) for pool in self._pools)
 
     def _slots(self, pool: Pool) -> int:
-        """Return the number of jobs that a host of a pool runs at a time."""
         offers, settings = pool.capacity(), self._settings
         by_cores = max(1, offers.cores // settings.cpus)
         return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
@@ -227,15 +224,13 @@ class NodeManager(SchedulerPlugin):
             await asyncio.sleep(INTERVAL_S)
 
     def _living(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
-        """Return the names of the nodes that are in one of `states`."""
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
     def _needed_nodes(self) -> int:
-        """Return the number of nodes that the farm needs now.
+        """Return the number of nodes with which all unfinished jobs would run at the same time.
 
-        With this number of nodes, all unfinished jobs would run at the same time. The result is at
-        least the number of nodes that run jobs now, and stays within the farm's limits (`least` to
-        `most`).
+        The result is at least the number of nodes that run jobs now, and stays within the farm's
+        limits (`least` to `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
@@ -268,10 +263,10 @@ class NodeManager(SchedulerPlugin):
     def _start(self, name: str) -> None:
         """Choose a pool for a node, and start the node. Runs in a thread.
 
-        Of the pools with a free host, or of all pools if no host is free, choose the pool with the
-        fewest recent failures. Return when the node's run has started or has failed to start. If
-        the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as given
-        up.
+        The chosen pool is the one with the fewest recent failures, among the pools with a free host
+        if there are any. The method returns when the node's run has started or has failed to start.
+        If the last `FAILED_STARTS` nodes did not start, this node is not started, but reported as
+        given up.
         """
         node = self._nodes[name]
         with self._lock:
@@ -324,10 +319,7 @@ class NodeManager(SchedulerPlugin):
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
         The hosts can reach the IP address on which the pool's process listens. So the scheduler
-        listens on the same IP address, in addition to its first address.
-
-        Args:
-            connection: The connection to the pool's process.
+        also listens there.
         """
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
@@ -338,11 +330,7 @@ class NodeManager(SchedulerPlugin):
         return self._addresses[host]
 
     async def _listen(self, host: str) -> str:
-        """Make the scheduler listen on one more IP address of this machine.
-
-        Returns:
-            The new address of the scheduler, with its port.
-        """
+        """Make the scheduler listen on one more IP address of this machine; return the address."""
         scheduler = self._scheduler
         await scheduler.listen(
             f"tls://{host}:0",
@@ -430,10 +418,7 @@ class NodeManager(SchedulerPlugin):
             self._record_lost_node(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Tell the kernel when a job has failed and Dask will not retry it.
-
-        Dask calls this method at each change of a job's state.
-        """
+        """Tell the kernel when a job has failed and Dask will not retry it. Called by Dask."""
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
@@ -441,7 +426,6 @@ class NodeManager(SchedulerPlugin):
         """Cancel a node's wait for a host, and end the node's run, without waiting for the end.
 
         Args:
-            name: Name of the node.
             wait_s: Seconds to wait first, in which the run may end by itself.
         """
         time.sleep(wait_s)
@@ -459,7 +443,6 @@ class NodeManager(SchedulerPlugin):
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def _report_node_state(self, name: str, state: str, why: str = "", host: str = "") -> None:
-        """Send the state of a node to the kernel."""
         self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:

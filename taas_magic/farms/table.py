@@ -28,7 +28,7 @@ class JobState:
     """The state of one job.
 
     Attributes:
-        name: Name of the job: the function's name and a number.
+        name: The function's name and a number.
         host: Name of the host that runs the job or ran it last; "" before the job first runs.
         node: Name of the node on that host.
         last_line: The last line that the job printed.
@@ -76,8 +76,6 @@ class FarmState:
     Some threads change the state while others read it. So readers iterate over copies of the dicts.
 
     Attributes:
-        least: Smallest number of nodes.
-        most: Largest number of nodes.
         slots: Number of jobs that a node runs at a time.
         jobs: All jobs, by name.
         nodes: The state of each node, by name: its messages merged into one.
@@ -170,7 +168,6 @@ def head(state: FarmState) -> str:
 
 
 def _nodes_text(state: FarmState) -> str:
-    """Return text with the number of nodes, their limits, and the jobs at a time on each node."""
     nodes = f"{len(state.ready)} node{'s' * (len(state.ready) != 1)}"
     bounds = f" ({state.least} to {state.most})" if state.least != state.most else ""
     jobs = f"{state.slots} job{'s' * (state.slots != 1)}"
@@ -180,9 +177,9 @@ def _nodes_text(state: FarmState) -> str:
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: up to `SHOWN_JOBS` nodes, then up to `SHOWN_JOBS` jobs.
 
-    The newest nodes are shown, without nodes that have left. A closed farm shows no nodes. Jobs are
-    sorted by state: running, failed, cancelled, done, queued. Within a state, the newest job is
-    first. But of the queued jobs, the oldest is first, because this job starts next.
+    A closed farm shows no nodes. Jobs are sorted by state: running, failed, cancelled, done,
+    queued. Within a state, the newest job is first. But of the queued jobs, the oldest is first,
+    because this job starts next.
 
     Returns:
         Name, state, host and last line of each node and job.

@@ -1,8 +1,7 @@
 """The Dask worker of a node, and the Dask task that runs a job.
 
-This module imports Dask, but node.py must start the forkserver before Dask is imported. So this
-module is separate from node.py. The worker unpickles no objects of the user: it receives bytes and
-returns bytes.
+This module imports Dask, so node.py imports it only after the forkserver has started. The worker
+unpickles no objects of the user: it receives bytes and returns bytes.
 """
 
 import asyncio
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 class NodeWorker(ClosedWorker):
     """The Dask worker of a node.
 
-    The worker fetches large parts from the farm's process. It sends the results of jobs through the
-    farm's process to the kernel.
+    The worker fetches large parts from the farm's process, and sends the results of jobs to the
+    kernel through the farm's process.
 
     Attributes:
         slots: The job processes of the node.
@@ -95,7 +94,7 @@ class _JobEndPlugin(WorkerPlugin):
 async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a process of this node. This is the function of the job's Dask task.
 
-    The outcome is put into `NodeWorker.results`. `_JobEndPlugin` sends it to the kernel.
+    The outcome is put into `NodeWorker.results`.
 
     Args:
         call: The job.

@@ -1,13 +1,10 @@
 """Analysis of a run's loaders: how long ranks waited for batches, why, and what would help.
 
-The module has the sums, the advice and the plots. It does no I/O.
-
 Ranks and fetchers send events with counts, such as batches received and seconds waited. The status
-header, the advice and the plot use the same sums of these counts. The clocks of hosts may differ by
-days. So the caller passes the arrival time of each event, and ranks and workers measure only
-durations.
+header, the advice and the plot use the same sums of these counts.
 
-`loader_use` reduces the sums of a run to a few numbers. `advise` uses only these numbers.
+The clocks of hosts may differ by days. So the caller passes the arrival time of each event, and
+ranks and workers measure only durations. The module does no I/O.
 """
 
 import math
@@ -97,19 +94,11 @@ class LoaderCounts:
     until: dict[int, FetcherCounts] = field(default_factory=dict)
 
     def rank_total(self, name: str) -> float:
-        """Return the sum of a count over all ranks.
-
-        Args:
-            name: Name of a field of `RankCounts`.
-        """
+        """Return the sum of a field of `RankCounts` over all ranks."""
         return math.fsum(getattr(counts, name) for counts in self.ranks.values())
 
     def fetcher_total(self, name: str) -> float:
-        """Return the sum of a count over all fetchers, such as of the batches in their buffers.
-
-        Args:
-            name: Name of a field of `FetcherCounts`.
-        """
+        """Return the sum of a field of `FetcherCounts` over all fetchers."""
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
     def sums(self, now: float) -> Point:
@@ -128,10 +117,7 @@ class LoaderCounts:
 
     @property
     def shares(self) -> dict[int, float]:
-        """For each rank, the fraction of its loop time in which the rank waited for batches.
-
-        The loop time of a rank is the time that the rank spent in loops over the loader.
-        """
+        """For each rank, the fraction of its loop time (`span_s`) in which it waited."""
         return {
             rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
             for rank, counts in sorted(self.ranks.items())
@@ -156,9 +142,7 @@ class LoaderCounts:
         """Replace the counts of a rank by newer ones, and add a point if `POINT_GAP_S` have passed.
 
         Args:
-            rank: The rank.
-            counts: The counts that the rank has sent.
-            now: Time of their arrival, in seconds on the caller's clock.
+            now: Time at which the counts arrived, in seconds on the caller's clock.
         """
         self.ranks[rank] = counts
         if not self.points:
@@ -204,8 +188,7 @@ class RunCounts:
         """Apply the next event; ignore events that do not concern loaders.
 
         Args:
-            event: The event.
-            now: Time of its arrival, in seconds on the caller's clock.
+            now: Time at which the event arrived, in seconds on the caller's clock.
         """
         match event:
             case RankReport():
@@ -242,15 +225,14 @@ _LEAST_SPAN_S = 1.0
 _BUSY = 0.7
 """Minimum fraction of time spent preparing batches for which workers count as busy.
 
-Also the minimum fraction of workers that must work in parallel. Below it, the dataset counts as
-having too few streams.
+If a smaller fraction of the workers work in parallel, the dataset counts as having too few streams.
 """
 
 _CPU_BOUND = 0.6
 """Minimum fraction of CPU time in an activity for which the CPU counts as the limit.
 
-Below this fraction, storage counts as the limit when workers prepare batches, and the network or
-the buffer counts as the limit when ranks receive batches.
+Below this fraction, the limit is storage when workers prepare batches, and the network or the
+buffer when ranks receive batches.
 """
 
 _FULL = 0.8
@@ -273,7 +255,6 @@ class LoaderUse:
     All fractions are from 0 to 1. Loop time is the time that ranks spent in loops over the loader.
 
     Attributes:
-        name: The loader's name.
         waited: The fraction of the loop time that ranks spent waiting for batches.
         first: The fraction of the loop time that ranks spent waiting for their first batches.
         ranks: Number of ranks that use the loader.
@@ -338,11 +319,7 @@ def advise(load: LoaderUse) -> str:
 
 
 def _cause_and_remedy(load: LoaderUse) -> str:
-    """Return what limited a loader that ranks waited for, and which flag would help.
-
-    Possible limits are the wait for the first batch, the preparation in the ranks' processes, the
-    delivery, the number of streams, the storage, and the CPU time of the workers.
-    """
+    """Return what limited a loader that ranks waited for, and which flag would help."""
     if load.later <= TOLERABLE or load.first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
         if not load.fetchers:
@@ -388,14 +365,7 @@ def _prepared_by_ranks(load: LoaderUse) -> str:
 
 
 def _delivery(load: LoaderUse) -> str:
-    """Return the advice for a loader whose workers are not busy.
-
-    The delivery of batches to the ranks limits such a loader. The advice depends on the limit:
-
-    - If the ranks' CPU time to receive batches is the limit: smaller batches.
-    - If no batch crosses a network: a larger buffer.
-    - Otherwise, the network is the limit: more fetchers, or fetchers on other hosts.
-    """
+    """Return the advice for a loader that the delivery of batches to the ranks limits."""
     if load.receiving >= _CPU_BOUND:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
@@ -420,7 +390,6 @@ def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
     """Return the advice to use more fetchers, or other hosts if these have too few cores.
 
     Args:
-        load: The use of the loader.
         most: Maximum factor by which more fetchers could make the ranks faster.
     """
     if load.room < load.fetchers + 1:
@@ -441,12 +410,11 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
-    The advised number is high enough that ranks would not wait, or would be `most` times as fast.
-    But it is at most `_MOST_TIMES` times the present number, and at most `load.room`. In any case,
-    it is higher than the present number.
+    With this number, ranks would not wait, or would be `most` times as fast. But the number is at
+    most `_MOST_TIMES` times the present number, and at most `load.room`. In any case, it is higher
+    than the present number.
 
     Args:
-        load: The use of the loader.
         most: Maximum of the factor.
         busy: The fraction of time in which the busiest worker works now.
     """
@@ -461,12 +429,7 @@ def _times(faster: float) -> str:
 
 
 def loader_use(flow: RunCounts, loader: LoaderCounts) -> LoaderUse:
-    """Compute the use of one loader from the counts that ranks and fetchers have sent.
-
-    Args:
-        flow: The counts about all loaders of the run.
-        loader: The counts about this loader.
-    """
+    """Compute the use of one loader from the counts that ranks and fetchers have sent."""
     sums, last = loader.mean, loader.until or loader.fetchers
     spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
     fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
@@ -547,10 +510,6 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
     """Draw two curves over time: the fraction of time that ranks waited, and the batches/s.
-
-    Args:
-        events: The events of the run's journal.
-        title: Title of the figure.
 
     Raises:
         UsageError: matplotlib is missing, or the run used no registered loader for a second.

@@ -10,8 +10,7 @@
         results/                       the results of ranks; see host/results.py
         metrics.csv                    the values from `taas.log`; see journal/metrics.py
 
-The state folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`. It
-is never the project store, because only rank 0 may write there.
+The state folder is never the project store, because only rank 0 may write there.
 
 A problem with the journal must never end a run. So a writer leaves out events that it cannot write,
 and a reader skips lines that are incomplete.
@@ -102,6 +101,8 @@ A younger folder may belong to a run that is being created.
 
 def state_dir() -> Path:
     """Return the path of the state folder; create it with mode 0700 if it does not exist.
+
+    The folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`.
 
     Raises:
         PoolError: The folder cannot be created or written.
@@ -278,8 +279,7 @@ class RunFolder:
     def lock_against_pruning(self) -> Iterator[None]:
         """Keep `prune` from removing the folder during the block, even if the run has ended.
 
-        Several processes may use a folder at the same time. If a process ends within the block, its
-        use ends, too.
+        Several processes may hold this lock. The system releases the lock of a process that ends.
 
         Raises:
             OSError: The folder cannot be read.
@@ -298,10 +298,10 @@ class RunFolder:
         return self.path / "cell.py"
 
     def read_events(self) -> Iterator[Event]:
-        """Yield all events in the journal so far.
+        """Yield all events in the journal so far, except incomplete lines.
 
-        A line is skipped if it is incomplete: it is still being written, or the disk was full, or
-        the writing process was killed.
+        A line is incomplete while it is being written, or if the disk was full or the writer was
+        killed.
         """
         for chunk in JournalReader(self.events).chunks():
             for line in chunk.splitlines():
@@ -322,8 +322,6 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 class DiskRoom:
     """Limit on the size of a log or the journal, so that the run's results still fit on the disk.
-
-    A run writes its results last. On a full disk, the results would be lost.
 
     Args:
         folder: The folder of the logs or the journal.
@@ -350,10 +348,7 @@ class DiskRoom:
         return True
 
     def _space(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the disk.
-
-        If the system cannot tell, return huge numbers, so that the limit never applies.
-        """
+        """Return the free and the total bytes of the disk; huge numbers if they are unknown."""
         try:
             found = os.statvfs(self._folder)
         except OSError:
@@ -366,7 +361,7 @@ class Writer:
 
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
     If the disk fails, the writer raises no exception. It leaves out the events that it cannot
-    write, and calls `on_incomplete` once.
+    write.
 
     The writer locks the journal. If the pool's process ends for any reason, the system releases the
     lock. So a reader can recognize a run that is not active any more, although its end is missing.
@@ -374,8 +369,8 @@ class Writer:
     Args:
         folder: The folder of the run.
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
-        limit_bytes: Size of the journal in bytes above which the writer leaves out bulk events.
-            These are the kinds of events that a run may send without limit, such as printed lines.
+        limit_bytes: Size of the journal in bytes above which the writer leaves out bulk events
+            (`_BULK`).
     """
 
     def __init__(
@@ -459,7 +454,6 @@ class Writer:
         self._is_torn = False
 
     def _write_metrics(self, event: Metrics) -> None:
-        """Append the values of an event to the run's table of metrics."""
         with open(self.folder.metrics, "ab", opener=_private) as table:
             table.write(metrics.rows(event, is_first=table.tell() == 0))
 
@@ -545,7 +539,7 @@ def has_live_owner(folder: RunFolder) -> bool:
 
 
 def ids() -> Iterator[str]:
-    """Yield the ids of all runs that have a folder, newest first, without reading journals."""
+    """Yield the ids of all runs that have a folder, newest first."""
     return (plan.run_id for plan in readable(RunFolder.plan))
 
 
@@ -593,11 +587,7 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
 def _is_removable(folder: RunFolder, is_beyond: bool) -> bool:
     """Return whether a run folder may be removed.
 
-    A folder without a readable plan may be removed after `_YOUNG_S`. Any other folder must be
-    beyond the limits and not in use, and its run must have ended.
-
     Args:
-        folder: The folder of the run.
         is_beyond: Whether the run is beyond the limits of `prune`.
     """
     try:
@@ -608,7 +598,6 @@ def _is_removable(folder: RunFolder, is_beyond: bool) -> bool:
 
 
 def _size_bytes(path: Path) -> int:
-    """Return the size of all files in a folder."""
     total = 0
     for at, _, names in os.walk(path):
         for name in names:

@@ -1,7 +1,7 @@
 """Metrics, the numbers that ranks log by `taas.log`: their curves, tables and plots.
 
-The functions are pure, except `read`. The pool's process appends each point to `metrics.csv`, and
-`read` returns that file as a table.
+The pool's process appends each point to `metrics.csv`, and `read` returns that file as a table. The
+other functions are pure.
 """
 
 import base64
@@ -37,7 +37,7 @@ class Curve:
     """Curve of one metric of one rank. It has at most `CURVE_POINTS` points.
 
     Each point is the mean of `_width` consecutive values. When there are too many points, each pair
-    of neighbours becomes one point, and `_width` doubles.
+    of neighbours becomes one point.
 
     Attributes:
         last: The newest value.
@@ -85,10 +85,7 @@ def add_points(curves: Curves, event: Metrics) -> None:
 
 
 def number(point: MetricPoint) -> float:
-    """Return a point's value as a float.
-
-    A point has None in place of NaN and infinity, which JSON lacks; this function returns NaN then.
-    """
+    """Return a point's value; NaN for None, which stands for NaN and infinity in JSON."""
     return math.nan if point.value is None else point.value
 
 

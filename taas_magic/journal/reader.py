@@ -28,7 +28,7 @@ class JournalReader:
     other methods do not depend on these calls.
 
     Args:
-        path: Path of the journal. The file may be missing: a missing journal counts as empty.
+        path: Path of the journal. A missing journal counts as empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,19 +53,15 @@ class JournalReader:
                     rest += end
 
     def started(self) -> float | None:
-        """Return the time at which the run's hosts were ready; None before that.
-
-        Returns:
-            Seconds since 1970.
-        """
+        """Return when the run's hosts were ready, in seconds since 1970; None before that."""
         return next((event.time for event in self._events_of("state", StateChanged)), None)
 
     def end(self, whole: bool = False) -> RunEnded | None:
         """Return the event of the run's end if it is the journal's last event, else None.
 
         Args:
-            whole: Whether to search the whole journal for the event if it is not the last one. This
-                takes longer.
+            whole: Whether to search the whole journal for the event if it is not the last one,
+                which takes longer.
         """
         last = self.last()
         if isinstance(last, RunEnded) or not whole:

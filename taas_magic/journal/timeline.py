@@ -8,8 +8,6 @@ module compares the traces and divides the time of each step into four parts:
   part is the duration of the collective on the rank that joins it last: that rank does not wait.
 - wait: The rank waits in a collective for the other ranks.
 - compute: The rest of the step, including work that runs beside a collective.
-
-Only `read` accesses files.
 """
 
 import gzip
@@ -105,13 +103,10 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
 
 
 def trace_of(loaded: Mapping[str, Any]) -> Trace:
-    """Reduce a trace in Chrome's format to a `Trace`.
+    """Reduce a trace in Chrome's format, as torch.profiler writes it, to a `Trace`.
 
     If the trace has kernels of NCCL, each of these kernels is a collective. Otherwise, the
     collectives are the events that torch.distributed records on the CPU.
-
-    Args:
-        loaded: The trace, as torch.profiler writes it.
     """
     base_us = loaded.get("baseTimeNanoseconds", 0) / 1e3
     host = str(loaded.get("host_name", ""))
@@ -151,9 +146,6 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
     traces show how much the clocks differ. The times of the first rank and of all ranks on its host
     stay as they are. The same holds for a rank that has no collective in common with the first one.
 
-    Args:
-        traces: The traces by rank.
-
     Returns:
         The corrected traces by rank; and for each rank, the microseconds added to its times.
     """
@@ -172,11 +164,7 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
 
 
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
-    """Return the times of each rank in each step, ordered by step and rank.
-
-    Args:
-        traces: The traces by rank.
-    """
+    """Return the times of each rank in each step, ordered by step and rank."""
     shortest_us = _shortest(traces.values())
     found = []
     for rank, trace in traces.items():
@@ -249,8 +237,6 @@ def within(spans: Sequence[Span], bounds: Span) -> float:
 
 def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
-
-    Chrome (chrome://tracing) and Perfetto (https://ui.perfetto.dev) can show such a trace.
 
     Args:
         traces: The ranks' traces, as torch.profiler writes them.
@@ -365,9 +351,6 @@ def _mean_busy(steps: Sequence[StepTimes]) -> float:
 
 def read(folder: Path) -> Timeline:
     """Read the traces of a run's last attempt, and write the merged trace to the run's folder.
-
-    Args:
-        folder: The run's folder.
 
     Raises:
         UsageError: The run has no trace, or a trace is too large.
