@@ -1,6 +1,6 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies. So
+A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies, so
 each run gives the user at most one note, with the changed names. Values are not compared if the
 comparison would cost too much or would run the user's code.
 """
@@ -21,8 +21,8 @@ from taas_magic.capture.reducers import LruCache
 _BUDGET = 10_000
 """Limit on the cost of the digests of all values; it applies once before and once after the cell.
 
-The cost counts objects and bytes. So a slow or busy machine compares the same values as a fast one.
-The limit corresponds to about 10 ms.
+The cost counts objects and bytes, not time. So a busy machine compares the same values as an idle
+one. The limit corresponds to about 10 ms.
 """
 
 _TENSOR_COST = 10
@@ -51,13 +51,12 @@ class ChangeDetector:
 
     The constructor must be called before the cell runs; it makes digests of the values. `notes`
     makes the digests again after the cell, and compares them. If the digests of all values would
-    cost more than `_BUDGET`, the last values get no digest, and changes in them go unnoticed.
+    cost more than `_BUDGET`, changes in the last values go unnoticed.
 
     Args:
-        values: The notebook's values by name. Small values come first, so that the limit on the
-            cost allows for many of them.
-        out: Variables listed in `--out`. Their values return to the notebook, so the detector does
-            not compare them.
+        values: The notebook's values by name, small values first.
+        out: Variables listed in `--out`. Their values return to the notebook, so they are not
+            compared.
         stores: Names that the cell sets.
         updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
     """
@@ -77,9 +76,7 @@ class ChangeDetector:
             if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
                 continue
             is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
-            if (
-                is_set_anew
-            ):  # the cell will give the name another object: keep a reference to `value`
+            if is_set_anew:  # the name will get another object: keep a reference to `value`
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:
@@ -121,10 +118,7 @@ class ChangeDetector:
 
 
 def _sentence(names: list[str]) -> str:
-    """Return the part of the note that names changed variables, except those that hold classes.
-
-    It also names the `--out` flag that returns the variables' values.
-    """
+    """Return the part of the note that names changed variables, except those that hold classes."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -168,7 +162,6 @@ def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> b
     """Return a digest of a value's content; None if this costs too much or raises an error.
 
     Args:
-        value: The value.
         known: Ids of objects that `--out` returns. The digest does not depend on their content.
         budget: The remaining cost limit. This function subtracts its cost.
     """
@@ -193,7 +186,7 @@ class _DescriptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to `_loaded` and its description. Called by pickle.
 
-        An object that `--out` returns is reduced to a constant, so its content does not matter.
+        An object that `--out` returns is reduced to a constant.
         """
         is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
         self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
@@ -208,8 +201,7 @@ class _DescriptionPickler(pickle.Pickler):
 def _loaded(*described: Any) -> None:
     """Take the place of an object's constructor in the output of `_DescriptionPickler`.
 
-    pickle needs a function that would make the object again. Nothing unpickles the output, so
-    nothing calls this function.
+    Nothing unpickles the output, so nothing calls this function.
     """
 
 
@@ -217,9 +209,9 @@ def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
 
     Returns:
-        A tuple: the name of the object's class, then the compared parts. If this function does not
-        know the class, the tuple has only the name, and changes inside the object go unnoticed.
-        The value NotImplemented means that the object's ordinary pickle is compared.
+        A tuple: the name of the object's class, then the compared parts. For a class that this
+        function does not know, only the name, so that changes go unnoticed. NotImplemented means
+        that the object's ordinary pickle is compared.
     """
     import torch
 
@@ -265,10 +257,9 @@ def is_user_class(kind: type) -> bool:
 
 
 def _sample_of_tensor(tensor: Any) -> State:
-    """Return the bytes of a tensor's elements, in a tuple.
+    """Return a tuple with the bytes of a tensor's elements.
 
-    The bytes are those of all elements, or of about `_SAMPLES` elements if the tensor is large. The
-    tuple is empty for a sparse, quantized or meta tensor.
+    Of a large tensor, about `_SAMPLES` elements. Empty for a sparse, quantized or meta tensor.
     """
     import torch
 
@@ -288,10 +279,6 @@ def _sample_of_array(array: Any) -> Any:
 
 
 def _parts_of_module(module: Any) -> State:
-    """Return the parts of a torch module that are compared.
-
-    These are the module's tensors, its child modules and its other attributes, except `training`.
-    """
     own = {
         name: value
         for name, value in vars(module).items()
@@ -303,10 +290,6 @@ def _parts_of_module(module: Any) -> State:
 
 
 def _parts_of_function(function: types.FunctionType) -> State:
-    """Return the parts of a function that are compared.
-
-    These are the variables of the closure, and the function's attributes and default arguments.
-    """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)
     contents = []
@@ -342,11 +325,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield the elements that an instance holds as an instance of a built-in container type.
-
-    For each built-in container type among the base classes, the elements are one list. If this type
-    is dict, the elements are (key, value) pairs.
-    """
+    """Yield the elements of an instance of a subclass of a built-in container, as one list."""
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
         if isinstance(obj, kind):

@@ -1,7 +1,6 @@
-"""Find the path from a variable to the innermost object in it that cannot be sent to a rank.
+"""Find the innermost object in a variable's value that cannot be sent to a rank.
 
-An object cannot be sent to another process if the pickling of the object fails, or if the object
-works only in the process that made it.
+An object cannot be sent if pickling it fails, or if it works only in the process that made it.
 """
 
 import functools
@@ -26,12 +25,11 @@ Registered loaders go to the `fetchers`.
 Advice = Mapping[str, tuple[str, ...]]
 """Texts of advice for the user, each mapped to endings of class names.
 
-A text is for the classes whose names have one of its endings. If a class matches several texts, the
-first one is used.
+If a class matches several texts, the first one is used.
 """
 
 _BUDGET_S = 5.0
-"""Maximum seconds for the search for the culprit."""
+"""Maximum seconds for the search."""
 
 _DEPTH = 40
 """Maximum number of steps in the path from the variable to the culprit."""
@@ -85,12 +83,9 @@ def refusal(
     advice.
 
     Args:
-        name: Name of the variable. The path in the message starts with this name.
-        value: The variable's value, which cannot be pickled.
         probe: Function that pickles an object, and raises an exception if that fails.
-        error: Exception that `probe` raised for `value`. The message may quote it.
-        note: Reason why the variable is captured, shown in parentheses; may be empty.
-        to: Destination of the value. The advice in the message depends on it.
+        error: Exception that `probe` raised for `value`.
+        note: Reason why the variable is captured; may be empty.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
@@ -120,16 +115,11 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Each step of the search goes from a value into its first part that cannot be pickled. The search
-    ends when one of these is true:
-
-    - All parts of the value can be pickled.
-    - The value is refused as a whole: a running object such as a thread, a compiled function, or an
-      object that is bound to one process or to one rank's data.
-    - The search took `_BUDGET_S` seconds or `_DEPTH` steps.
+    ends at a value without such a part. It also ends at a value that is refused as a whole, such as
+    a thread, and after `_BUDGET_S` seconds or `_DEPTH` steps.
 
     Args:
         name: Name of the variable. The path starts with this name.
-        value: The variable's value, which `dump` cannot pickle.
         dump: Function that pickles an object, and raises an exception if that fails.
 
     Returns:
@@ -208,9 +198,7 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the objects that are directly in a function.
 
-    These are the values of its closure, its default arguments, its attributes, and the globals
-    with a name that its code uses for a variable or an attribute. Functions that are defined inside
-    the function are not searched.
+    Functions that are defined inside the function are not searched.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -228,10 +216,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
-
-    `_parts` calls this function for objects of other classes than those in its `match` statement.
-    """
+    """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # this object itself cannot be pickled
@@ -266,7 +251,7 @@ def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
 def type_name(value: Any) -> str:
     """Return the name of a value's class, such as `numpy.ndarray`.
 
-    For built-in classes and classes of `__main__`, the name of the module is left out.
+    The name has no module for built-in classes and classes of `__main__`.
     """
     kind = type(value)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -277,7 +262,6 @@ def _advice(value: Any, names: list[str]) -> str | None:
     """Return the advice for an object that cannot be sent to the ranks; None if there is none.
 
     Args:
-        value: The object.
         names: Names of the object's class and of its base classes.
     """
     if is_process_bound(type(value)):
@@ -296,13 +280,7 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _by_name(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for a class, or None if there is none.
-
-    Args:
-        names: Names of the class and of its base classes. The first name with an ending in `advice`
-            counts.
-        advice: The possible texts; see `Advice`.
-    """
+    """Return the advice for the first of `names` that has an ending in `advice`, else None."""
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 
@@ -339,7 +317,7 @@ _PROCESS_BOUND_CLASSES = {
 }
 """Classes whose instances work only in the process that made them, by top-level package.
 
-The keys are not full module names, because libraries move these classes from module to module.
+Libraries move these classes from module to module, so the modules are not given.
 """
 
 
@@ -355,8 +333,7 @@ _SHARDING_CLASSES = {
 }
 """Classes whose instances select one rank's part of the data, by top-level package.
 
-A registered loader must not use these classes, because fetchers already divide the loader's batches
-among the ranks.
+A registered loader must not use them: fetchers already divide its batches among the ranks.
 """
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
@@ -366,29 +343,25 @@ _RUNNING_CLASSES = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
 }
-"""Classes of running objects such as threads and child processes, by top-level package.
+"""Classes of running objects, by top-level package.
 
 An error message names the running object, not the part of it that cannot be pickled.
 """
 
 _SHARD_CLASSES = {"datasets": {"DistributedConfig"}}
-"""Classes by whose instances a library marks a dataset as one rank's part, by top-level package."""
+"""Classes whose instances mark a dataset as one rank's part of the data, by top-level package."""
 
 
 def is_process_bound(kind: type) -> bool:
     """Return whether instances of a class are useful only in the process that made them.
 
-    This includes classes that select one rank's part of the data, such as DistributedSampler. The
-    function compares names, so it imports no library.
+    This includes classes that select one rank's part of the data, such as DistributedSampler.
     """
     return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARDING_CLASSES)
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class select or mark one rank's part of the data.
-
-    For example, a DistributedSampler selects such a part.
-    """
+    """Return whether instances of a class select or mark one rank's part of the data."""
     return _is_one_of(kind, _SHARDING_CLASSES) or _is_one_of(kind, _SHARD_CLASSES)
 
 

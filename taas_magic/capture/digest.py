@@ -6,17 +6,15 @@ from typing import Any
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 1000
-"""Maximum number of objects in a value, and maximum length of each string or bytes object in it.
-
-A larger value gets no digest.
-"""
+"""Maximum number of objects in a value, and maximum length of each string or bytes object in it."""
 
 
 def plain_digest(value: Any) -> str:
     """Return a digest of a small plain value; "" for any other value.
 
-    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. If two
-    processes have equal digests other than "", their values are equal.
+    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. A value
+    above the limit `_MOST_PARTS` is not small. If two processes have equal digests other than "",
+    their values are equal.
     """
     if not _is_plain([value], [0]):
         return ""
@@ -24,15 +22,11 @@ def plain_digest(value: Any) -> str:
 
 
 def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
-    """Return whether all `values` are plain and together small enough for a digest.
-
-    The limit is `_MOST_PARTS` objects. Each string or bytes object may have at most `_MOST_PARTS`
-    characters or bytes.
+    """Return whether all `values` are plain and together within `_MOST_PARTS`.
 
     Args:
-        values: Values to check.
-        counted: List with one element, the number of objects counted so far. This function adds the
-            number of objects in `values`.
+        counted: List with one element, the number of objects counted so far. This function updates
+            it.
     """
     for value in values:
         counted[0] += 1

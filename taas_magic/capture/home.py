@@ -1,9 +1,8 @@
 """Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A returned function gets the notebook's namespace as its globals, as if the cell had run in the
-notebook. The notebook's variables that the function uses are not sent. The cell's variables that
-the function uses are sent with it. The kernel sets each of these variables in the notebook, unless
-the notebook already has a variable of the same name.
+A returned function gets the notebook's namespace as its globals. The cell's variables that it uses
+are sent with it. The kernel sets each of them in the notebook, unless the notebook already has a
+variable of the same name.
 """
 
 import builtins
@@ -43,9 +42,7 @@ class SentVariable(NamedTuple):
     """A variable of the cell that is sent because a result needs it.
 
     Attributes:
-        name: Name of the variable.
-        owner: Name of the result that needs it: a variable of `--out`, or the value of the last
-            expression.
+        owner: Name of that result: a variable of `--out`, or the value of the last expression.
     """
 
     name: str
@@ -58,7 +55,6 @@ class LoadedResults:
     """Results loaded in the notebook.
 
     Attributes:
-        values: Results by name.
         notes: Notes for the user about variables of the cell that were not set in the notebook.
     """
 
@@ -70,7 +66,7 @@ class ResultPickler(ValuePickler):
     """Pickler for results. Before each result, it adds the cell's variables that the result uses.
 
     Attributes:
-        problems: For each variable that a result uses and that could not be sent, the reason.
+        problems: Why a variable that a result uses could not be sent, by variable.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -89,19 +85,15 @@ class ResultPickler(ValuePickler):
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object; called by pickle.
-
-        If `_kept_name` finds the object in the notebook, the result of this method is a reference
-        to the notebook's variable. Otherwise the rules of `ValuePickler` apply.
-        """
+        """Reduce an object, or refer to the notebook's variable that has it. Called by pickle."""
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
     def shared_ids(self) -> set[int]:
         """Return the ids of the pickled objects and storages that other results may also contain.
 
-        If two results contain the same object, both must be in one pickle. Otherwise the notebook
-        would get two copies of the object.
+        Results that contain the same object must be in one pickle. Otherwise the notebook would get
+        two copies of the object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         mine = {key for key, (_, held) in memo.items() if _is_shared(held)}
@@ -110,11 +102,9 @@ class ResultPickler(ValuePickler):
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
 
-        To find these variables, the method first adds the value on trial. If the value needs such
-        variables, the method removes the value and adds it again after them.
+        To find these variables, the method first adds the value on trial.
 
         Args:
-            value: Function that returns the value.
             owner: Name of the result that needs the value.
         """
         with self.rollback() as undo:
@@ -145,9 +135,9 @@ class ResultPickler(ValuePickler):
     def _kept_name(self, obj: Any) -> str | None:
         """Return the name under which the notebook has the same object; None if there is none.
 
-        For most objects, the result is None, because the cell may have changed the rank's copy. The
-        exceptions are sentinels (instances of `object` itself), functions without state, and
-        functions with `functools.lru_cache`.
+        Only sentinels (instances of `object` itself), functions without state, and functions with
+        `functools.lru_cache` have such a name. The cell may have changed the rank's copy of any
+        other object.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -191,14 +181,14 @@ def load(
 ) -> LoadedResults:
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
+    The cell's variables that came with a result are set in `namespace`. A variable is skipped if
+    its name belongs to a builtin, or to a variable that no earlier result has set.
+
     Args:
         stream: The pickle.
         buffers: Its out-of-band buffers.
-        namespace: Namespace of the notebook. The function sets the cell's variables that came with
-            a result in this namespace. It skips a variable if the name belongs to a builtin, or to
-            a variable that no earlier result has set.
-        out: Names in `--out`. The caller sets these variables later, so the function returns no
-            notes about them.
+        out: Names in `--out`. The caller sets these variables later, so there are no notes about
+            them.
 
     Raises:
         EOFError: The pickle ends before the results.
@@ -224,8 +214,8 @@ def load(
 def _is_same(here: Any, there: Any) -> bool:
     """Return whether two values are equal.
 
-    Functions are equal if their code is the same. Values that cannot be compared, such as tensors,
-    count as different.
+    Functions are equal if their code is the same. Values that cannot be compared count as
+    different.
     """
     if here is there:
         return True
@@ -240,10 +230,7 @@ def _is_same(here: Any, there: Any) -> bool:
 
 
 def _code_parts(code: CodeType) -> Iterator[Any]:
-    """Yield the parts of a code object that define what the code does.
-
-    The parts include neither the file name nor the line numbers.
-    """
+    """Yield the parts of a code object that define what it does; no file name, no line numbers."""
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

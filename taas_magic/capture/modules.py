@@ -1,10 +1,8 @@
 """Send the project's modules as source, list the required packages, and provide `taas`.
 
-The source of the project's own modules is read from disk when the cell starts, and sent to the
-ranks. A module is local if its file is in the project folder, or below an entry of `sys.path` that
-belongs to no Python installation. The standard library and installed packages are not sent; every
-host must have them. `import taas` gives `taas_magic.api`, whatever is installed: PyPI has another
-package of that name.
+The source of local modules is read from disk when the cell starts, and sent to the ranks. Every
+host must have the standard library and the installed packages. `import taas` gives
+`taas_magic.api`, whatever is installed: PyPI has another package of that name.
 """
 
 import ast
@@ -100,8 +98,8 @@ def local_folders(project: Path) -> tuple[Path, ...]:
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
     """Return whether a file belongs to the user's project.
 
-    The file must be in one of the folders. It must not belong to the Python installation, and must
-    not have been installed by pip, for example with `--target`.
+    The file must be in one of the folders, must not belong to the Python installation, and must not
+    have been installed by pip, not even with `--target`.
     """
     if not _INSTALLED.isdisjoint(path.parts):
         return False
@@ -113,15 +111,11 @@ def is_local(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def _top_level(path: PurePath) -> str:
-    """Return the top-level module of a file, given its path relative to an entry of sys.path."""
     return path.parts[0].removesuffix(".py") if path.parts else ""
 
 
 def _libraries(folder: Path) -> frozenset[str]:
-    """Return the top-level modules that pip installed into a folder with `--target`.
-
-    The result is empty if the folder does not exist.
-    """
+    """Return the top-level modules that pip installed into a folder with `--target`."""
     try:
         changed_ns = folder.stat().st_mtime_ns
     except OSError:
@@ -134,7 +128,6 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
     """Return the top-level modules that the RECORD files in a folder list.
 
     Args:
-        folder: Folder with installed packages.
         changed_ns: The folder's modification time, as part of the cache key.
     """
     found = importlib.metadata.distributions(path=[str(folder)])
@@ -163,7 +156,6 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     or if the file was edited after the notebook imported the module.
 
     Args:
-        modules: The modules that are sent to the ranks, by name.
         cell: Text of the cell. There is no note on a constant that the cell sets.
     """
     found = []
@@ -240,11 +232,7 @@ def is_shipped(name: str) -> bool:
 
 
 def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return which of these modules this process (a rank) has imported from an older source.
-
-    Args:
-        modules: The sources that the notebook sent last, by name.
-    """
+    """Return which of these modules this process (a rank) has imported from an older source."""
     loaders = {name: _shipped_loader(name) for name in modules}
     return [
         name
@@ -254,7 +242,6 @@ def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
 
 
 def _shipped_loader(name: str) -> "_Loader | None":
-    """Return the loader of an imported module; None unless the module's source was sent."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec.loader if spec is not None and isinstance(spec.loader, _Loader) else None
 
@@ -262,8 +249,7 @@ def _shipped_loader(name: str) -> "_Loader | None":
 def claim_taas() -> bool:
     """Make `import taas` give `taas_magic.api` in this process and its forks.
 
-    Ranks, fetchers and the kernel call this function before any of the user's code runs. If
-    `taas_magic.api` is already imported, the call costs one lookup in `sys.modules`.
+    Ranks, fetchers and the kernel call this function before any of the user's code runs.
 
     Returns:
         Whether another package was imported as `taas` before.
@@ -325,7 +311,6 @@ def _find(
     """Return the source of a module if it is local, else None.
 
     Args:
-        name: Dotted name of the module.
         folders: The result of `local_folders`.
         found: Modules found so far, which include the parent packages of `name`.
     """
@@ -356,11 +341,7 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
 
 
 def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
-    """Read the source of a module, given its spec.
-
-    Returns:
-        The source, or None if the module has no Python source. A folder without `__init__.py` has
-        the source "".
+    """Read the source of a module, given its spec; None if the module has no Python source.
 
     Raises:
         CaptureError: The file is not Python text.
@@ -381,9 +362,9 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse the source of a module.
+    """Parse the source of a module. Return an empty tree if the source is not Python.
 
-    If the source is not Python, return an empty tree: the import in the rank will raise the error.
+    The import in the rank will raise the error.
     """
     try:
         return parse(source)
@@ -408,14 +389,10 @@ class _ParsedModule:
 
 
 _parsed_modules: dict[tuple[str, str], _ParsedModule] = {}
-"""Cache of parsed modules, by name and file.
-
-Each cell needs the parsed modules, and parsing a thousand modules takes about a minute.
-"""
+"""Cache of parsed modules, by name and file; parsing a thousand modules takes about a minute."""
 
 
 def _read(module: ModuleSource) -> _ParsedModule:
-    """Parse a module's source, unless the cache has the result for the same text."""
     text = _parsed_modules.get((module.name, module.path))
     if text is None or text.source != module.source:
         tree = _tree(module.source)
@@ -474,11 +451,10 @@ def needed_modules(
     """Return the top-level modules that must be installed on every host that runs a cell.
 
     Args:
-        cell: The cell as Python.
         referred: Modules that the captured values refer to, or that captured functions import.
         travelling: The project's own modules that are sent, by name.
-        texts: Sources of the cells that defined captured functions. Sources that are not Python
-            are ignored.
+        texts: Sources of the cells that defined captured functions. Sources that are not Python are
+            ignored.
     """
     sure = set(imported(cell))
     optional = set[str]()
@@ -496,7 +472,6 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
     """Yield the top-level modules that a source imports.
 
     Args:
-        source: Python.
         functions: Whether to include imports inside functions.
         branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
             a `try` with handlers.
@@ -522,8 +497,7 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 def _is_installed(name: str) -> bool:
     """Return whether the import system finds a module on this machine.
 
-    The result is False for a module object that a program made at run time and put into
-    `sys.modules`.
+    False for a module object that a program made at run time and put into `sys.modules`.
     """
     try:
         return importlib.util.find_spec(name) is not None

@@ -2,8 +2,6 @@
 
 The order of statements counts: if the cell sets a name before it reads the name, the cell does not
 need the notebook's value.
-
-`code_use` analyses compiled code; `used_names` analyses the source.
 """
 
 import ast
@@ -41,7 +39,7 @@ class CodeUse:
     """Names and modules that a code object and the code nested in it use.
 
     Attributes:
-        now: Global names read when the code itself runs.
+        now: Global names that are read when the code itself runs.
         later: Global names that are read when a function that the code defines is called.
         imports: Modules that the code imports; `from x import y` gives both `x` and `x.y`.
         attributes: Attribute names that the code looks up on any object.
@@ -56,7 +54,7 @@ class CodeUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Global names that the code, or a function that it defines, reads."""
+        """All global names that are read, now or later."""
         return self.now | self.later
 
 
@@ -64,7 +62,7 @@ class CodeUse:
 def code_use(code: CodeType) -> CodeUse:
     """Find the names and modules that `code` uses, by its bytecode instructions.
 
-    If the code has magics or shell commands, names in their text count, too.
+    Names in the text of magics and shell commands count, too.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -107,12 +105,11 @@ def code_use(code: CodeType) -> CodeUse:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Return the code of functions, classes, lambdas and comprehensions directly inside `code`."""
+    """Return the code of functions, classes, lambdas and comprehensions directly in `code`."""
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code` and all code nested in it."""
     yield code
     for inner in nested_codes(code):
         yield from _all_codes(inner)
@@ -149,12 +146,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the names of all variables in a source; an empty set if the source is not Python.
-
-    Args:
-        source: The source.
-        stored: Whether to return only the variables that the source sets or deletes.
-    """
+    """Return the names of all variables in a source; an empty set if the source is not Python."""
     try:
         tree = parse(source.strip())
     except (SyntaxError, ValueError):
@@ -173,10 +165,6 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that a cell may read.
-
-    A name is left out if the cell certainly assigns the name before any statement can read it. The
-    names in a function's code count as read when a statement first loads the function; see
-    `UsedNames`.
 
     Args:
         source: The cell as Python, after IPython's transformers; top-level `await` is allowed.
@@ -199,27 +187,14 @@ def reason_used_by(owner: str) -> str:
 class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
-    The code of a function does not run where the cell defines the function. So the names in that
-    code count as used (`why`) from the first statement that loads the function's name. The pass
-    keeps three collections for this:
-
-    - `_defined`: the names that are certainly set so far.
-    - `_later`: for each function and class of the cell, the names that its code reads. The pass
-      removes an entry when a statement loads the function's name.
-    - `_awaited`: the names in the code of the functions that were loaded so far. If a later
-      statement defines one of these names as a function, that function may already be in use.
-
-    For example:
-
-        def f(): return g()    # _later["f"] = {"g"}
-        f()                    # loads f: g counts as used, and g is awaited
-        def g(): return x      # g is awaited, so x counts as used too
+    A name does not count if the cell has certainly assigned it (`_defined`) before any statement
+    can read it. The names in a function's code count when a statement first loads the function's
+    name; until then, they are in `_later`. `_awaited` has the names that such functions read. If a
+    later statement defines one of these names as a function, that function may already be in use.
 
     Attributes:
-        why: Reason for each name that the cell may read before it has certainly set the name.
-        imports: Modules that the cell imports, including those that its functions import.
-        attributes: Attribute names that the cell looks up on any object.
-        stores: Names that the cell, or a function in it, sets or deletes.
+        why: Reason for each name that counts.
+        imports: As in `CodeUse`; likewise `attributes` and `stores`.
         updates: Names that one statement both reads and sets, as in `total += 1`.
         definitions: Names that the code of each function or class of the cell reads, by function or
             class. In a session, a later cell may call the function.
@@ -245,7 +220,6 @@ class UsedNames:
         """Analyse statements that may not run.
 
         Args:
-            statements: The statements.
             bound: Names that are set before the first of them runs, such as loop variables.
 
         Returns:
@@ -257,10 +231,7 @@ class UsedNames:
         return inside
 
     def _statement(self, node: ast.stmt) -> None:
-        """Analyse one statement.
-
-        Record the names that the statement reads, and the names that it certainly sets.
-        """
+        """Record the names that a statement reads, and the names that it certainly sets."""
         match node:
             case ast.If():
                 self._evaluate(node.test)
@@ -289,7 +260,7 @@ class UsedNames:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        """Analyse a statement that contains no other statements."""
+        """Record the names of a statement that contains no other statements."""
         use = self._compiled(node)
         self.updates |= use.names & use.stores
         self._read(use.names)
@@ -301,7 +272,7 @@ class UsedNames:
             self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
     def _define(self, node: _Definition) -> None:
-        """Analyse the definition of a function or class."""
+        """Record the names of a function or class definition."""
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
         reads_at_once = use.names if node.decorator_list else use.now
@@ -313,9 +284,9 @@ class UsedNames:
             self._read({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
-        """Analyse a `with` statement.
+        """Record the names of a `with` statement.
 
-        If a context manager may swallow exceptions, the body may end early. Then the names that the
+        If a context manager may swallow exceptions, the body may end early, so the names that the
         body sets do not count as certainly set.
         """
         for item in node.items:
@@ -328,10 +299,10 @@ class UsedNames:
             self._defined |= inside
 
     def _try(self, node: ast.stmt) -> None:
-        """Analyse a `try` statement.
+        """Record the names of a `try` statement.
 
-        Only the names that the `finally` block sets count as certainly set afterwards, because an
-        exception may end every other block early.
+        An exception may end every block early except the `finally` block. So the names that other
+        blocks set do not count as certainly set afterwards.
         """
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
         block: ast.Try = node  # type: ignore[assignment]
@@ -367,8 +338,8 @@ class UsedNames:
     def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
-        If a name is a function of the cell, the function's code may run from now on. So this method
-        also records the names that this code reads.
+        If a name is a function of the cell, its code may run from now on. So the names that this
+        code reads are recorded, too.
         """
         for name in sorted(names):
             if name not in self._defined:
@@ -397,7 +368,6 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
 
 
 def _bound(target: ast.expr) -> set[str]:
-    """Return the names that a target of an assignment or `del` sets or deletes."""
     names = (node for node in ast.walk(target) if isinstance(node, ast.Name))
     return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
@@ -410,24 +380,14 @@ def _captured(pattern: ast.pattern) -> Iterator[str]:
 
 
 def _may_swallow(context: ast.expr) -> bool:
-    """Return whether a context manager is known to swallow exceptions, by its name.
-
-    The names are in `_SWALLOWING`: only `suppress`, the name of `contextlib.suppress`.
-
-    Args:
-        context: The expression after `with`.
-    """
+    """Return whether a context manager has a name in `_SWALLOWING`."""
     called = context.func if isinstance(context, ast.Call) else context
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return name in _SWALLOWING
 
 
 def assigned_names(source: str) -> set[str]:
-    """Return the names that a cell, or a function in it, may set in the namespace.
-
-    Args:
-        source: The cell as Python.
-    """
+    """Return the names that a cell, or a function in it, may set in the namespace."""
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     return stored | _set_by_global(code)
@@ -443,16 +403,12 @@ _LISTED = 12
 def unknown_result(
     names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
 ) -> str | None:
-    """Return a message for the first name of `--out` that cannot exist when the cell ends.
+    """Return a message if a name of `--out` cannot exist when the cell ends, else None.
 
     Args:
         names: Names in `--out`.
-        source: The cell as Python.
         captured: Names of the notebook's variables that the ranks get.
         namespace: Namespace of the notebook. The functions in it may set further names by `global`.
-
-    Returns:
-        The message; None if every name may exist when the cell ends.
     """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):
@@ -464,13 +420,7 @@ def unknown_result(
 
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
-    """Return the message about a name in `--out` that no rank will have, with suggestions.
-
-    Args:
-        name: The name.
-        has: Names that the ranks will have.
-        is_in_notebook: Whether the notebook has a variable of this name.
-    """
+    """Return the message about a name in `--out` that no rank will have, with suggestions."""
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
     if near:
         possible = f"did you mean {' or '.join(near)}?"
@@ -492,7 +442,6 @@ def _may_set_any(source: str, code: CodeType) -> bool:
 
 
 def _set_by_global(code: CodeType) -> set[str]:
-    """Return the names that code, or a function in it, sets by `global`."""
     steps = (step for each in _all_codes(code) for step in dis.get_instructions(each))
     return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 

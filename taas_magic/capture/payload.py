@@ -1,7 +1,4 @@
-"""Capture the work of a run and the notebook objects that it needs; write and read the payload.
-
-The work is a cell or a call of a function (`work.py`).
-"""
+"""Capture the work of a run and the notebook objects that it needs; write and read the payload."""
 
 import importlib
 import re
@@ -86,13 +83,11 @@ class CapturedVariable:
 class _NotebookPickler:
     """Pickler for variables of the notebook, and for the function and the arguments of a call.
 
-    Before each value, the pickler writes the variables that this value needs.
+    Before each value, it writes the variables that this value needs.
 
     Args:
-        namespace: Namespace of the notebook.
         problems: List that receives a message for each value that cannot be sent. If None, the
             first such value raises a CaptureError.
-        to: Destination of the values.
     """
 
     def __init__(
@@ -111,10 +106,9 @@ class _NotebookPickler:
     def pickle_variables(self, names: Mapping[str, str]) -> None:
         """Pickle variables of the notebook, except those that are pickled already.
 
-        Names that are no variables of the user are skipped.
-
         Args:
-            names: Reason for the capture of each variable, by name.
+            names: Reason for the capture of each variable, by name. Names that are no variables of
+                the user are skipped.
         """
         for name, why in names.items():
             if name in self._met or not self._travels(name):
@@ -153,9 +147,6 @@ class _NotebookPickler:
         Args:
             values: Pairs of name and value.
             why: Reason for the capture of the values.
-
-        Returns:
-            A record of each value.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -174,10 +165,6 @@ class _NotebookPickler:
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
         """Pickle values, and find the variables that they need.
-
-        Args:
-            values: Pairs of name and value.
-            why: Reason for the capture of the values.
 
         Returns:
             A record of each value; and the variables that must be pickled before these values, with
@@ -205,10 +192,9 @@ def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
-    """Return whether IPython or Python has set a variable of the notebook.
+    """Return whether IPython or Python has set a variable of the notebook, such as `Out`.
 
-    Such variables are `In`, `Out`, `_`, `get_ipython` and `__name__`, for example. If the user has
-    given another value to a name such as `In` or `_`, the result is False.
+    False if the user has given another value to a name such as `In` or `_`.
     """
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
@@ -243,15 +229,14 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
     """The part of a payload that a process can read without unpickling any value.
 
     Attributes:
-        work: The cell, or the description of a function call.
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
         definitions: Texts of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell uses only as attributes of a package, such as
             `xml.dom` after `import xml.dom` in the notebook.
         stores: Names that the work, or a captured function, sets or deletes.
-        updates: Subset of `stores`: names that the cell sets from their own value (`total += 1`),
-            or that a captured function sets.
+        updates: Names in `stores` that the cell sets from their own value (`total += 1`), or that a
+            captured function sets.
     """
 
     work: CellWork | CallShape
@@ -283,9 +268,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         loaders: `PackedLoader` of each registered loader that the work uses, by name.
         call: Names and sizes of the function and the arguments of a call; empty for a cell.
         notes: Notes for the user about changes in the notebook that do not reach the ranks.
-        data: A pickle of several values, with its buffers. First comes the process state of the
-            notebook, then the values in the order of `captured`. A call's function and arguments
-            come last.
+        data: A pickle of several values: the process state, the values in the order of `captured`,
+            then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
         state: The complete process state of the notebook. The state in `data` is empty if the ranks
             of a session have it already.
@@ -309,8 +293,6 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 class FetcherSettings:
     """The parts of a payload that a process needs to run registered loaders.
 
-    They do not include the notebook's variables.
-
     Attributes:
         modules: Modules of the project, by name.
         state: The notebook's process state; empty if a session's ranks have it already.
@@ -322,7 +304,7 @@ class FetcherSettings:
     def apply(self) -> None:
         """Apply the settings to this process, which must be a fetcher.
 
-        Does not set torch's default device, because the processes of a fetcher cannot share a GPU.
+        Torch's default device is left out, because the processes of a fetcher cannot share a GPU.
         """
         install(self.modules)
         process_state.apply_filters(self.state)
@@ -344,8 +326,8 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         """Apply the notebook's process state and load the captured values into `namespace`.
 
         Call this once per payload, immediately before the work runs, because the process state may
-        seed torch. The values are writable. The ranks of a host share the pages of the payload's
-        file; a rank that writes to a page gets a copy of this page.
+        seed torch. The values are writable: the ranks of a host share the pages of the payload's
+        file, and a rank that writes to a page gets a copy.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -371,9 +353,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         return work
 
     def change_detector(self, namespace: Mapping[str, Any], out: Collection[str]) -> ChangeDetector:
-        """Return a detector of the captured values that the cell changes.
-
-        Call it after `load_into`.
+        """Return a detector of the captured values that the cell changes. Call after `load_into`.
 
         Args:
             namespace: The rank's namespace.
@@ -408,11 +388,9 @@ def capture(
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
     Args:
-        work: The cell, or the call of the function.
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
             counts as a function of the notebook.
         project: The notebook's folder.
-        limit_bytes: Limit on the payload's size.
         source_of: Function that takes a filename, and returns the cell that the kernel compiled
             under this name; None for the name of any other file.
         problems: List that receives the messages of refused values, so that `--dry-run` can report
@@ -474,10 +452,9 @@ def capture(
 
 
 def _used_by(work: Work) -> UsedNames:
-    """Return the names that a cell's text uses.
+    """Return the names that a cell's text uses; empty for a call.
 
-    For a call of a function, the result is empty: pickling the function finds the names that the
-    function uses.
+    Pickling the function of a call finds the names that the function uses.
     """
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())
@@ -491,7 +468,6 @@ def _definitions(
 
     Args:
         filenames: Files of captured functions. Files that are no cells are left out.
-        source_of: As in `capture`.
     """
     found = {name: source_of(name) for name in sorted(filenames)}
     return {name: source for name, source in found.items() if source is not None}
@@ -504,11 +480,7 @@ def _notes(
     namespace: Mapping[str, Any],
     state: process_state.State,
 ) -> tuple[str, ...]:
-    """Return notes for the user about changes in the notebook that do not reach the ranks.
-
-    Such changes are library functions that the notebook has replaced, and logging handlers that
-    cannot be copied.
-    """
+    """Return notes for the user about changes in the notebook that do not reach the ranks."""
     pickler = gathering.pickler
     replaced = patches(
         [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
@@ -549,9 +521,8 @@ def read(path: Path) -> LoadedPayload:
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
     """Return the loaded submodules that the cell may use as attributes of a package.
 
-    All parts of a submodule's name after the package's name must be among the cell's attributes.
-    For example, the notebook ran `import xml.dom` and the cell uses `xml.dom`. The cell's variable
-    is `xml`, and a rank that imports only `xml` would lack `xml.dom`.
+    If the notebook ran `import xml.dom`, its variable is `xml`. A rank that imports only `xml`
+    would lack `xml.dom`.
     """
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(

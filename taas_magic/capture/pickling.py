@@ -62,10 +62,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Pickled:
-    """A pickle and its out-of-band buffers.
-
-    The buffers are the memory of arrays and tensors, which the pickle itself does not contain.
-    """
+    """A pickle and its out-of-band buffers, which are the memory of arrays and tensors."""
 
     data: bytes
     buffers: Sequence[PickleBuffer]
@@ -82,9 +79,6 @@ class Archive:
 
     Attributes:
         meta: Description of the content, as `messages.to_json` encodes it.
-        mapped: The mapped file.
-        pickle_at: Offset of the pickle.
-        pickle_bytes: Size of the pickle.
         buffers: Out-of-band buffers of the pickle, as views of `mapped`.
     """
 
@@ -108,12 +102,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
     """Write an archive atomically, readable only by its owner.
 
     Args:
-        path: The file.
-        pickled: The content.
         meta: Description of the content; None for none.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written.
     """
     described = to_json(meta) if meta is not None else b"{}"
     pieces: list[bytes | memoryview] = [
@@ -169,9 +158,9 @@ Handler = Callable[[Any], Any]
 LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
 """Functions that reduce registered loaders to remote loaders for the ranks, by type of the loader.
 
-`registry.py` adds a function for each type of registered loader. The arguments of a function are
-the loader and the pickler's `replaced`. The function adds the loader, pickled for fetchers, to
-`replaced`. If the loader is not registered, the function returns NotImplemented.
+`registry.py` adds these functions. The arguments are the loader and the pickler's `replaced`, to
+which the function adds the loader, pickled for fetchers. If the loader is not registered, the
+function returns NotImplemented.
 """
 
 
@@ -182,7 +171,6 @@ def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None)
     """Pickle one value, without copying the memory of its arrays and tensors.
 
     Args:
-        obj: The value.
         name: Name of the value in a CaptureError.
         namespace: See `ValuePickler`.
 
@@ -204,9 +192,7 @@ def loads(
 
     Args:
         data: The pickle, or a file-like object positioned at its first byte.
-        buffers: Out-of-band buffers of the pickle.
-        namespace: Globals of the functions that were pickled without their globals; None for an
-            empty namespace.
+        namespace: See `load_each`; None for an empty namespace.
 
     Raises:
         CaptureError: The value needs a notebook's class that this process does not have.
@@ -224,7 +210,6 @@ def load_each(
 
     Args:
         stream: File-like object positioned at the first byte of the pickle.
-        buffers: Out-of-band buffers of the pickle.
         namespace: Globals of the functions that were pickled without their globals.
     """
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
@@ -239,28 +224,27 @@ class ValuePickler(cloudpickle.Pickler):
 
     Args:
         namespace: Namespace of `__main__`. A function that is defined there is pickled without its
-            globals. Its globals in the loading process are the namespace given to `load_each`. If
-            None, each function is pickled with copies of the globals that it uses.
-        to: Destination of the values; see `Destination`. For `fetchers`, the pickle itself contains
-            the memory of arrays and tensors, so that `pickle.loads` can load the pickle without
-            buffers.
+            globals; it gets the namespace given to `load_each`. If None, each function is pickled
+            with copies of the globals that it uses.
+        to: Destination of the values. For `fetchers`, the pickle itself contains the memory of
+            arrays and tensors, so that `pickle.loads` can load it without buffers.
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
-        needs: Names in `namespace` that the added functions look up when they run, and the names of
-            the added functions and classes themselves. If the destination is `fetchers`, only the
-            names of added functions and classes that are defined in this process's `__main__`.
+        needs: Names in `namespace` that the added functions read, and the names of the added
+            functions and classes themselves. For `fetchers`, only the names of added functions and
+            classes of this process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
-        stores: Names of the namespace that the added functions set by `global`.
+        stores: Names that the added functions set by `global`.
         attributes: Attribute names that the added functions look up.
-        classes: Classes that the pickle contains only as a name; the keys are their ids.
+        classes: Classes that the pickle contains only as a name, by id.
         replaced: Registered loaders among the added values, pickled for fetchers
             (`registry.PackedLoader`), by name.
         filled: Closure cells whose content is already in the pickle, by id.
-        coming: Values that are being added, by name. A function that looks up some of these names
-            is pickled together with their values, because loading may already call the function.
-            For example, loading a class runs the `__init_subclass__` of its base.
+        coming: Values that are being added, by name. A function that reads one of these names is
+            pickled with the value, because loading may already call the function: loading a class
+            runs the `__init_subclass__` of its base.
     """
 
     memo: Any
@@ -300,9 +284,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Pickle the value of a variable. Return the number of bytes that the value adds.
 
         Args:
-            name: Name of the variable, for the message of a CaptureError.
-            value: The value.
-            note: Reason for the variable's capture, for the message; may be empty.
+            note: Reason for the variable's capture, for the message of a CaptureError; may be
+                empty.
 
         Raises:
             CaptureError: An object in the value cannot be sent; the message has the path to it.
@@ -340,9 +323,8 @@ class ValuePickler(cloudpickle.Pickler):
     def add_definitions(self) -> None:
         """Add a dict of the functions and classes of `__main__` that the added values use.
 
-        A fetcher puts this dict into its own `__main__`. So a dataset in the fetcher can pickle
-        these functions and instances of these classes by name. For example, it may send them to a
-        process pool.
+        A fetcher puts this dict into its own `__main__`, so that its dataset can pickle them by
+        name.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -389,10 +371,7 @@ class ValuePickler(cloudpickle.Pickler):
         return NotImplemented if handler is None else handler(obj)
 
     def _handler(self, kind: type) -> Handler | None:
-        """Return the function that reduces objects of a type; None if pickle's own rules apply.
-
-        If objects of the type cannot be sent to the destination, the function raises an exception.
-        """
+        """Return the function that reduces objects of a type; None if pickle's own rules apply."""
         if self._to != "notebook" and is_process_bound(kind):
             return functools.partial(_refuse, "belongs to the process that made it")
         if self._to == "fetchers" and is_shard(kind):
@@ -400,10 +379,9 @@ class ValuePickler(cloudpickle.Pickler):
         return next((h for base, h in self._rules.items() if issubclass(kind, base)), None)
 
     def _make_rules(self) -> dict[type, Handler | None]:
-        """Return reducers by class.
+        """Return reducers by class; None means that pickle's own rules apply.
 
-        The first class that an object's type is derived from counts. None means that pickle's own
-        rules apply.
+        The first class that an object's type is derived from counts.
         """
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
@@ -444,10 +422,7 @@ class ValuePickler(cloudpickle.Pickler):
         return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        """Reduce a function: by name if it can be imported, else by value.
-
-        For a function that is reduced by value, record the names and modules that its code uses.
-        """
+        """Reduce a function: by name if it can be imported, else by value."""
         reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
@@ -470,9 +445,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Return a reduced function that keeps the cells of its closure.
 
         cloudpickle would give each function new cells, so that functions could not share a
-        variable. Here, functions that share a cell keep sharing it. A cell may contain the function
-        itself, so all cells are pickled empty. The state of the first function that uses a cell
-        fills the cell.
+        variable. A cell may contain the function itself, so all cells are pickled empty. The state
+        of the first function that uses a cell fills the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -490,11 +464,7 @@ class ValuePickler(cloudpickle.Pickler):
         return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """Return a reducer for objects such as cached functions, which pickle saves by name.
-
-        If the object can be imported under its name, the reducer leaves it to pickle. Otherwise the
-        reducer calls `handler`, which reduces the object by value.
-        """
+        """Return a reducer that leaves importable objects to pickle, and others to `handler`."""
 
         def reduce(definition: Any) -> Any:
             if is_importable(definition):
@@ -515,8 +485,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        The receiver may have to pickle an instance of the class, for example in a worker process of
-        a DataLoader. pickle then looks up the class by its name.
+        The receiver may have to pickle an instance of the class, which pickle then finds by this
+        name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":
@@ -536,7 +506,7 @@ def _contents(cell: CellType) -> Iterator[Any]:
 def _is_mutable(value: Any) -> bool:
     """Return whether an object can change in place.
 
-    Then two copies of the object could differ later, so values that share it must be sent together.
+    Values that share such an object must be sent together, because two copies could differ later.
     """
     if isinstance(value, type | FunctionType | ModuleType | Enum):
         return False
@@ -548,8 +518,7 @@ def _is_mutable(value: Any) -> bool:
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     """Reduce a code object, and keep its file name, which tracebacks need to find the cell.
 
-    cloudpickle 3.1.3 and later replace all file names by one constant name, so that equal functions
-    have equal pickles.
+    cloudpickle 3.1.3 and later drop the file name.
     """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return _make_code, (make, args, code.co_filename)
@@ -566,7 +535,7 @@ def _refuse(why: str, value: Any) -> Any:
 def is_importable(definition: Any) -> bool:
     """Return whether pickle finds a function or class by its name in an imported module.
 
-    The result is False for definitions in `__main__`, because each process has its own.
+    False for definitions in `__main__`, because each process has its own.
     """
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)

@@ -1,11 +1,10 @@
 """Convert plain data to bytes that can be read without running code, and back.
 
 Plain data are tensors, arrays, numbers, strings, bytes, None, dates, paths, and containers of them.
-A value becomes a table of nodes, with the memory of large tensors and arrays in separate buffers.
-Reading the table calls only the constructors in this module, while a pickle may call anything.
+A value becomes a table of nodes. The memory of large tensors and arrays is in separate buffers.
 
-The structure of a value is kept, as in a pickle. An object that the value holds twice stays one
-object. A container may hold itself. Tensors that share a storage still share it.
+As in a pickle, an object that the value holds twice stays one object, a container may hold itself,
+and tensors that share a storage still share it.
 """
 
 import sys
@@ -41,14 +40,14 @@ process.
 """
 
 _INLINE_BYTES = 4096
-"""Maximum size in bytes of a value's memory in the table; larger memory goes to a buffer."""
+"""Maximum bytes of an object's memory in the table; larger memory goes to a buffer."""
 
 Item = None | bool | int | float | str | tuple[int]
 """A part of a node: a value, or a tuple with the number of the node that holds the value."""
 
 
 class NotPlainError(TypeError):
-    """Raised if an object in a value is no plain data, or is nested more than `MAX_DEPTH` deep."""
+    """Raised if an object in a value is not plain data, or is nested more than `MAX_DEPTH` deep."""
 
 
 class PlainNode(Struct, array_like=True):
@@ -56,7 +55,6 @@ class PlainNode(Struct, array_like=True):
 
     Attributes:
         kind: Key of `_MAKERS` or `_CONTAINERS`.
-        items: Parts of the object.
         data: Memory of the object, if it is small.
         buffer: Number of the buffer with the object's memory; -1 for none.
     """
@@ -70,11 +68,8 @@ class PlainNode(Struct, array_like=True):
 class _Container(NamedTuple):
     """The two functions that rebuild one kind of mutable container.
 
-    A container may contain itself, so one function makes it and a second function fills it.
-
-    Attributes:
-        make: Makes the empty container.
-        fill: Adds the elements, once every object of the value exists.
+    A container may contain itself, so one function makes the empty container. The other function
+    adds the elements, when every object of the value exists.
     """
 
     make: Callable[[list[Item]], Any]
@@ -99,7 +94,7 @@ class PlainWriter:
         """Write `value` as the value of the table. Must be called only once.
 
         Raises:
-            NotPlainError: An object in the value is no plain data.
+            NotPlainError: An object in the value is not plain data.
         """
         number = self._item(value)
         self._nodes.append(PlainNode("root", [number]))
@@ -112,8 +107,8 @@ class PlainWriter:
     def shared_ids(self) -> set[int]:
         """Return the ids of the value's mutable objects and tensor storages.
 
-        If another value contains one of these objects too, both values must be written as parts of
-        one table. Otherwise the reader would get two copies of the object.
+        Values that contain the same object must be parts of one table. Otherwise the reader would
+        get two copies of the object.
         """
         mutable = {id(it) for it in self._held if _is_mutable(it)}
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
@@ -121,8 +116,8 @@ class PlainWriter:
     def _item(self, value: Any) -> Item:
         """Return the entry for a value in the row of its parent.
 
-        The entry is the value itself if the value is None, a bool, a float, a 64-bit int or a UTF-8
-        string. Any other value gets a row of its own, and the entry is the number of this row.
+        None, a bool, a float, a 64-bit int or a UTF-8 string is its own entry. Any other value gets
+        a row, and the entry is the row's number.
         """
         kind = type(value)
         if value is None or kind is bool or kind is float:
@@ -137,11 +132,7 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node; write the node if the table does not have it yet.
-
-        Raises:
-            NotPlainError: The value is nested too deeply, or is no plain data.
-        """
+        """Return the number of a value's node. Write the node if the table does not have it yet."""
         known = self._numbers.get(id(value))
         if known is not None:
             return known
@@ -157,11 +148,6 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
-        """Write the nodes of a value and its parts. Return the number of the value's node.
-
-        Raises:
-            NotPlainError: An object in the value is no plain data.
-        """
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
@@ -289,7 +275,6 @@ def _resolved(item: Item, made: Sequence[Any]) -> Any:
     """Return the value of a node's part.
 
     Args:
-        item: The part.
         made: Values of the nodes that were rebuilt so far, by number.
     """
     if not isinstance(item, tuple):
@@ -315,8 +300,8 @@ def _is_mutable(value: Any) -> bool:
 def _is_dense(tensor: "torch.Tensor") -> bool:
     """Return whether storage, dtype, shape and strides describe a tensor completely.
 
-    The result is False for sparse, quantized and nested tensors, for tensors that are neither on
-    the CPU nor on a CUDA device, and for tensors with attributes or hooks of their own.
+    False for a sparse, quantized or nested tensor, for a tensor on a device other than the CPU or
+    CUDA, and for a tensor with attributes or hooks of its own.
     """
     import torch
 
@@ -332,8 +317,7 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    The result is False for dtypes of Python objects, dtypes with fields or metadata, and dtypes
-    that an extension defines.
+    False for dtypes of Python objects, dtypes with fields or metadata, and dtypes of an extension.
     """
     import numpy
 
@@ -370,10 +354,7 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
     Counter: _pairs,
     defaultdict: _parts_of_defaultdict,
 }
-"""For each type of mutable container, a function that returns the parts of a container.
-
-A container may be one of its own parts.
-"""
+"""For each type of mutable container, a function that returns the parts of a container."""
 
 
 def _instant(value: datetime | time) -> list[Any]:
@@ -491,7 +472,6 @@ def _numpy_dtype(items: list[Any], memory: memoryview) -> Any:
 
 
 def _make_array(items: list[Any], memory: memoryview) -> Any:
-    """Make a numpy array from plain data; the array uses `memory` without copying it."""
     import numpy
 
     name, order, *shape = items
@@ -545,5 +525,5 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
 }
 """Constructors of values, by `PlainNode.kind`.
 
-`read_plain` calls only these constructors and the functions in `_CONTAINERS`.
+For security, `read_plain` calls only these constructors and the functions in `_CONTAINERS`.
 """

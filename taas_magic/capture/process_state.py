@@ -1,11 +1,8 @@
 """Copy changed settings of the kernel's process to the ranks.
 
-Settings are copied if the notebook's cells have changed them from their defaults. When a `%%taas`
-cell starts, `collect` reads these settings in the kernel. `apply` sets them in a rank after the
-cell's values are loaded. docs/capture.md lists the settings that are copied.
-
-The settings are sent as plain values. So a rank imports no library for them, except matplotlib if
-the notebook changed its rcParams.
+Settings are copied if the notebook's cells have changed them from their defaults. docs/capture.md
+lists them. They are sent as plain values, so that a rank imports no library for them, except
+matplotlib if the notebook changed its rcParams.
 """
 
 import importlib
@@ -52,8 +49,8 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 def collect() -> State:
     """Read the settings of this process (the kernel) that differ from the defaults.
 
-    The result also has all warning filters. The function imports no library: if a library is not
-    imported yet, its settings still have the defaults.
+    The result also has all warning filters. This function imports no library, because the settings
+    of a library that is not imported are the defaults.
     """
     return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
 
@@ -110,10 +107,8 @@ def _text(pattern: Any) -> str:
 def _apply_filters(filters: Sequence[_Filter]) -> None:
     """Insert `filters`, in their order, before the filters of this process.
 
-    Skips filters that this process already has.
-
-    Also skips filters for warning classes of libraries that are not imported here, because nothing
-    can issue such a warning yet.
+    Skips filters that this process already has, and filters for warning classes of libraries that
+    it has not imported: nothing can issue such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):
@@ -131,14 +126,11 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """Settings of a logger.
-
-    If a library made the logger, ranks use only `level`.
+    """Settings of a logger. If a library made the logger, ranks use only `level`.
 
     Attributes:
         is_own: Whether a cell, and not a library, probably made the logger: no imported module has
             the logger's name. True for the root logger, too.
-        propagate: `Logger.propagate`.
         handlers: Stream name, level and pickled formatter of each handler.
     """
 
@@ -151,8 +143,7 @@ class _Logger(NamedTuple):
 def _collect_loggers() -> dict[str, Any]:
     """Return the settings of all loggers whose settings differ from the defaults.
 
-    The result has the handlers of the root logger, and of loggers that no library made. It is empty
-    if no logger's settings differ from the defaults and `logging.disable` was not called.
+    Handlers are included for the root logger, and for loggers that no library made.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -172,8 +163,7 @@ def _collect_loggers() -> dict[str, Any]:
 def lost_loggers(collected: State) -> list[str]:
     """Return a note for each logger whose messages below WARNING the ranks will not show.
 
-    In the notebook, a handler that cannot be copied handles the messages of such a logger. For
-    example, the handler writes to a file. Ranks get the logger's level, but no handler.
+    The notebook's handler of such a logger cannot be copied; it may write to a file.
 
     Args:
         collected: The current result of `collect`.
@@ -217,9 +207,6 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
 
     Skips loggers of libraries that this process has not imported, because a library sets up its own
     loggers when it is imported.
-
-    Args:
-        found: The result of `_collect_loggers`.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -246,8 +233,7 @@ def _collect_argv() -> list[str]:
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Return whether `sys.argv` still has the value that the interpreter set at its start.
 
-    For example, `python -m ipykernel_launcher -f …` gives
-    `['/…/ipykernel_launcher.py', '-f', '…']`.
+    `python -m ipykernel_launcher -f …` sets `['/…/ipykernel_launcher.py', '-f', '…']`.
 
     Args:
         argv: `sys.argv`.
@@ -276,10 +262,7 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
-    """Return those settings of torch that differ from torch's defaults, and the user's seed.
-
-    The result is empty if torch is not imported.
-    """
+    """Return those settings of torch that differ from torch's defaults, and the user's seed."""
     torch = _imported("torch")
     if torch is None:
         return {}
@@ -304,7 +287,6 @@ def _collect_torch() -> dict[str, Any]:
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
-    """Apply the settings of `_collect_torch` to this process."""
     import torch
 
     def set_device(device: str) -> None:
@@ -327,7 +309,6 @@ def _apply_torch(values: Mapping[str, Any]) -> None:
 
 
 def _collect_numpy() -> dict[str, Any]:
-    """Return numpy's print and error settings that differ from numpy's defaults."""
     numpy = _imported("numpy")
     if numpy is None:
         return {}
@@ -367,7 +348,7 @@ def _apply_matplotlib(pickled: bytes) -> None:
 def _imported(name: str) -> Any:
     """Return a module if this process has imported it, else None.
 
-    If another thread is importing the module at this moment, wait until its import is complete.
+    If another thread is importing the module, wait until its import is complete.
     """
     return importlib.import_module(name) if name in sys.modules else None
 

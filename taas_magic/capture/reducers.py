@@ -1,12 +1,7 @@
 """Reducers for objects that pickle cannot save, or saves by name or with too much content.
 
 A reducer returns what pickle saves for an object: a function that makes the object again, the
-arguments of this function, and the object's state. There are reducers for:
-
-- the notebook's classes, streams and namespace
-- the notebook's objects of functools and typing
-- torch's storages, whose bytes become buffers outside of the pickle
-- paths in the project, which become paths in the host's copy of the project
+arguments of this function, and the object's state.
 """
 
 import builtins
@@ -48,9 +43,8 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     that return to the notebook have the notebook's class.
 
     Args:
-        cls: The class.
         reduced: The class as cloudpickle reduces it.
-        coming_home: Whether the class is sent to the notebook, which may have defined it.
+        coming_home: Whether the class is sent to the notebook.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
@@ -70,8 +64,7 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the class with this id if this process has the class, else make it.
 
-    If a rank returns an object of a class that the notebook defined, the object gets the notebook's
-    class and not a copy. A copy would also call the base classes' `__init_subclass__` again.
+    A copy of the notebook's class would also call `__init_subclass__` of the base classes again.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known
@@ -83,7 +76,6 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
     Does nothing if this process had the class already.
 
     Args:
-        cls: The class.
         given: Id of the class, cloudpickle's function that sets the attributes, and the attributes.
     """
     class_id, fill, state = given
@@ -94,11 +86,7 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
 
 
 def _known_class(class_id: str, name: str) -> type:
-    """Return the class with this id, which this process has sent to the ranks.
-
-    Raises:
-        CaptureError: This process does not have the class.
-    """
+    """Return the class with this id, which this process has sent to the ranks."""
     known = _classes.get(class_id)
     if known is None:
         raise CaptureError(
@@ -109,7 +97,7 @@ def _known_class(class_id: str, name: str) -> type:
 
 
 def make_cell() -> CellType:
-    """Make an empty closure cell, the object that holds a variable of a closure."""
+    """Make an empty closure cell."""
     return CellType()
 
 
@@ -117,10 +105,10 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Set the content of a closure cell. pickle calls this function to set the cell's state.
+    """Set the content of a closure cell. Called by pickle.
 
     Args:
-        made: The cell; not used, because `contents` contains the cell, too.
+        made: Not used, because `contents` contains the cell, too.
         contents: A pair of the cell and its content; empty if the cell has no content.
     """
     for cell, content in contents:
@@ -132,11 +120,10 @@ def fill_function(
 ) -> None:
     """Set the state of a function, and fill the closure cells that were pickled with it.
 
-    The pickled state may have values of globals. A global that exists already keeps its value,
-    because the function's globals may be the notebook's namespace.
+    A global that exists already keeps its value, because the function's globals may be the
+    notebook's namespace.
 
     Args:
-        function: The function.
         given: A tuple of three: cloudpickle's function that sets a function's state; the pickled
             state; and a sequence of pairs of a closure cell and its content.
     """
@@ -178,12 +165,10 @@ constructor makes them again.
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce a cached_property or singledispatchmethod without the attributes that pickle refuses.
-
-    `ATTRIBUTES_MADE_BY_CONSTRUCTOR` lists these attributes.
+    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
 
     Args:
-        kind: The type in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
+        kind: Key of `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
         descriptor: An instance of `kind`, or of a class derived from `kind`.
     """
     state = {
@@ -195,10 +180,7 @@ def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
 
 
 def _make_descriptor(cls: Any, kind: Any) -> Any:
-    """Make a descriptor with only the attributes that its constructor makes.
-
-    The pickled state sets the other attributes.
-    """
+    """Make a descriptor with only the attributes that its constructor makes."""
     made = cls.__new__(cls)
     kind.__init__(made, len)
     return made
@@ -277,7 +259,7 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str) -> Any:
-    """Return the notebook's object named `name`. A result refers to the object by this name.
+    """Return the notebook's object named `name`, which a result refers to.
 
     Raises:
         CaptureError: The notebook has no such variable any more.
@@ -317,21 +299,18 @@ def this_shell() -> Any:
     return get_ipython()
 
 
-# Torch does not use out-of-band buffers: it writes every storage into the pickle. A tensor is
-# rebuilt from a typed storage, and a typed storage from an untyped one, which alone holds bytes.
-# So it is enough to give pickle those bytes as a buffer: this works for every dtype, and views that
-# share a storage still share it. These functions import torch when they are called, which happens
-# only in processes that have imported it already.
+# Torch does not use out-of-band buffers: it writes every storage into the pickle. Torch rebuilds a
+# tensor from a typed storage, and a typed storage from an untyped one. Only the untyped storage has
+# bytes, so these bytes become a buffer. Views that share a storage still share it. The functions
+# below are called only in processes that have imported torch already.
 
 Storages = MutableMapping[int, "torch.UntypedStorage"]
 
 
 def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Reduced:
-    """Reduce a storage to a buffer over its bytes.
+    """Reduce a storage to a buffer over its bytes. A storage on a GPU is copied to the CPU.
 
     Args:
-        storage: Storage on any device. If the device is not the CPU, the storage is copied to the
-            CPU.
         storages: Storages in this pickle, by `_cdata`. Torch may have several Python objects for
             one storage; they have the same `_cdata`.
     """
@@ -344,7 +323,6 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
 
 
 def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
-    """Reduce a typed storage to its untyped storage and a dtype."""
     untyped = storage._untyped_storage
     return rebuild_typed, (storages.setdefault(untyped._cdata, untyped), storage.dtype)
 
@@ -352,8 +330,7 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
     """Reduce a tensor with one of torch's newer dtypes (uint16 …). Leave all others to torch.
 
-    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed
-    storage.
+    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed one.
     """
     import torch
 
@@ -366,12 +343,11 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     """Rebuild a storage from its bytes.
 
-    The storage uses the memory of `buffer`. There is one exception: if `device` is "cuda" and this
-    process is a rank with CUDA, the storage is a copy on the rank's GPU.
+    On the CPU, the storage uses the memory of `buffer` without a copy.
 
     Args:
         buffer: The storage's bytes.
-        device: Type of the device that the original storage was on, such as "cpu" or "cuda".
+        device: Type of the device that the original storage was on; see `target_device`.
     """
     import torch
 
@@ -392,8 +368,7 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 def target_device(device: str) -> str:
     """Return this process's device for a value that was pickled on `device`.
 
-    The result is the rank's GPU if `device` is "cuda" and this process is a rank with CUDA, else
-    "cpu".
+    This is the rank's GPU if `device` is "cuda" and this process is a rank with CUDA, else "cpu".
     """
     import torch
 
@@ -465,7 +440,7 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
     """Return the reducers of torch's classes, in the order in which they are tried.
 
     Args:
-        storages: Storages in this pickle, by `_cdata`.
+        storages: As in `_reduce_untyped`.
     """
     import torch.optim.lr_scheduler
     import torch.utils.data
@@ -488,8 +463,7 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     """Reduce a learning rate scheduler; keep the counting of the optimizer's steps.
 
     A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
-    does not save the new method. If a loaded optimizer lacked the new method, torch would warn that
-    the user has replaced `step`.
+    does not save the new method. Without it, torch would warn that the user has replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented
@@ -498,7 +472,6 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
 
 def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Restore a scheduler's state, and its optimizer's method `step`; see `_reduce_scheduler`."""
     import torch.optim.lr_scheduler
 
     vars(scheduler).update(state)
@@ -530,17 +503,14 @@ def _same(value: Any) -> Any:
 
 
 # Path objects in the project are pickled as paths on the notebook's machine, and load as paths of
-# the host's copy. On a host that does not share the project, the environment of ranks and fetchers
-# has both folders. Strings stay unchanged, because a string may mean anything. The exception is the
-# string in a zarr `DirectoryStore`, because this string is always a path.
+# the host's copy. Strings stay unchanged, because a string may mean anything. The exception is the
+# string in a zarr `DirectoryStore`, which is always a path.
 
 _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
     """Return environment variables that tell a process where its host has a copy of the project.
-
-    `reduce_path` and the other functions below use these variables.
 
     Args:
         home: Project folder on the notebook's machine.
@@ -591,7 +561,6 @@ def _move_path(path: str, source: str, target: str) -> str:
     Any other path is returned unchanged.
 
     Args:
-        path: The path.
         source: Environment variable with the folder that `path` may be in.
         target: Environment variable with the other folder.
     """

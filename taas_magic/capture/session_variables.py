@@ -1,8 +1,7 @@
-"""Record the variables that a session's ranks have, and choose the notebook's variables to send.
+"""Choose the notebook's variables to send to the ranks of a session.
 
 A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
-notebook. If a value of the notebook has changed since the kernel sent it, the kernel sends it
-again. To find changes, the kernel compares digests of pickles.
+notebook. The kernel sends a value of the notebook again if the digest of its pickle has changed.
 """
 
 import hashlib
@@ -40,11 +39,10 @@ class VariablesToSend:
 
     Attributes:
         why: Reason for each name that is sent. A name comes after the names that it needs.
-        state: Process state of the notebook (`process_state`); empty if the ranks have it already.
+        state: Process state of the notebook; empty if the ranks have it already.
         notes: Notes for the user.
-        sent: Record of each value that is sent, by name.
         reads: Names that the code of each function or class of the cell reads, by function or
-            class; see `UsedNames.definitions`.
+            class.
     """
 
     why: dict[str, str] = field(default_factory=dict)
@@ -72,7 +70,7 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """Digest or id of the notebook's value, by name, for each value in a note to the user."""
+        """Digest or id of each notebook value that the user was told of, by name."""
 
         self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""
@@ -93,8 +91,7 @@ class RankVariables:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
 
         Args:
-            variables: Digests (`plain_digest`) of the ranks' variables by name; "" for a variable
-                that is not plain. The ranks keep these values.
+            variables: Digests of the ranks' variables, as in `owned`. The ranks keep these values.
             code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
                 the notebook sends its own object of this name.
         """
@@ -118,12 +115,10 @@ class RankVariables:
 
         Args:
             used: Names that the cell uses.
-            namespace: Namespace of the notebook.
             state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
-            to: Destination of the values.
-            is_user_variable: Function that returns whether a name is a variable of the user. Only
-                such variables are sent.
+            is_user_variable: Function that returns whether a name is a variable of the user. Other
+                variables are not sent.
             refuse: Called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)
@@ -152,7 +147,6 @@ class RankVariables:
         result also has the names in `--send`.
 
         Args:
-            used: Names that the cell uses.
             forced: Names in `--send`.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
@@ -176,10 +170,6 @@ class RankVariables:
         Args:
             wanted: Reason for each name.
             forced: Names in `--send`.
-            namespace: As in `choose`.
-            to: As in `choose`.
-            is_user_variable: As in `choose`.
-            refuse: As in `choose`.
 
         Returns:
             A tuple of two values. The first has the record and the reason of each pickled variable,
@@ -230,9 +220,6 @@ class RankVariables:
         """Record the variables that a cell assigned and deleted on a rank.
 
         Args:
-            choice: The choice that was made for the cell.
-            assigned: Names that the cell assigned.
-            deleted: Names that the cell deleted.
             plain: Digests (`plain_digest`) of those assigned values that are plain.
         """
         for name in deleted:
@@ -255,7 +242,7 @@ class RankVariables:
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
-        The method records the value. So later calls with the same value return False.
+        Later calls with the same value return False.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False
@@ -270,11 +257,7 @@ class RankVariables:
     def _notes(
         self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
     ) -> list[str]:
-        """Return the notes for the user about changed variables of the notebook.
-
-        One note names variables that are not sent, because the ranks keep their own values. Another
-        note names variables whose new values are sent again.
-        """
+        """Return notes for the user about variables that are not sent, or are sent again."""
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
@@ -295,12 +278,7 @@ class RankVariables:
 def _pickle_value(
     name: str, namespace: dict[str, Any], to: Destination
 ) -> tuple[SentValue, list[str]]:
-    """Pickle the value of one variable on its own.
-
-    The pickle is used only for a digest, and to find the names that the value needs.
-
-    Returns:
-        The record of the value, and the names that it needs.
+    """Pickle the value of one variable on its own, for its digest and the names that it needs.
 
     Raises:
         CaptureError: An object in the value cannot be sent.
@@ -331,11 +309,8 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 def _with_sharers(names: set[str], sent: Mapping[str, SentValue]) -> set[str]:
     """Return `names`, and the names of all values that share an object with the values of `names`.
 
-    If the ranks get a new value of one variable, they need new values of the variables that share
-    objects with it. Otherwise the sharing would be lost.
-
-    Sharing may be indirect: if `a` shares an object with `b`, and `b` shares another object with
-    `c`, then `a` adds both `b` and `c`.
+    Values are sent together so that the ranks' values share the object, too. Sharing may be
+    indirect: `a` with `b`, and `b` with `c`.
     """
     found = set(names)
     while True:

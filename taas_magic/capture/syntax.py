@@ -1,4 +1,4 @@
-"""Python's parser, for several threads."""
+"""Python's parser with a lock, for several threads."""
 
 import ast
 import threading
@@ -10,8 +10,7 @@ def parse(source: str, filename: str = "<unknown>") -> ast.Module:
     """Parse Python source. Any thread may call this.
 
     While another thread parses, `ast.parse` of CPython 3.11 may raise SystemError ("AST constructor
-    recursion depth mismatch"), because all threads count the depth in one variable. Threads of the
-    notebook may submit jobs to a farm, so the functions of several jobs may be parsed at a time.
+    recursion depth mismatch"), because all threads count the depth in one variable.
 
     Args:
         source: Python source.

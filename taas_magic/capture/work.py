@@ -1,8 +1,6 @@
 """The work of a run: a cell of the notebook, or a call of a function.
 
-The kernel captures the work (`capture/payload.py`), and each rank runs it (`host/rank.py`). A cell
-is a text that runs in a namespace. A function is called with its arguments, and its return value is
-the result of the run.
+The kernel captures the work (`capture/payload.py`), and each rank runs it (`host/rank.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +12,8 @@ from msgspec import Struct
 VALUE = "<value>"
 """Name of the work's own value among the results of a run; no variable can have this name.
 
-The work's own value is the return value of the function, or the value of the cell's last
-expression. If `--out` contains this name and the value cannot be returned, the run raises
-`ResultError`.
+The value is the return value of the function, or the value of the cell's last expression. If
+`--out` contains this name and the value cannot be returned, the run raises `ResultError`.
 """
 
 VALUES = f"{VALUE}@all"
@@ -28,15 +25,12 @@ class CellWork(Struct, frozen=True, tag="cell"):
 
     Attributes:
         raw: Whole text of the cell, as the user sees it.
-        python: Text that runs on the ranks: `source` after IPython's transformers. The kernel
-            transforms the text, because the user may have added transformers to the kernel.
+        python: Text that runs on the ranks: `source` after the IPython transformers of the kernel.
         filename: File name under which the kernel compiles this cell.
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
-        execution_count: Number of the cell in the notebook (`In [5]`); None if the cell has no
-            number yet.
+        execution_count: Number of the cell in the notebook; None if the cell has no number yet.
         compiler_flags: Compiler flags set by `from __future__` imports of earlier cells.
-        title: Name that tracebacks show for a cell that is not in the notebook; "" for a
-            notebook's cell.
+        title: Name in tracebacks for a cell that is not in the notebook; "" for a notebook's cell.
     """
 
     raw: str
@@ -82,14 +76,13 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     @property
     def python(self) -> str:
-        """Text that runs on the ranks; always "", because a function has no text."""
+        """Always "", because a call has no text that runs on the ranks."""
         return ""
 
     def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
         """Return the call of `function` with its arguments.
 
         Args:
-            function: The function.
             values: Iterator that yields the positional arguments, then the keyword arguments.
         """
         args = tuple(next(values) for _ in range(self.n_args))
@@ -99,12 +92,9 @@ class CallShape(Struct, frozen=True, tag="function"):
 
 @dataclass(frozen=True)
 class FunctionWork:
-    """A call of a function.
+    """A call of a function, or of any other callable.
 
     Attributes:
-        function: The function, or any other callable.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
         raw: The call as the user sees it.
     """
 
@@ -115,7 +105,7 @@ class FunctionWork:
 
     @property
     def shape(self) -> CallShape:
-        """Description of the call."""
+        """The call without the function and the arguments."""
         return CallShape(self.raw, len(self.args), tuple(self.kwargs))
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
@@ -128,5 +118,5 @@ Work = CellWork | FunctionWork
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's name for messages."""
+    """Return the name of a function for messages; for another callable, the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
