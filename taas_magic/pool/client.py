@@ -1,11 +1,8 @@
 """The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
 
-A `Pool` has at most one open `PoolConnection`, a connection to one process. A run, or a wait for
-hosts, never moves to another connection. When the process ends, the connection ends. Then all runs
-and waits on this connection end, too.
-
-Every method may be called from any thread of the kernel. The Dask client runs an event loop in a
-thread of its own.
+A run, or a wait for hosts, belongs to one connection (`PoolConnection`) and ends with it. Any
+thread of the kernel may call every method. The Dask client runs an event loop in a thread of its
+own.
 """
 
 import asyncio
@@ -77,21 +74,14 @@ _MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a 
 
 
 class ConnectionEnded(RunLost):
-    """Error of a connection that has ended: all runs that were started on it are lost.
-
-    Either the pool's process has ended, or this kernel has closed the connection.
-    """
+    """Error of a connection that has ended: all runs that were started on it are lost."""
 
 
 class PoolWait:
     """One wait of this kernel for a pool's process and its hosts.
 
-    A wait is over when it is cancelled (`cancel`) or when this kernel ends the pool
-    (`Pool.down`). A wait that is over starts no process of the pool.
-
-    Attributes:
-        id: Id by which the pool's process identifies the wait.
-        is_cancelled: Whether the wait was cancelled.
+    A wait that is over starts no process of the pool. The pool's process identifies a wait by its
+    `id`.
     """
 
     def __init__(self, pool: "Pool") -> None:
@@ -137,12 +127,10 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 
     Args:
         check: Called repeatedly while the client connects. If `check` raises PoolError, this call
-            stops waiting. Dask itself would keep trying for `ANSWER_S`, even if the process has
-            ended.
+            stops. Dask itself would keep trying for `ANSWER_S`, even if the process has ended.
 
     Raises:
         OSError: The process does not respond.
-        PoolError: Raised by `check`.
     """
     from distributed import Client, Security
 
@@ -200,8 +188,8 @@ class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
     The connection ends when the process ends or when the kernel closes the connection. It is never
-    restored. All runs and waits for hosts on this connection end at the same time. If the pool gets
-    another process, that process does not continue these runs and waits.
+    restored. All runs and waits for hosts on this connection end at the same time. Each method that
+    sends a request raises the errors of `call`.
 
     Args:
         client: A Dask client that is connected to the process.
@@ -209,8 +197,6 @@ class PoolConnection:
 
     Attributes:
         id: The Dask client's id, by which the process identifies this kernel.
-        config: The pool's settings.
-        process: The pool's process at the other end of the connection.
         why: The reason for which the connection has ended; "" while it is open.
     """
 
@@ -266,14 +252,7 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
-        """Ask the process to accept this kernel; return whether the process accepts.
-
-        A process that has begun to end refuses.
-
-        Raises:
-            ConnectionEnded: The process has ended.
-            PoolError: The process does not respond.
-        """
+        """Ask the process to accept this kernel. A process that has begun to end refuses."""
         return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
@@ -281,14 +260,8 @@ class PoolConnection:
     ) -> StartResponse:
         """Ask the process for `hosts` hosts, and wait until they can start ranks.
 
-        For the arguments, see `Pool.open`.
-
-        Returns:
-            The response of the pool's process, with an error if the hosts are not available.
-
-        Raises:
-            ConnectionEnded: The process has ended.
-            PoolError: The process does not respond.
+        For the arguments, see `Pool.open`. If the hosts are not available, the response has an
+        error.
         """
 
         def halt_if_over() -> None:
@@ -317,7 +290,6 @@ class PoolConnection:
             The names of the hosts on which the ranks start.
 
         Raises:
-            ConnectionEnded: The process has ended.
             PoolError: The hosts are not available.
             StoreError: Another run writes to the project store.
         """
@@ -326,10 +298,7 @@ class PoolConnection:
         return self._launch(LaunchRanks(self.id, run, fetcher_events), run.plan.run_id, on_event)
 
     def launch_fetchers(self, run: "RunSpec", on_event: Callable[[Event], None]) -> list[str]:
-        """Start a run's fetchers, and pass their events to `on_event`.
-
-        See `launch` for the arguments, the returned value and the errors.
-        """
+        """Start a run's fetchers, and pass their events to `on_event`; see `launch`."""
         from taas_magic.host.spec import LaunchFetchers, fetchers_share_id
 
         return self._launch(
@@ -342,10 +311,6 @@ class PoolConnection:
         run_id: str,
         on_event: Callable[[Event], None],
     ) -> list[str]:
-        """Send a request to start ranks or fetchers, and return the names of the hosts.
-
-        If the start fails, `on_event` gets no further events.
-        """
         self._listeners[run_id] = on_event
         answer = StartResponse()
         try:
@@ -361,12 +326,8 @@ class PoolConnection:
     def take_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
         """Take over a detached session, and pass its events to `on_event`.
 
-        Returns:
-            The session's state.
-
         Raises:
-            ConnectionEnded: The process has ended.
-            PoolError: The session has ended or is not detached, or the process does not respond.
+            PoolError: The session has ended or is not detached.
         """
         self._listeners[run_id] = on_event
         error = "the pool's process did not answer"
@@ -407,7 +368,7 @@ class PoolConnection:
         """End the process with its runs and hosts, and wait until it has ended.
 
         Raises:
-            PoolError: The process does not respond, or does not end within `END_S`.
+            PoolError: The process does not end within `END_S`.
         """
         self._ending = f'this kernel ended pool "{self.config.name}"'
         with suppress(ConnectionEnded):
@@ -421,13 +382,10 @@ class PoolConnection:
             self.close()
 
     def close(self, why: str = "") -> None:
-        """Close the connection. Runs and waits that were started on it end.
-
-        The process at the other end may continue, for example for other kernels.
+        """Close the connection. Its runs and waits end; the process may continue.
 
         Args:
-            why: The reason, for the message of `ConnectionEnded`. Callers that still use the
-                connection get this error.
+            why: The reason, for callers that still use the connection and get ConnectionEnded.
         """
         self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
@@ -474,10 +432,7 @@ class PoolConnection:
         )
 
     def _send(self, request: Request[_T]) -> "futures.Future[_T]":
-        """Send a request to the pool's process, and return a future of the response.
-
-        Any thread may call this. The request runs in the event loop of the Dask client.
-        """
+        """Send a request in the event loop of the Dask client; return a future of the response."""
         self.raise_if_over()
         client = self._client
 
@@ -601,13 +556,10 @@ class Pool:
 
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
-                client. Its argument is a list with one line for each host that is not ready.
+                client, with one line for each host that is not ready.
             wait: Object whose method `cancel` cancels this call.
-            has_run: Whether a run is to start on the hosts. False if the user only starts the
-                pool in advance (`%taas warm`).
-
-        Returns:
-            The connection to the pool's process, which has at least `hosts` hosts.
+            has_run: Whether a run is to start on the hosts. False if the user only starts the pool
+                in advance (`%taas warm`).
 
         Raises:
             ConnectionEnded: The pool's process ended while it was getting the hosts.
@@ -636,10 +588,6 @@ class Pool:
         Args:
             on_wait: Called with lines for the user who waits.
             wait: Object whose method `cancel` cancels this call.
-
-        Raises:
-            PoolError: The process could not be started. The message ends with the last lines of
-                its log.
         """
         wait = wait or PoolWait(self)
         with self._joining:
@@ -652,16 +600,13 @@ class Pool:
         """Connect to the pool's process if one is running; return None otherwise.
 
         Raises:
-            PoolError: The process has other versions than this kernel, or does not respond.
+            PoolError: The process has other versions than this kernel.
         """
         with self._joining:
             return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process sends beats.
-
-        If the process is silent, close the connection and return None.
-        """
+        """Return the connection if the process sends beats. Otherwise close it and return None."""
         if (found := self.connection) is None:
             return None
         until = time.monotonic() + _PATIENCE_S
@@ -675,20 +620,16 @@ class Pool:
     def _join(
         self, wait: PoolWait, on_wait: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
-        """Connect to the pool's process. The caller holds `_joining`.
+        """Connect to the pool's process; return None if none is running and `starts` is False.
 
-        A process may end before it accepts this kernel. Then no run is lost, and this call tries
-        the next process, up to `_MAX_PROCESSES` in total. A process that does not respond is
-        killed. If a process that this kernel started fails, this call raises PoolError.
+        If a process ends before it accepts this kernel, no run is lost, and this call tries the
+        next process, up to `_MAX_PROCESSES` in total. A process that does not respond is killed.
 
         Args:
             starts: Whether to start a process if none is running.
 
-        Returns:
-            The connection; None if no process is running and `starts` is False.
-
         Raises:
-            PoolError: The process did not start, or the wait was cancelled.
+            PoolError: A process that this kernel started failed, or the wait was cancelled.
         """
         for _ in range(_MAX_PROCESSES):
             process = self._find(wait, starts)
@@ -750,10 +691,7 @@ class Pool:
         return None
 
     def _find(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
-        """Return the pool's running process, or start one.
-
-        Returns:
-            The process; None if none is running and `starts` is False.
+        """Return the pool's running process, or start one if `starts` is True.
 
         Raises:
             PoolError: The wait is over. Or another kernel locked the pool's folder and did not
@@ -776,13 +714,10 @@ class Pool:
     def _wait_for_address(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
         """Wait until a process accepts connections. Return the address and keys of the process.
 
-        Args:
-            check: Called repeatedly during the wait. If `check` raises PoolError, the wait ends.
+        A process that uses no processor time and reads nothing for `start_timeout_s` is killed.
 
-        Raises:
-            PoolError: Raised by `check`, or because the process was stuck and was killed. A
-                process is stuck if it used no processor time and read nothing for
-                `start_timeout_s`.
+        Args:
+            check: Called repeatedly during the wait. May raise PoolError to end the wait.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
@@ -811,10 +746,9 @@ class Pool:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')
 
     def down(self) -> None:
-        """End the pool: its runs, its hosts and its process.
+        """End the pool: its runs, its hosts, its process and all waits of this kernel for it.
 
-        A process that is just starting is ended, too. All waits of this kernel for the pool end. A
-        process that does not respond is killed, and its hosts end with it.
+        A process that does not respond is killed.
         """
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
@@ -841,7 +775,7 @@ class Pool:
         return self.connection is None and not self.folder.reap_children()
 
     def close(self) -> None:
-        """Close the connection. The pool's process may continue, for example for other kernels."""
+        """Close the connection. The pool's process may continue."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

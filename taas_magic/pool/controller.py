@@ -1,9 +1,7 @@
 """The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
 The controller is a Dask scheduler plugin in the pool's own process and runs on the process's event
-loop. Kernels send requests such as `LaunchRanks` and `Halt` as calls of the Dask scheduler, which
-calls the controller. Agents send events to the controller. Dask calls the controller when a client
-or a host is gone.
+loop. Kernels send requests such as `LaunchRanks` and `Halt` as calls of the Dask scheduler.
 """
 
 import asyncio
@@ -75,20 +73,19 @@ FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
 _ANSWERED_S = 2.0
-"""Maximum seconds for which an ending pool waits until pending waits for hosts are answered."""
+"""Maximum seconds for which an ending pool waits until all waits for hosts have ended."""
 
 
 class Kernels:
     """Registry of the kernels that are connected to a pool, and of their waits for hosts.
 
-    The registry also decides when the pool ends because nobody uses the pool.
+    It also decides when the pool ends because nobody uses the pool.
 
     Args:
         linger_s: Seconds for which the pool continues without a kernel and without a run.
 
     Attributes:
         connected: Dask client ids of the connected kernels.
-        is_ending: Whether the pool has begun to end.
     """
 
     def __init__(self, pool_hosts: PoolHosts, linger_s: float) -> None:
@@ -117,21 +114,14 @@ class Kernels:
                 self.cancel_wait(wait)
 
     async def register(self, request: RegisterKernel) -> bool:
-        """Return whether the pool accepts a kernel.
-
-        The pool accepts each kernel whose Dask client is connected, until the pool begins to end.
-        While any Dask client of a kernel is connected, the pool does not end by itself.
-        """
+        """Return whether the pool accepts a kernel; False if the pool has begun to end."""
         return not self.is_ending and request.owner in self.connected
 
     async def wait_for_hosts(self, request: WaitForHosts) -> StartResponse:
         """Wait until the requested number of hosts can start ranks.
 
-        A kernel may have several waits at the same time. For example, a cell may wait while
-        `%taas warm` still waits.
-
-        Returns:
-            The response for the kernel, with the error if the wait failed or was cancelled.
+        A kernel may have several waits at the same time. The response has the error if the wait
+        failed or was cancelled.
         """
         if self.is_ending:
             return StartResponse(error="its process is ending", is_ending=True)
@@ -155,8 +145,7 @@ class Kernels:
     def why_not_started(self, error: Exception) -> str:
         """Return the message for a kernel whose wait or start failed.
 
-        While the pool is ending, its hosts report various errors. Then the message says only that
-        the pool was ended.
+        If the pool is ending, the message says so instead of `error`.
         """
         return "a kernel ended the pool (`%taas down`)" if self.is_ending else str(error)
 
@@ -168,10 +157,7 @@ class Kernels:
             await asyncio.wait(pending_waits, timeout=_ANSWERED_S)
 
     def cancel_wait(self, wait: str) -> None:
-        """Cancel the kernel's wait with the id `wait`. Do nothing if this wait is over.
-
-        After the cancellation, `PoolHosts` returns unused hosts to the engine.
-        """
+        """Cancel the kernel's wait with the id `wait`. Do nothing if this wait is over."""
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
@@ -180,8 +166,8 @@ class PoolMeter:
     """Meter of a pool's host hours and GPU hours, and of the time that each host has been idle.
 
     Args:
-        idle_timeout_s: Seconds without a run after which the pool returns a host to the engine.
-            If None, the pool keeps idle hosts.
+        idle_timeout_s: Seconds without a run after which the pool returns a host to the engine. If
+            None, the pool keeps idle hosts.
         clock: Monotonic clock, in seconds.
     """
 
@@ -200,7 +186,7 @@ class PoolMeter:
         """Add the time since the last call to the hours of all hosts, and update idle times.
 
         Returns:
-            Whether any host has been idle for `idle_timeout_s`. The pool must return such a host.
+            Whether any host has been idle for `idle_timeout_s`, so that the pool must return it.
         """
         now = self._clock()
         passed_s, self._updated_at = now - self._updated_at, now
@@ -234,10 +220,7 @@ class PoolMeter:
         )
 
     def is_in_use(self, host: PoolHost) -> bool:
-        """Return whether a host has a run, or has been idle for less than `idle_timeout_s`.
-
-        The pool keeps such a host. If `idle_timeout_s` is None, the result is always True.
-        """
+        """Return whether a host has a run, or has been idle for less than `idle_timeout_s`."""
         if host.runs or host.idle_since is None or self._idle_timeout_s is None:
             return True
         return self._clock() - host.idle_since < self._idle_timeout_s
@@ -247,20 +230,17 @@ EncodedEventSink = Callable[[bytes], None]
 """Function that sends an encoded event to a kernel."""
 
 BEAT_S = 1.0
-"""Seconds between beats of the pool's process to its kernels.
-
-`Kernels` and `PoolMeter` are updated at each beat. So this is the precision of the host hours.
-"""
+"""Seconds between beats of the pool's process to its kernels; also the precision of host hours."""
 
 END_S = 10.0
 """Maximum seconds to write the journal and release the project store at a run's end.
 
-After this time, the kernel gets the run's end event, although the work continues.
+After this time, the kernel gets the run's end event anyway.
 """
 
 
 class Controller(SchedulerPlugin):
-    """The controller of a pool. Starts, follows and ends runs at the request of kernels.
+    """Controller of a pool's runs.
 
     Args:
         source: The engine that gets hosts.
@@ -323,11 +303,8 @@ class Controller(SchedulerPlugin):
         """Start a run's ranks on hosts of this pool.
 
         First wait for interrupted runs, lock the project store if the run may write to it, and open
-        the run's journal. After the start, a background task follows the run to its end
-        (`_carry_out`).
-
-        Returns:
-            The response for the kernel: the names of the hosts, or the error.
+        the run's journal. After the start, a background task follows the run to its end. The
+        response has the names of the hosts, or the error.
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
@@ -364,11 +341,7 @@ class Controller(SchedulerPlugin):
         return StartResponse(hosts=hosts)
 
     def _session_of(self, spec: RunSpec) -> PoolRun | None:
-        """Return the session in which a cell runs; None for a run that starts its own ranks.
-
-        Raises:
-            PoolError: The session has ended.
-        """
+        """Return the session in which a cell runs; None for a run that starts its own ranks."""
         if not spec.session:
             return None
         session = self._runs.get(spec.session)
@@ -413,9 +386,7 @@ class Controller(SchedulerPlugin):
         """Make the requesting kernel the owner of a detached session.
 
         If another kernel owned the session, that kernel receives `Detached` and loses the session.
-
-        Returns:
-            The session's state. If the kernel cannot take the session over, only `error` is set.
+        If the kernel cannot take the session over, only `error` of the result is set.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
@@ -437,19 +408,17 @@ class Controller(SchedulerPlugin):
         return state
 
     def _session_that_stays(self, share: Share) -> PoolRun | None:
-        """Return the detached session to which `share` belongs; None if there is none."""
         session = self._runs.get(share.session_id)
         return session if isinstance(session, PoolRun) and session.stays else None
 
     def _disown(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
 
-        Call if the kernel is gone, or if another kernel takes the session over. A cell continues as
-        a detached run. The events of fetchers go to the session instead of the kernel.
+        A cell continues as a detached run. The events of fetchers go to the session instead of the
+        kernel.
 
         Args:
-            share: The part: the session itself, a cell that the session runs, or fetchers.
-            session: The session.
+            share: The session itself, a cell that the session runs, or fetchers.
         """
         share.owner = ""
         if isinstance(share, PoolFetchers):
@@ -464,8 +433,7 @@ class Controller(SchedulerPlugin):
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
         """Pass all further events of fetchers on this pool to `run` instead of a kernel.
 
-        The earlier start and end events are passed again, because the kernel may not have relayed
-        them.
+        The earlier start and end events are passed again: the kernel may not have relayed them.
         """
         fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
@@ -487,10 +455,6 @@ class Controller(SchedulerPlugin):
 
         Returns:
             A function that ends the fetchers; without fetchers, it does nothing.
-
-        Raises:
-            PoolError: The fetchers' pool does not respond, or the fetchers have ended.
-            OSError: The fetchers' pool cannot be reached.
         """
         data_id = fetchers_share_id(run.run_id)
         here = self._runs.get(data_id)
@@ -507,8 +471,8 @@ class Controller(SchedulerPlugin):
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
-            The start and end events of the fetchers so far. None if these fetchers are not (or no
-            longer) on this pool, or if the other process is not connected.
+            The start and end events of the fetchers so far. None if these fetchers are not on this
+            pool (any more), or if the other process is not connected.
         """
         fetchers = self._runs.get(request.run_id)
         if not isinstance(fetchers, PoolFetchers) or request.owner not in self._kernels.connected:
@@ -523,12 +487,10 @@ class Controller(SchedulerPlugin):
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
         The kernel gets the end event when the event is in the journal and the project store is free
-        for the next run, but at the latest `END_S` after the run's end. Finally, this method ends
-        the run's fetchers, and runs the `notify` command for a detached run.
+        for the next run, but at the latest `END_S` after the run's end.
 
         Args:
-            until_end: Exit stack that releases the project store and closes the journal. This
-                function closes the stack when the run has ended.
+            until_end: Exit stack that releases the project store and closes the journal.
         """
         try:
             ended = await _end_of(run)
@@ -547,8 +509,8 @@ class Controller(SchedulerPlugin):
     async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
         """Wait until all interrupted runs have ended, except runs of other connected kernels.
 
-        An interrupted run may still own the project store. The wait is bounded: the pool drops each
-        host whose lease has run out, or which does not end its ranks within `HALT_S`.
+        An interrupted run may still own the project store. The pool drops a host that does not end
+        its ranks within `HALT_S`, so the wait ends.
 
         Args:
             owner: Dask client id of the kernel that starts the next run.
@@ -562,11 +524,7 @@ class Controller(SchedulerPlugin):
                 await run.over.wait()
 
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
-        """Start a run's fetchers on hosts of this pool.
-
-        Returns:
-            The response for the kernel: the names of the hosts, or the error.
-        """
+        """Start a run's fetchers on hosts of this pool."""
         owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
         session = self._runs.get(request.run.session)
@@ -592,21 +550,14 @@ class Controller(SchedulerPlugin):
             fetchers.allow_restart()
 
     def _fetchers_of_session(self, session_id: str) -> list[PoolFetchers]:
-        """Return the fetchers on this pool that run the loaders of a session."""
         shares = [share for share in self._runs.values() if share.session_id == session_id]
         return [share for share in shares if isinstance(share, PoolFetchers)]
 
     async def _start(self, share: Share, fetcher_events: Sequence[Event] = ()) -> list[str]:
-        """Register and start a run's ranks or fetchers.
+        """Register and start a run's ranks or fetchers; return the names of the hosts.
 
         Args:
             fetcher_events: Events that the run's fetchers have already sent to the kernel.
-
-        Returns:
-            The names of the hosts.
-
-        Raises:
-            PoolError: The kernel is gone, or the ranks or fetchers could not be started.
         """
         self._runs[share.run_id] = share
         if share.owner not in self._kernels.connected:
@@ -649,8 +600,7 @@ class Controller(SchedulerPlugin):
     ) -> Callable[..., Awaitable[bytes]]:
         """Return the function that Dask calls with the hosts' file requests of the class `kind`.
 
-        Hosts that do not share the notebook's run folder or project store send these requests. The
-        function identifies the sending host by the authenticated connection.
+        For security, the function identifies the sending host by the authenticated connection.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
@@ -669,7 +619,7 @@ class Controller(SchedulerPlugin):
         return await run.answer(host.address, request)
 
     async def facts(self, request: GetHostFacts) -> list[HostFacts]:
-        """Ask all hosts for facts such as versions and installed modules; return the facts."""
+        """Return facts about all hosts, such as versions and installed modules."""
         return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def end_pool(self, request: EndPool) -> None:
@@ -694,10 +644,7 @@ class Controller(SchedulerPlugin):
         self._kernels.remove(client)
 
     async def _beat(self) -> None:
-        """Send a beat to all kernels every `BEAT_S`, until this task is cancelled.
-
-        At each beat, also end the pool if it is unused, end idle sessions and return idle hosts.
-        """
+        """Send beats to all kernels; at each beat, end what is idle: sessions, hosts, the pool."""
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
             self._kernels.end_if_idle(has_runs=bool(self._runs))
@@ -707,16 +654,10 @@ class Controller(SchedulerPlugin):
             await asyncio.sleep(BEAT_S)
 
     def _publisher(self, owner: str, run_id: str) -> Callable[[Event], None]:
-        """Return a function that encodes events of fetchers and sends them to the kernel `owner`.
-
-        Args:
-            run_id: Id of the fetchers' share.
-        """
         send_event = self._event_sender(owner, run_id)
         return lambda event: send_event(encode(event))
 
     def _event_sender(self, owner: str, run_id: str) -> EncodedEventSink:
-        """Return a function that sends encoded events of a run to the kernel `owner`."""
         # The kernel also subscribes itself. But its subscription uses another stream than its
         # request, so the subscription may arrive after the first events, which would be lost.
         self._scheduler.subscribe_topic(topic(owner), owner)
@@ -750,14 +691,13 @@ def _journal(folder: RunFolder, send_event: EncodedEventSink) -> Writer:
 
 
 async def _no_fetchers() -> None:
-    """Do nothing. This is the `EndFetchers` function of a run without fetchers."""
+    """Do nothing: the `EndFetchers` function of a run without fetchers."""
 
 
 async def _end_of(run: PoolRun) -> RunEnded:
     """Wait for the end of a started run; return its last event.
 
-    The kernel waits for the last event. So this function returns an event even if an unexpected
-    error occurs.
+    The kernel waits for the last event, so an unexpected error also leads to one.
     """
     try:
         return await run.carry_out()

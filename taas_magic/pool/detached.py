@@ -1,8 +1,4 @@
-"""Tasks that a pool's process does for a detached run, because the kernel may be gone.
-
-If the run's fetchers are on another pool, the process relays their events and ends them with the
-run. When the run has ended, the process executes the command of the `notify` setting.
-"""
+"""Tasks that a pool's process does for a detached run, because the kernel may be gone."""
 
 import asyncio
 import os
@@ -35,19 +31,16 @@ async def take_fetchers(
     relay: Callable[[Sequence[Event]], Awaitable[None]],
     tasks: Tasks,
 ) -> EndFetchers:
-    """Take over fetchers that run on another pool.
+    """Take over fetchers that run on another pool; return a function that ends them.
 
-    This function opens a connection to the other pool's process. When this connection breaks, that
-    process ends the fetchers. So the fetchers also end when the calling process ends.
+    The calling process stays connected to the other pool's process, which ends the fetchers if this
+    connection breaks. So the fetchers also end when the calling process ends.
 
     Args:
         folder: The other pool's folder.
         share_id: Id by which the other pool identifies the run's fetchers.
         relay: Called with the fetchers' events.
         tasks: Runs the calls of `relay` in the background.
-
-    Returns:
-        A function that ends the fetchers.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.

@@ -1,8 +1,6 @@
-"""The pool's side of file transfer: handles hosts' requests for files of a run (`FileServer`).
+"""The pool's side of file transfer: handles hosts' requests for files of a run.
 
-`host/files.py` sends the requests. A host may write only files of its own ranks or fetchers into
-the run folder (`OwnedFiles`). `store/server.py` checks and handles the requests about the project
-store.
+`host/files.py` sends the requests. `store/server.py` handles those about the project store.
 """
 
 import asyncio
@@ -54,12 +52,8 @@ class OwnedFiles:
     def has(self, name: str, fetches: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
-        The host may write the logs of its own ranks or fetchers, and its ranks' results, profiles
-        and records of read batches (`data/ledger`).
-
         Args:
             name: Path of the file, relative to the run folder.
-            fetches: True if the host runs fetchers of the run, False if the host runs ranks.
         """
         if not fetches and (result := RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
@@ -71,12 +65,12 @@ class OwnedFiles:
 
 
 class FileServer:
-    """Handler of file requests from the hosts of one share: all ranks of a run, or all fetchers.
+    """Handler of file requests from the hosts of one share.
 
     Requests about the project store run in a thread of their own, because they wait for the disk.
 
     Args:
-        fetches: True if the share is the run's fetchers, False if the share is the run's ranks.
+        fetches: Whether the share is the run's fetchers.
     """
 
     def __init__(self, run: RunSpec, fetches: bool) -> None:
@@ -89,9 +83,7 @@ class FileServer:
         """Handle a host's request for files; return the response.
 
         Args:
-            host_rank: Number of the host among the hosts of the share.
-            owned: Files of the run folder that the host may write.
-            asked: The request.
+            host_rank: Number of the host in the share.
 
         Raises:
             ProtocolError: The request is invalid, or this host may not send it.
@@ -114,11 +106,7 @@ class FileServer:
         self._thread.shutdown(wait=False)
 
     def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
-        """Handle a request about the run folder. This call blocks. Any thread may call this method.
-
-        Raises:
-            ProtocolError: The request is invalid, or this host may not send it.
-        """
+        """Handle a request about the run folder. Blocks. Any thread may call this method."""
         asked.check_size()
         match asked:
             case ListFiles():
@@ -142,11 +130,7 @@ class FileServer:
         return Manifest(entries, {})
 
     def _read(self, asked: ReadFiles) -> list[bytes | None]:
-        """Return parts of files.
-
-        Raises:
-            ProtocolError: `_list` does not return one of these files.
-        """
+        """Return parts of files. Refuse files that `_list` does not return."""
         listed = {entry.path for entry in self._list().entries}
         parts: list[bytes | None] = []
         for name, offset, size in asked.parts:
@@ -158,14 +142,7 @@ class FileServer:
         return parts
 
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
-        """Write pieces of files, if the host may write all of these files; else write none.
-
-        Returns:
-            An empty dict: the response never refuses single paths.
-
-        Raises:
-            ProtocolError: The host may not write one of the files.
-        """
+        """Write pieces of files. If the host may not write one of the files, write none."""
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.has(it.path, self._fetches)]
         folders = [it.path for it in entries if it.is_folder]
@@ -190,10 +167,7 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Handle a request about the project store, in this object's own thread.
-
-        The first request creates the `StoreServer`.
-        """
+        """Handle a request about the project store, in this object's own thread."""
         if self._store_server is None:
             rule = self._run.plan.store
             assert rule is not None

@@ -1,15 +1,13 @@
 """The pool's Dask scheduler and its port: authentication of peers and checks of their messages.
 
 The pool uses Dask's scheduler for two things only: to know which peers are connected, and to
-exchange messages with them. Dask's own listener unpickles messages before it checks them, and does
-not limit the number of unauthenticated connections. `Gate` replaces that listener through Dask's
-own extension points, `Server.listen` and `Server.listeners`. `Gate` enforces three rules:
+exchange messages with them. Dask's own listener unpickles messages before it checks them. `Gate`
+replaces that listener, and enforces three rules:
 
-- A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. If more
-  than `MOST_UNPROVED` connections are still unproved, the gate closes the oldest of them. So a
-  flood of silent connections does not prevent others from connecting.
-- A message must be plain data: one frame of msgpack. The gate refuses pickles from every peer. It
-  also refuses pickles that Dask would forward to another process without unpickling them.
+- A connection must prove its certificate and complete Dask's handshake within `PROVE_S`. A flood of
+  silent connections does not prevent others from connecting (`MOST_UNPROVED`).
+- A message must be plain data: one frame of msgpack. The gate also refuses pickles that Dask would
+  forward to another process without unpickling them.
 - A host may send only the operations in `ALLOWED_OPERATIONS`, and only in its own name.
 """
 
@@ -57,12 +55,12 @@ ALLOWED_OPERATIONS: Mapping[PeerRole, frozenset[str]] = {
     PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT} | _OF_FILES,
     PeerRole.VEHICLE: _JOINING | _OF_DASK | {GetAgentKeys.op(), "register_nanny"},
 }
-"""Operations that each role may send. A kernel is not listed: it belongs to the user and may send
-every operation."""
+"""Operations that each role may send. A kernel belongs to the user and may send every operation."""
 
 _PRELUDE = struct.Struct("QQQ")
 """Header of a message with one frame: number of bytes that follow, number of frames, bytes of the
-first frame."""
+first frame.
+"""
 
 _MARKS = frozenset({"__Pickled__", "__Serialized__", "__Enum__"})
 """Keys by which Dask marks values that are not plain data."""
@@ -71,16 +69,15 @@ logger = logging.getLogger("taas.gate")
 
 
 class GateComm(TLS):
-    """A connection whose peer is authenticated.
-
-    If the peer sends a message that breaks a rule of the gate, the connection is closed.
-    """
+    """A connection whose peer is authenticated."""
 
     peer: Peer
     gate: "Gate"
 
     async def read(self, deserializers: Any = None) -> Any:
         """Read one message. Check that the message is plain data, and that this peer may send it.
+
+        If the message breaks a rule of the gate, the connection is closed.
 
         Raises:
             CommClosedError: The connection has ended, or the message broke a rule.
@@ -96,10 +93,6 @@ class GateComm(TLS):
         return message
 
     async def _frame(self) -> memoryview:
-        """Read one message of Dask's protocol, without decoding it.
-
-        If the connection has ended, this method raises CommClosedError.
-        """
         if self.stream is None:
             raise CommClosedError("the connection has ended")
         try:
@@ -118,8 +111,8 @@ def size_of(begin: bytes) -> int:
     """Return the size of a message in bytes, from its header.
 
     Raises:
-        ProtocolError: The message is too large, or has more than one frame. Messages with pickles
-            have several frames.
+        ProtocolError: The message is too large, or has several frames, as messages with pickles
+            have.
     """
     following, frames, size = _PRELUDE.unpack(begin)
     if frames != 1 or following != size + 16:
@@ -150,14 +143,7 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check_message(peer: Peer, message: Any) -> None:
-    """Check that `peer` may send `message`.
-
-    A host or vehicle may send only the operations of its role, and only in its own name. A kernel
-    may send every message.
-
-    Raises:
-        ProtocolError: `peer` may not send `message`.
-    """
+    """Raise ProtocolError if `peer` may not send `message`."""
     may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
         return
@@ -178,8 +164,7 @@ class Gate(Listener):
     """Dask listener on the pool's port, which authenticates each connection.
 
     Args:
-        admit: Coroutine function that serves one authenticated connection until the connection
-            ends.
+        admit: Coroutine function that serves one authenticated connection until it ends.
         handshake: Extra fields of Dask's handshake message.
     """
 
@@ -200,7 +185,7 @@ class Gate(Listener):
         """Number of connections that failed to authenticate, or whose messages broke a rule."""
 
     async def start(self) -> None:
-        """Open the port. If the address has port 0, the system chooses one. Called by Dask."""
+        """Open the port; for port 0, the system chooses one. Called by Dask."""
         sockets = bind_sockets(self._port, address=self._host, backlog=BACKLOG)
         self._host, self._port = sockets[0].getsockname()[:2]
         self._server.add_sockets(sockets)
@@ -218,15 +203,11 @@ class Gate(Listener):
 
     @property
     def contact_address(self) -> str:
-        """The address to connect to; always the same as `listen_address`."""
+        """Same as `listen_address`."""
         return self.listen_address
 
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:
-        """Authenticate a new connection, then serve it until it ends.
-
-        Close the connection if the authentication fails or takes longer than `PROVE_S`. If more
-        than `MOST_UNPROVED` connections are not authenticated yet, close the oldest of them.
-        """
+        """Authenticate a new connection, then serve it until it ends."""
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
             oldest = next(iter(self._unproved))
@@ -244,12 +225,7 @@ class Gate(Listener):
         await self._admit(comm)
 
     async def _prove(self, stream: IOStream, address: Any) -> GateComm:
-        """Check the peer's certificate and complete Dask's handshake; return the connection.
-
-        Raises:
-            OSError: The connection failed or was closed.
-            ValueError: The certificate or the handshake is invalid.
-        """
+        """Check the peer's certificate and complete Dask's handshake; return the connection."""
         assert isinstance(stream, SSLIOStream)
         await stream.wait_for_handshake()
         ours, theirs = self.listen_address, self.prefix + unparse_host_port(*address[:2])
@@ -261,8 +237,6 @@ class Gate(Listener):
 
 
 class _Server(TCPServer):
-    """TCP server that passes each new connection to the coroutine function `serve_connection`."""
-
     def __init__(
         self, serve_connection: Callable[[IOStream, Any], Awaitable[None]], **options: Any
     ) -> None:
@@ -311,17 +285,13 @@ METRICS: Mapping[str, Any] = {
     "spilled_bytes": {"memory": 0, "disk": 0},
     "digests_total_since_heartbeat": {},
 }
-"""Constant load metrics that Dask gets for every worker. They have no effect, because Dask
-schedules no tasks here."""
+"""Constant load metrics that Dask gets for every worker. They have no effect: no tasks run here."""
 
 _versions = functools.cache(get_versions)
 
 
 class PoolScheduler(Scheduler):
-    """A Dask scheduler that runs no tasks and no functions, and has no web pages.
-
-    The web pages would be served on a port without authentication.
-    """
+    """A Dask scheduler that runs no tasks and no functions, and has no web pages."""
 
     handlers: dict[str, Any]
     stream_handlers: dict[str, Any]
@@ -334,7 +304,7 @@ class PoolScheduler(Scheduler):
         self.stream_handlers["log-event"] = lambda **message: None
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing instead of opening the port of Dask's web pages. Called by Dask."""
+        """Open no port for web pages, because it would have no authentication. Called by Dask."""
 
     @property
     def refused(self) -> int:
@@ -365,8 +335,8 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register an agent or a vehicle. `check_message` has already verified the agent's name.
 
-        Constants replace all fields outside `JOINS_WITH`. Otherwise, a hostile worker could affect
-        other workers, because Dask uses one worker's fields when another worker joins.
+        Constants replace all fields outside `JOINS_WITH`: Dask uses one worker's fields when
+        another worker joins, so a hostile worker could affect other workers.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

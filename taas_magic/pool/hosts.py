@@ -47,16 +47,14 @@ class PoolHost:
         excused_s: Seconds since `last_message_at` in which this process was stalled and could not
             receive a beat.
         name: The host's name in the notebook; "" until the host can start ranks.
-        starting: The host's last progress report about its start. None before the first report,
-            and when the host can start ranks.
-        protection: The mechanism that keeps ranks other than 0 on the host from writing to the
-            project store (value of `store.guard.StoreProtection`).
+        starting: The last progress report of a host that cannot start ranks yet.
+        protection: Value of `store.guard.StoreProtection`.
         peer_address: The address at which other hosts reach this host's ranks and fetchers.
         runs: Ids of the runs that use the host.
         is_returned: Whether the host is being returned to the engine.
         allocated_s: Seconds for which the pool has held the host.
-        idle_since: Time on this process's monotonic clock at which `PoolMeter` first found the host
-            without a run. None while the host has a run or has just been chosen for a run.
+        idle_since: Monotonic time at which `PoolMeter` first found the host without a run. None
+            while the host has a run or has just been chosen for a run.
         known_modules: Modules that an earlier check has found on the host; None before the first
             check.
         pending: Futures of requests that the host has not answered yet, by request number.
@@ -94,16 +92,10 @@ NAMED_AFTER_S = 1.5
 """Seconds without a response to `DescribeHost` after which a message to the user names the host."""
 
 FAILED_STARTS = 3
-"""Number of failed starts of hosts after which a wait for hosts fails.
-
-A start has failed if the host was lost before it could start ranks.
-"""
+"""Number of hosts lost before they could start ranks after which a wait for hosts fails."""
 
 SLOW_S = 5.0
-"""Seconds of an import after which the waiting user gets a message with the module's name.
-
-The message is updated after 2, 4, 8, … times `SLOW_S`.
-"""
+"""Seconds of an import after which the waiting user gets a message with the module's name."""
 
 _CHECKS_PER_LEASE = 32
 
@@ -129,15 +121,14 @@ class Tasks:
 class PoolHosts(SchedulerPlugin):
     """The hosts of a pool that have joined.
 
-    This class requests hosts from the engine, sends requests to the hosts' agents, and drops lost
-    hosts.
+    Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
 
     Args:
         source: The engine that gets the hosts.
         start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
-        on_lost: Function called with each host that is gone, and the reason. Exception: a host that
-            ended by itself before it could start ranks.
+        on_lost: Called with each host that is gone, and the reason. It is not called for a host
+            that ended by itself before it could start ranks.
         are_local: Whether all hosts run on the notebook's machine.
     """
 
@@ -191,9 +182,8 @@ class PoolHosts(SchedulerPlugin):
     ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return them. Request missing hosts.
 
-        If the pool has more than `count` hosts, choose hosts in `preferred`, then hosts with the
-        fewest runs. A host that died a moment ago may still count as joined. So each chosen host
-        must first respond to a request; if one does not, the wait begins again.
+        A host that died a moment ago may still count as joined. So each chosen host must first
+        respond to a request; if one does not, the wait begins again.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -217,10 +207,9 @@ class PoolHosts(SchedulerPlugin):
                 return taken
 
     async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
-        """Wait until a host responds to `DescribeHost` or is gone.
+        """Wait until a host responds to `DescribeHost` or is gone; tell the user of a long wait.
 
-        After `NAMED_AFTER_S`, this method passes a message to `on_wait`. A host that responds with
-        an error, or not within `CALL_S`, is dropped.
+        A host that responds with an error, or not within `CALL_S`, is dropped.
         """
 
         def report_wait() -> None:
@@ -249,10 +238,7 @@ class PoolHosts(SchedulerPlugin):
                 self._publish_lines([])
 
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
-        """Wait until `count` hosts have joined, and return the hosts that `choose` selects.
-
-        If the hosts do not join, return all hosts without a run to the engine.
-        """
+        """Wait until `count` hosts have joined, and return the hosts that `choose` selects."""
         self._acquiring += 1
         try:
             await self._wait_until_joined(count)
@@ -272,7 +258,7 @@ class PoolHosts(SchedulerPlugin):
         return taken
 
     def choose(self, count: int, preferred: Collection[str] = ()) -> list[PoolHost]:
-        """Return `count` hosts that can start ranks, or all such hosts if there are fewer.
+        """Return up to `count` hosts that can start ranks.
 
         Hosts in `preferred` come first, then the hosts with the fewest runs.
         """
@@ -288,10 +274,6 @@ class PoolHosts(SchedulerPlugin):
         """Return to the engine all hosts for which `stays` is false, and all that have not joined.
 
         Do nothing while `acquire` waits for hosts.
-
-        Args:
-            stays: Function that returns whether the pool keeps a host. By default, the pool keeps
-                hosts that have a run.
         """
         if not self._acquiring:
             for host in self._hosts.values():
@@ -304,7 +286,7 @@ class PoolHosts(SchedulerPlugin):
         """Send a request to a host's agent and return the response.
 
         The host must respond within `CALL_S`. There is no limit for a host that cannot start ranks
-        yet: the wait ends when the host responds or is gone.
+        yet.
 
         Raises:
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
@@ -331,10 +313,9 @@ class PoolHosts(SchedulerPlugin):
         return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
-        """Drop each host from which no beat arrives in time, until this task is cancelled.
+        """Drop each host that has sent no beat for `lease_s` plus `LOST_AFTER_S`, until cancelled.
 
-        The limit is `lease_s` plus `LOST_AFTER_S`. Time in which this process was stalled does not
-        count.
+        Time in which this process was stalled does not count.
         """
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         checked_at = time.monotonic()
@@ -349,10 +330,7 @@ class PoolHosts(SchedulerPlugin):
                     await self.drop(host.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Remove a host that is lost or has failed, for the reason `why`.
-
-        The engine then ends the host, if anything of the host still runs.
-        """
+        """Remove a lost or failed host, for the reason `why`. The engine then ends it."""
         if host := self._hosts.get(address):
             host.why_lost = why
             if not host.name:
@@ -367,11 +345,7 @@ class PoolHosts(SchedulerPlugin):
             self._tasks.start(self._greet(host))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Remove a host that is gone. Called by Dask.
-
-        If the host ended by itself before it could start ranks, `on_lost` is not called: the engine
-        reports this failed start.
-        """
+        """Remove a host that is gone. Called by Dask."""
         host = self._hosts.pop(worker, None)
         if host is None:
             return
@@ -390,10 +364,8 @@ class PoolHosts(SchedulerPlugin):
     async def _greet(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
-        The response has the host's name, address and GPUs. A host that responds with an error is
-        dropped. Imports may be slow, so the wait has no time limit. The wait ends at the latest
-        when the host is gone: `watch` drops a host that sends no beats, and a host whose imports
-        are stuck ends itself.
+        Imports may be slow, so the wait has no time limit. It ends when the host is gone: `watch`
+        drops a host that sends no beats, and a host whose imports are stuck ends itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:
@@ -411,7 +383,7 @@ class PoolHosts(SchedulerPlugin):
     async def _wait_until_joined(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
-        Call the engine every `ASK_AGAIN_S`, so that the engine replaces requested hosts that died.
+        The engine is called every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
 
         Raises:
             asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not
@@ -493,14 +465,12 @@ async def require_fit(
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
 
-    Hosts that have passed an earlier check of the same modules are not asked again.
-
     Args:
         modules: Top-level modules that the run's cell imports.
 
     Raises:
-        PoolError: A host lacks something. The message names each such host, what it lacks, and
-            what to do.
+        PoolError: A host lacks something. The message names the host, what it lacks, and what to
+            do.
     """
     new = [
         host
@@ -518,11 +488,7 @@ async def require_fit(
 async def ask_all(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetHostFacts
 ) -> list[HostFacts]:
-    """Send `request` to all hosts at the same time; return the facts of each host.
-
-    Raises:
-        PoolError: A host is gone or did not respond.
-    """
+    """Send `request` to all hosts at the same time; return the facts of each host."""
 
     async def ask(host: PoolHost) -> HostFacts:
         begin = time.time()

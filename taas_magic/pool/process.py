@@ -1,13 +1,8 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-A kernel starts the process (`PoolFolder.start`) in a separate session of the operating system. So
-neither an interrupt of the kernel nor its end reaches the process. The process itself decides what
-to do when a kernel is gone. Kernels find the process through `pool.json` in the pool's folder, as
-Jupyter finds a kernel through its connection file. `pool.json` holds the address and the keys; only
-the user can read it.
-
-A `PoolProcess` is one operating-system process. If another process takes its place in the
-pool's folder, that process is another `PoolProcess`.
+A kernel starts the process in a separate session of the operating system. So neither an interrupt
+of the kernel nor its end reaches the process. Kernels find the process through `pool.json` in the
+pool's folder. Only the user can read this file, which holds the address and the keys.
 """
 
 import asyncio
@@ -51,7 +46,7 @@ class PoolSettings(Struct):
     Attributes:
         folder: Path of the pool's folder.
         project: Path of the project folder (the notebook's folder).
-        linger_s: Seconds for which the process continues without a kernel and without a run.
+        linger_s: See `LINGER_S`.
         lock: File descriptor of the folder's lock, which the process inherits.
     """
 
@@ -63,7 +58,7 @@ class PoolSettings(Struct):
 
 
 LINGER_S = 5.0
-"""Seconds for which a pool's process continues when it has no kernel and no run any more."""
+"""Seconds for which a pool's process continues without a kernel and without a run."""
 
 _DIGEST = 8
 _KILL_S = 20.0
@@ -71,7 +66,7 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """One process of a pool, started by this kernel or another one.
+    """One operating-system process of a pool, started by this kernel or another one.
 
     Args:
         process: The process; a `Popen` if it is a child of this kernel.
@@ -94,7 +89,7 @@ class PoolProcess:
     def exit_code(self) -> int | None:
         """The exit code, which is negative if a signal ended the process.
 
-        It is None while the process runs. It is always None if another kernel started the process.
+        None while the process runs, and always if another kernel started the process.
         """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 
@@ -164,8 +159,7 @@ class PoolFolder:
     def find(self) -> PoolProcess | None:
         """Return the pool's running process; None if there is none.
 
-        The result is also None if a process has just started and has not yet written its pid to the
-        lock file.
+        None also if a process has just started and has not yet written its pid to the lock file.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -184,12 +178,7 @@ class PoolFolder:
         return None
 
     def start(self) -> PoolProcess | None:
-        """Start a process of the pool, unless one is running or being started.
-
-        Returns:
-            The new process; None if a process is already running, or another kernel is starting
-            one.
-        """
+        """Start a process of the pool. Return None if one is running or being started."""
         self.reap_children()
         path = self.path / "lock"
         lock = take_lock(path)
@@ -222,9 +211,7 @@ class PoolFolder:
     def address_of(self, process: PoolProcess) -> PoolAddress | None:
         """Return the address and keys of a process, from `pool.json`.
 
-        Returns:
-            The contents of `pool.json`; None before the process accepts connections and after it
-            has begun to end.
+        None before the process accepts connections and after it has begun to end.
 
         Raises:
             PoolError: The process has other versions of Python, torch or taas-magic than this
@@ -241,10 +228,9 @@ class PoolFolder:
         return pool_address
 
     def find_other_versions(self) -> list[str]:
-        """Find running processes of this pool that use other versions than this kernel.
+        """Return the versions of this pool's processes that use other versions than this kernel.
 
-        Returns:
-            The versions of each such process, such as "Python 3.11.9, torch 2.4.0".
+        An example is "Python 3.11.9, torch 2.4.0".
         """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
@@ -258,10 +244,7 @@ class PoolFolder:
         return found
 
     def reap_children(self) -> bool:
-        """Return whether a pool's process that this kernel started still runs.
-
-        This method also reaps the processes that have ended.
-        """
+        """Reap ended child processes. Return whether a process that this kernel started runs."""
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return bool(self._children)
@@ -283,10 +266,7 @@ def main() -> int:
 
 
 async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
-    """Run the pool's scheduler and controller until the pool ends.
-
-    While the pool runs, `pool.json` in `folder` has the address and keys for kernels.
-    """
+    """Run the pool's scheduler and controller until the pool ends."""
     import dask
 
     from taas_magic.engines.keys import Keys

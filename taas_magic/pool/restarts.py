@@ -12,10 +12,6 @@ class FetcherRestarts:
     """Rule for restarting a run's fetchers: when all of them have ended, up to `most` times.
 
     The caller passes the fetchers' events to this object, and starts the fetchers again.
-
-    Args:
-        plan: Plan of the run.
-        most: Number of restarts that are allowed.
     """
 
     def __init__(self, plan: Plan, most: int) -> None:
@@ -27,8 +23,8 @@ class FetcherRestarts:
         """Allow one restart from now on. Earlier restarts do not count.
 
         Returns:
-            Events to publish, and whether the caller must start all fetchers now. The second
-            value is True if all fetchers have already ended.
+            Events to publish, and whether the caller must start all fetchers now, because they have
+            ended.
         """
         self._used, self._most = 0, 1
         if self._last is None or not self._may_start_again():
@@ -43,9 +39,9 @@ class FetcherRestarts:
         """Record an event of a fetcher.
 
         Returns:
-            The events to publish instead of `event`, and whether the caller must start all
-            fetchers again. The second value is True if `event` ends the last fetcher and a restart
-            is allowed. Then the events tell the user, and tell the ranks to wait.
+            The events to publish instead of `event`, and whether the caller must start all fetchers
+            again. The second value is True if `event` ends the last fetcher and a restart is
+            allowed.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

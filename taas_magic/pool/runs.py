@@ -1,17 +1,4 @@
-"""A run in the pool's process: the ranks on all hosts, and the fetchers on all hosts.
-
-Ranks and fetchers have the same lifecycle (`Share`). A `Share` gets hosts of the pool, and starts
-its ranks or fetchers on these hosts. It accepts events and requests only from these hosts. If a
-host is lost, the `Share` publishes the loss and no longer waits for this host. If the user halts
-the run and a host does not end its ranks or fetchers in time, the pool drops this host.
-
-`PoolRun` is the `Share` of the ranks. Each host reports how its ranks ended. `decide`, a pure
-function, derives the outcome of the attempt from the reports. Then the pool tells all hosts whether
-the ranks start again or the run ends.
-
-`PoolFetchers` is the `Share` of the fetchers, which start before the ranks and may be on another
-pool. The fetchers send their events to the kernel. The kernel relays the events to the pool that
-writes the run's journal.
+"""A run in the pool's process: its ranks (`PoolRun`) and its fetchers (`PoolFetchers`).
 
 All times are on this process's monotonic clock, because the clocks of hosts may differ by days.
 """
@@ -79,10 +66,7 @@ The host first waits for the end of its other ranks, and may be busy. Meanwhile,
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
-"""Causes of an end after which ranks are not started again.
-
-After these causes, a new attempt would not help, or the user wants the run to end.
-"""
+"""Causes of an end after which ranks are not started again."""
 
 END_S = 600.0
 """Maximum seconds without a message from a host that cleans up after a finished run.
@@ -115,11 +99,10 @@ class HostReport:
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
-        cause: The reason for the end, as in `host.watch.Verdict.cause`; "lost" for a host that is
-            gone.
+        cause: As in `host.watch.Verdict.cause`; "lost" for a host that is gone.
         at: Time at which the report arrived.
-        failures: Failures of the host's ranks. If `state` is SUCCEEDED, the failures are those of
-            ranks that ended early by `sys.exit(0)`.
+        failures: Failures of the host's ranks. If `state` is SUCCEEDED, those of ranks that ended
+            early by `sys.exit(0)`.
     """
 
     state: str
@@ -133,11 +116,11 @@ class HostPart:
     """The state of a run's ranks, or of its fetchers, on one host.
 
     Attributes:
-        host_rank: Number of the host among the hosts of these ranks or fetchers.
+        host_rank: Number of the host in the share.
         report: The host's report of how its ranks of the current attempt ended; None before the
             report.
         ended: Whether the host has ended these ranks or fetchers, has not started them, or is gone.
-        last_message_at: Time of the host's last event or request about these ranks or fetchers.
+        last_message_at: Time of the host's last event or request.
     """
 
     host: PoolHost
@@ -171,18 +154,12 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     failure, the attempt ends when all hosts have reported, or earlier:
 
     - If a reported failure was not caused by another failure, the attempt ends `SETTLE_S` later.
-    - If other failures caused all reported failures, the cause must still arrive: if a rank dies,
-      ranks of other hosts fail, and their hosts may report earlier than the host of the dead rank.
-      The attempt ends when each host without a report has sent a beat at least `LATE_S` after the
-      first reported failure. A host's messages arrive in order, so a report of the host would have
-      arrived before this beat. If a host sends no beats, the pool soon drops the host. Then the
-      loss of the host counts as its report.
+    - If other failures caused all reported failures, the cause must still arrive. The attempt ends
+      when each host without a report has sent a beat at least `LATE_S` after the first reported
+      failure. A host's messages arrive in order, so a report would have arrived before this beat. A
+      host that sends no beats is soon dropped, and its loss counts as its report.
     - If hosts have reported only interrupts so far, the attempt does not end earlier, because all
       hosts were interrupted and will report.
-
-    Args:
-        hosts: All hosts of the attempt, with their reports.
-        now: The current time on the monotonic clock.
     """
     reports = [part.report for part in hosts if part.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
@@ -228,24 +205,21 @@ def _has_own_failure(report: HostReport) -> bool:
 
 
 def worst_state(states: Iterable[str]) -> str:
-    """Return the worst of the hosts' states, which becomes the state of the whole run.
-
-    From best to worst, the states are SUCCEEDED, INTERRUPTED, FAILED and LOST.
-    """
+    """Return the worst state, in the order SUCCEEDED, INTERRUPTED, FAILED, LOST."""
     return max(states, key=_WORST_LAST.index)
 
 
 class Share(ABC):
     """The ranks of a run on all their hosts, or the run's fetchers on all their hosts.
 
+    A share accepts events and requests only from these hosts.
+
     Args:
-        run: The run, as its kernel describes it.
         owner: Dask client id of the run's kernel; "" for a detached run.
-        publish: Called with each event of these ranks or fetchers.
+        publish: Called with each event of the share.
 
     Attributes:
-        run_id: Id of the run, if these are ranks. If they are fetchers, the id of their share
-            (`host.spec.share_id`).
+        run_id: Id of the run for ranks; `host.spec.fetchers_share_id` for fetchers.
     """
 
     fetches: bool
@@ -282,15 +256,11 @@ class Share(ABC):
         """Return the numbers of a host's ranks or fetchers."""
 
     def _owned(self, part: HostPart) -> OwnedFiles:
-        """Return the files of the run folder that a host may write."""
         return OwnedFiles(self._numbers(part), self.attempt, frozenset())
 
     @abstractmethod
     def _may_send(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send `event`.
-
-        A host may not send events about processes of other hosts.
-        """
+        """Return whether a host may send `event`; False for events about other hosts' processes."""
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
@@ -326,11 +296,9 @@ class Share(ABC):
         return self._halted.is_set()
 
     def on_event(self, address: str, event: Event) -> bool:
-        """Handle an event from a host.
+        """Handle an event from a host; return whether the event was accepted.
 
-        Returns:
-            Whether the event was accepted. An event is ignored if the host has none of the run's
-            ranks or fetchers, or if hosts are not allowed to send events of this kind.
+        An event is ignored if the host has no part in this share, or may not send the event.
         """
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
@@ -345,8 +313,7 @@ class Share(ABC):
         """Handle a host's request for files of the run folder or the project store.
 
         Raises:
-            ProtocolError: None of these ranks or fetchers is on the host (any more), or the host
-                may not send the request.
+            ProtocolError: The share has ended on the host, or the host may not send the request.
         """
         part = self._active_part(address)
         if part is None:
@@ -364,8 +331,8 @@ class Share(ABC):
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
 
-        This method does not wait for the end. The pool drops each host that has not ended its ranks
-        or fetchers within `HALT_S`.
+        This method does not wait for the end. The pool drops each host that needs more than
+        `HALT_S`.
 
         Args:
             how: "interrupt" or "kill".
@@ -380,7 +347,7 @@ class Share(ABC):
         await self._send_to_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
-        """Ask all hosts for the stacks of their ranks or fetchers; return all these stacks."""
+        """Return the stacks of all ranks or fetchers, from all hosts."""
         there = [part.host for part in self._parts.values() if not part.ended]
         found = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
@@ -403,12 +370,10 @@ class Share(ABC):
         return stacks
 
     def _active_part(self, address: str) -> HostPart | None:
-        """Return the `HostPart` of a host; None if no rank or fetcher is there (any more)."""
         part = self._parts.get(address)
         return None if part is None or part.ended else part
 
     def _running_addresses(self) -> list[str]:
-        """Return the addresses of the hosts that have not ended their ranks or fetchers."""
         return [address for address, part in self._parts.items() if not part.ended]
 
     async def _acquire_hosts(
@@ -416,15 +381,9 @@ class Share(ABC):
     ) -> list[PoolHost]:
         """Wait for `count` hosts with the modules and versions that the run needs.
 
-        Notes about the wait are published.
-
         Args:
             preferred: Addresses of hosts that are chosen first.
             retry_s: Seconds for which this call tries again if hosts are not available.
-
-        Raises:
-            PoolError: Too few hosts are available, a host lacks a module or version, or the run was
-                halted meanwhile.
         """
         until, noted = time.monotonic() + retry_s, ""
         while True:
@@ -444,11 +403,6 @@ class Share(ABC):
         return hosts
 
     async def _acquire_hosts_once(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
-        """Wait for `count` hosts.
-
-        Raises:
-            PoolError: Too few hosts are available, or the run was halted meanwhile.
-        """
         acquire = self._pool_hosts.acquire
         taking = asyncio.ensure_future(
             acquire(count, preferred, lambda line: self.publish(Note(text=line)))
@@ -462,11 +416,6 @@ class Share(ABC):
         return taking.result()
 
     async def _require_fit(self, hosts: Collection[PoolHost]) -> None:
-        """Check that hosts have the modules and versions that the run needs.
-
-        Raises:
-            PoolError: A host lacks something, or is gone.
-        """
         if self._run.requires is not None:
             await require_fit(self._pool_hosts, hosts, self._run.requires)
 
@@ -476,14 +425,10 @@ class Share(ABC):
         """Start the ranks or fetchers of one host.
 
         Args:
-            spec: The host's share.
             is_next_attempt: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
-
-        Raises:
-            PoolError: The host could not start its ranks or fetchers.
         """
         part.host.runs.add(self.run_id)
         address = part.host.address
@@ -505,7 +450,6 @@ class Share(ABC):
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _record_part_ended(self, part: HostPart) -> None:
-        """Record that a host has ended its ranks or fetchers, or is gone."""
         part.ended = True
         part.host.runs.discard(self.run_id)
         self._changed.set()
@@ -520,8 +464,8 @@ class Share(ABC):
         """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
-            limit_s: Maximum seconds for each host, counted from this call or from the host's last
-                event or request. So a host that still sends files is not dropped.
+            limit_s: Maximum seconds for each host since this call and since the host's last event
+                or request. So a host that still sends files is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -560,8 +504,8 @@ class PoolFetchers(Share):
     async def start(self) -> list[str]:
         """See `Share.start`.
 
-        If the start fails on one host, fetchers may already run on other hosts. Then the caller
-        must call `halt`.
+        If the start fails on one host, fetchers may already run on other hosts, so the caller must
+        call `halt`.
 
         Raises:
             OSError: The run folder cannot be read.
@@ -622,8 +566,6 @@ class PoolFetchers(Share):
     async def halt(self, how: str) -> None:
         """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
 
-        The pool drops each host that has not ended its fetchers within `HALT_S`.
-
         Args:
             how: Ignored, because "interrupt" kills the fetchers too.
         """
@@ -656,15 +598,6 @@ class PoolFetchers(Share):
         self._publish_all(*self._restarts.record(event))
 
     def _publish_all(self, events: Iterable[Event], starts_again: bool) -> None:
-        """Publish events; then start all fetchers again if `starts_again` is True.
-
-        Start and end events are also added to `lifecycle_events`.
-
-        Args:
-            events: The events.
-            starts_again: Whether to start the fetchers again. The methods of `FetcherRestarts`
-                return this value together with the events.
-        """
         for event in events:
             if isinstance(event, FetcherStarted | FetcherEnded):
                 self.lifecycle_events.append(event)
@@ -688,8 +621,7 @@ class PoolFetchers(Share):
 class RunClock:
     """Clock of a run's `--timeout`, over all its attempts.
 
-    The clock starts with the first attempt, so it does not count the wait for hosts. It also does
-    not count time in which a rank waits for the user's input.
+    It counts neither the wait for hosts nor the time in which a rank waits for the user's input.
     """
 
     def __init__(self) -> None:
@@ -715,8 +647,7 @@ class PoolRun(Share):
     Args:
         over: Event that the caller sets at the end: when the run has ended on all hosts, its
             journal is closed and the project store is free.
-        session: The session whose hosts and ranks the run uses; None if the run is not a cell of a
-            session.
+        session: The session whose hosts and ranks a cell uses; None for any other run.
     """
 
     fetches = False
@@ -770,10 +701,7 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this run is a session that has run no cell for `session_idle_s`.
-
-        False if the session has no such limit.
-        """
+        """Whether this run is a session that has run no cell for `session_idle_s`."""
         limit_s = self._run.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -860,9 +788,9 @@ class PoolRun(Share):
     async def relay(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
-        Fetchers that a cell of a session has started remain for later cells. So the session, and
-        not the cell, sends their addresses. The newest cell publishes the events. An event that
-        arrives a second time is ignored.
+        Fetchers that a cell of a session has started remain for later cells. So the session sends
+        their addresses. The newest cell publishes the events. An event that arrives a second time
+        is ignored.
         """
         if self._session is not None:
             await self._session.relay(events)
@@ -904,10 +832,7 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` no longer wait for input of the user; ignore ranks that did not wait.
-
-        When no rank of the run waits any more, the clocks of `--timeout` and `--hang` continue.
-        """
+        """Record that `ranks` no longer wait for the user's input; ignore ranks that did not."""
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
             self.publish(InputAnswered(rank=rank))
@@ -915,10 +840,7 @@ class PoolRun(Share):
             await self._pause_clocks()
 
     async def _pause_clocks(self) -> None:
-        """Pause the clocks of `--timeout` and `--hang` if a rank waits for the user's input.
-
-        If no rank waits, let the clocks run.
-        """
+        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user's input."""
         is_paused = bool(self._open_requests)
         self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
@@ -938,9 +860,7 @@ class PoolRun(Share):
     def _on_host_event(self, part: HostPart, event: Event) -> None:
         """Publish an event of a host, and record what the event says about the run.
 
-        The recorded facts are: how the host's ranks ended; that the host has cleaned up; that a
-        rank waits for the user's input; that a federation has started. If the host can run no
-        ranks, drop the host.
+        If the host can run no ranks, drop the host.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
@@ -971,9 +891,9 @@ class PoolRun(Share):
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended, unless the host has a report for this attempt already.
 
-        After all hosts of a federation have taken part (`FederationStarted`), the run fails only if
-        the host with number 0 fails or is lost. A failure of another host is published as a note,
-        and this host counts as succeeded.
+        After all hosts of a federation have taken part, the run fails only if the host with number
+        0 fails or is lost. A failure of another host becomes a note, and this host counts as
+        succeeded.
         """
         if self._has_federation and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
@@ -985,7 +905,7 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait until `decide` returns the outcome of the attempt; return this outcome."""
+        """Wait for the outcome of the attempt."""
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
@@ -1019,7 +939,7 @@ class PoolRun(Share):
     def _in_host_order(self, hosts: list[PoolHost]) -> list[PoolHost]:
         """Return `hosts` in the order of their host numbers in the next attempt.
 
-        Each host of the last attempt keeps its number. New hosts get the free numbers.
+        Each host of the last attempt keeps its number.
         """
         old = {part.host_rank: part.host for part in self._parts.values()}
         stay = {rank: host for rank, host in old.items() if host in hosts}
@@ -1029,8 +949,8 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        The first host starts its ranks before the other hosts, because it creates the ranks'
-        rendezvous. If the first host fails to start its ranks, the other hosts start no ranks.
+        The first host starts first, because it creates the ranks' rendezvous. If it fails, the
+        other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
@@ -1056,14 +976,12 @@ class PoolRun(Share):
         If the start fails, record the failure as if the host had reported it.
 
         Args:
-            part: The host, with its number in the run.
             running: Addresses of the hosts that ran the last attempt.
             master_addr: Address of the first host, which creates the rendezvous of the ranks.
             master_port: Port of the rendezvous; 0 for the first host, which chooses the port.
 
         Returns:
-            The port of the ranks' rendezvous if this host runs the rendezvous. 0 for other hosts,
-            and after a failure.
+            The port that the first host chose; 0 for other hosts, and after a failure.
         """
         try:
             reach = ""
@@ -1089,7 +1007,7 @@ class PoolRun(Share):
             return 0
 
     async def _end(self) -> list[Failure]:
-        """Tell all hosts to end their ranks and clean up; wait until all have done so, or are lost.
+        """Tell all hosts to end their ranks and clean up, and wait for them.
 
         Returns:
             One failure for each host that was lost during this call.
@@ -1106,7 +1024,6 @@ class PoolRun(Share):
 
 
 def _ranks_of(event: Event) -> set[int]:
-    """Return the numbers of the ranks that an event concerns; empty if it concerns no rank."""
     match event:
         case RankEvent():
             return {event.rank}
