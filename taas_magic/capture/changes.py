@@ -50,8 +50,8 @@ class ChangeDetector:
     """Detector of captured values that a cell changes.
 
     The constructor must be called before the cell runs; it makes digests of the values. `notes`
-    makes the digests again after the cell, and compares them. If the digests of all values would
-    cost more than `_BUDGET`, changes in the last values go unnoticed.
+    compares them after the cell. If the digests of all values would cost more than `_BUDGET`,
+    changes in the last values go unnoticed.
 
     Args:
         values: The notebook's values by name, small values first.
@@ -118,7 +118,6 @@ class ChangeDetector:
 
 
 def _sentence(names: list[str]) -> str:
-    """Return the part of the note that names changed variables, except those that hold classes."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     shown = names[:_LISTED]
@@ -209,9 +208,9 @@ def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
 
     Returns:
-        A tuple: the name of the object's class, then the compared parts. For a class that this
-        function does not know, only the name, so that changes go unnoticed. NotImplemented means
-        that the object's ordinary pickle is compared.
+        The name of the object's class, and the compared parts. For a class that this function does
+        not know, only the name, so that changes go unnoticed. NotImplemented means that the
+        object's ordinary pickle is compared.
     """
     import torch
 
@@ -257,9 +256,9 @@ def is_user_class(kind: type) -> bool:
 
 
 def _sample_of_tensor(tensor: Any) -> State:
-    """Return a tuple with the bytes of a tensor's elements.
+    """Return a tuple with the bytes of a tensor's elements, or of some elements of a large tensor.
 
-    Of a large tensor, about `_SAMPLES` elements. Empty for a sparse, quantized or meta tensor.
+    Empty for a sparse, quantized or meta tensor.
     """
     import torch
 
@@ -325,7 +324,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield the elements of an instance of a subclass of a built-in container, as one list."""
+    """Yield one list of the elements of `obj` for each built-in container class in its bases."""
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
         if isinstance(obj, kind):

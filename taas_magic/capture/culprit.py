@@ -23,7 +23,7 @@ Registered loaders go to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Texts of advice for the user, each mapped to endings of class names.
+"""Texts of advice for the user. Each maps to endings of the class names that it is for.
 
 If a class matches several texts, the first one is used.
 """
@@ -32,7 +32,7 @@ _BUDGET_S = 5.0
 """Maximum seconds for the search."""
 
 _DEPTH = 40
-"""Maximum number of steps in the path from the variable to the culprit."""
+"""Maximum number of steps in the path."""
 
 _NAME_CHARS = 40
 _ADVICE: Advice = {
@@ -196,7 +196,7 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, object) for the objects that are directly in a function.
+    """Yield (path step, object) for the closure, defaults, attributes and globals of a function.
 
     Functions that are defined inside the function are not searched.
     """

@@ -66,7 +66,7 @@ class ResultPickler(ValuePickler):
     """Pickler for results. Before each result, it adds the cell's variables that the result uses.
 
     Attributes:
-        problems: Why a variable that a result uses could not be sent, by variable.
+        problems: Reason why a variable that a result uses could not be sent, by variable.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -78,14 +78,16 @@ class ResultPickler(ValuePickler):
     def add_results(self, values: Mapping[str, Any]) -> None:
         """Add results by name, after all variables of the cell that they use.
 
-        The order matters: code that runs while a result is loaded (`__setstate__`, `__hash__`)
-        needs its globals.
+        The order matters: code that runs while a result is loaded needs its globals.
         """
         self._met |= values.keys()
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object, or refer to the notebook's variable that has it. Called by pickle."""
+        """Reduce an object. Called by pickle.
+
+        An object that the notebook still has becomes a reference to the notebook's variable.
+        """
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
@@ -103,9 +105,6 @@ class ResultPickler(ValuePickler):
         """Add the cell's variables that a value needs, then add the value.
 
         To find these variables, the method first adds the value on trial.
-
-        Args:
-            owner: Name of the result that needs the value.
         """
         with self.rollback() as undo:
             self.needs.clear()
@@ -119,7 +118,6 @@ class ResultPickler(ValuePickler):
             self.add(value())
 
     def _add_needed(self, name: str, owner: str) -> None:
-        """Add a variable of the cell that the result `owner` uses, unless it was added before."""
         if name in self._met:
             return
         self._met.add(name)
@@ -182,11 +180,9 @@ def load(
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
     The cell's variables that came with a result are set in `namespace`. A variable is skipped if
-    its name belongs to a builtin, or to a variable that no earlier result has set.
+    its name belongs to a builtin, or to a variable of the notebook that no earlier result has set.
 
     Args:
-        stream: The pickle.
-        buffers: Its out-of-band buffers.
         out: Names in `--out`. The caller sets these variables later, so there are no notes about
             them.
 
@@ -212,10 +208,9 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equal.
+    """Return whether two values are equal, or two functions have the same code.
 
-    Functions are equal if their code is the same. Values that cannot be compared count as
-    different.
+    Values that cannot be compared, such as tensors, count as different.
     """
     if here is there:
         return True
@@ -230,7 +225,6 @@ def _is_same(here: Any, there: Any) -> bool:
 
 
 def _code_parts(code: CodeType) -> Iterator[Any]:
-    """Yield the parts of a code object that define what it does; no file name, no line numbers."""
     yield code.co_code, code.co_names, code.co_varnames
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

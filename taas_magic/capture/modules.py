@@ -1,8 +1,8 @@
 """Send the project's modules as source, list the required packages, and provide `taas`.
 
-The source of local modules is read from disk when the cell starts, and sent to the ranks. Every
-host must have the standard library and the installed packages. `import taas` gives
-`taas_magic.api`, whatever is installed: PyPI has another package of that name.
+The source of local modules (`is_local`) is read from disk when the cell starts. Every host must
+have the standard library and the installed packages. `import taas` gives `taas_magic.api`, whatever
+is installed: PyPI has another package of that name.
 """
 
 import ast
@@ -34,7 +34,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 """Names of folders with installed packages."""
 
 _MOST_DIFFERENCES = 3
-"""Maximum number of notes on single names that `differences` returns; likewise for `patches`."""
+"""Maximum number of notes on constants (`differences`), and on functions (`patches`)."""
 
 _SYSTEM = tuple(
     Path(p).resolve()
@@ -125,7 +125,7 @@ def _libraries(folder: Path) -> frozenset[str]:
 
 @cache
 def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
-    """Return the top-level modules that the RECORD files in a folder list.
+    """Return the top-level modules that are listed in the RECORD files of a folder.
 
     Args:
         changed_ns: The folder's modification time, as part of the cache key.
@@ -139,8 +139,7 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
 def install(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from the source that the notebook sent.
 
-    These modules take precedence over everything else on the import path. Tracebacks show the sent
-    source, even if the file has changed since.
+    These modules take precedence over everything else on the import path.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
@@ -152,8 +151,8 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
     """Return notes on module constants that have another value in the notebook than in the file.
 
-    Ranks import the project's files. The notebook has another value if a cell has set the constant,
-    or if the file was edited after the notebook imported the module.
+    Ranks import the file. The notebook has another value if a cell has set the constant, or if the
+    file was edited later.
 
     Args:
         cell: Text of the cell. There is no note on a constant that the cell sets.
@@ -190,7 +189,6 @@ def patches(
         modules: Modules that the cell uses.
         classes: Library classes that the captured values use.
         attributes: Attribute names that the cell, or a captured function, looks up.
-        namespace: Namespace of the notebook.
         cell: Text of the cell. There is no note on a function that the cell replaces.
     """
 
@@ -311,7 +309,6 @@ def _find(
     """Return the source of a module if it is local, else None.
 
     Args:
-        folders: The result of `local_folders`.
         found: Modules found so far, which include the parent packages of `name`.
     """
     parent = name.rpartition(".")[0]
@@ -341,11 +338,7 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
 
 
 def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
-    """Read the source of a module, given its spec; None if the module has no Python source.
-
-    Raises:
-        CaptureError: The file is not Python text.
-    """
+    """Read the source of a module; None if the module has no Python source."""
     if spec is None:
         return None
     is_package = spec.submodule_search_locations is not None
@@ -405,7 +398,6 @@ def _read(module: ModuleSource) -> _ParsedModule:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the names that a module sets once, at its top level, to a plain value."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
     found = {}
@@ -453,8 +445,7 @@ def needed_modules(
     Args:
         referred: Modules that the captured values refer to, or that captured functions import.
         travelling: The project's own modules that are sent, by name.
-        texts: Sources of the cells that defined captured functions. Sources that are not Python are
-            ignored.
+        texts: Sources of the cells that defined captured functions.
     """
     sure = set(imported(cell))
     optional = set[str]()

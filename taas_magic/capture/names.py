@@ -168,7 +168,6 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
 
     Args:
         source: The cell as Python, after IPython's transformers; top-level `await` is allowed.
-        filename: File name that a SyntaxError shows.
 
     Raises:
         SyntaxError: The cell is not Python.
@@ -188,9 +187,10 @@ class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
     A name does not count if the cell has certainly assigned it (`_defined`) before any statement
-    can read it. The names in a function's code count when a statement first loads the function's
-    name; until then, they are in `_later`. `_awaited` has the names that such functions read. If a
-    later statement defines one of these names as a function, that function may already be in use.
+    can read it. The names that a function's code reads count when a statement first loads the
+    function's name. Until then, they are in `_later`; afterwards, they are in `_awaited`. If a
+    later statement defines a function whose name is in `_awaited`, that function may already be in
+    use.
 
     Attributes:
         why: Reason for each name that counts.

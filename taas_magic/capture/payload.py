@@ -71,7 +71,6 @@ class CapturedVariable:
     Attributes:
         size_bytes: Bytes that the variable adds to the payload.
         why: Reason for the variable's capture, for messages.
-        type_name: Name of the value's class.
     """
 
     name: str
@@ -139,14 +138,10 @@ class _NotebookPickler:
         self._problems.append(str(error))
 
     def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[CapturedVariable]:
-        """Pickle values, and before them the variables that they need.
+        """Pickle values, given as (name, value), and before them the variables that they need.
 
         A first attempt to pickle the values finds those variables. The order matters: code that
         runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
-
-        Args:
-            values: Pairs of name and value.
-            why: Reason for the capture of the values.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -164,12 +159,7 @@ class _NotebookPickler:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
-        """Pickle values, and find the variables that they need.
-
-        Returns:
-            A record of each value; and the variables that must be pickled before these values, with
-            the reason for the capture of each variable.
-        """
+        """Pickle values; return their records, and the variables to pickle before them."""
         captured: list[CapturedVariable] = []
         missing: dict[str, str] = {}
         note = "" if why in (THE_CELL, THE_CALL) else why
@@ -232,8 +222,8 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         captured: Captured variables, each after the variables that it needs.
         modules: The project's own modules, by name.
         definitions: Texts of the cells that defined captured functions, by filename.
-        submodules: Installed modules that the cell uses only as attributes of a package, such as
-            `xml.dom` after `import xml.dom` in the notebook.
+        submodules: Installed modules that the cell uses as attributes of a package, such as
+            `xml.dom`.
         stores: Names that the work, or a captured function, sets or deletes.
         updates: Names in `stores` that the cell sets from their own value (`total += 1`), or that a
             captured function sets.
@@ -271,8 +261,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         data: A pickle of several values: the process state, the values in the order of `captured`,
             then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
-        state: The complete process state of the notebook. The state in `data` is empty if the ranks
-            of a session have it already.
+        state: The notebook's process state. The state in `data` is empty if a session's ranks have
+            it.
     """
 
     requires: tuple[str, ...]
@@ -294,7 +284,6 @@ class FetcherSettings:
     """The parts of a payload that a process needs to run registered loaders.
 
     Attributes:
-        modules: Modules of the project, by name.
         state: The notebook's process state; empty if a session's ranks have it already.
     """
 
@@ -326,15 +315,14 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         """Apply the notebook's process state and load the captured values into `namespace`.
 
         Call this once per payload, immediately before the work runs, because the process state may
-        seed torch. The values are writable: the ranks of a host share the pages of the payload's
-        file, and a rank that writes to a page gets a copy.
+        seed torch. The values are writable: a rank that writes to a page of the payload's file gets
+        a copy.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
 
         Returns:
-            The work to run in the namespace. The function and the arguments of a call are not in
-            the namespace.
+            The work to run in the namespace.
 
         Raises:
             ImportError: A module that a value needs is not installed on this host.
@@ -356,7 +344,6 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         """Return a detector of the captured values that the cell changes. Call after `load_into`.
 
         Args:
-            namespace: The rank's namespace.
             out: Names in `--out`. Their values return to the notebook, so they are not compared.
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
@@ -391,8 +378,8 @@ def capture(
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
             counts as a function of the notebook.
         project: The notebook's folder.
-        source_of: Function that takes a filename, and returns the cell that the kernel compiled
-            under this name; None for the name of any other file.
+        source_of: Function that returns the cell that the kernel compiled under a filename; None if
+            there is no such cell.
         problems: List that receives the messages of refused values, so that `--dry-run` can report
             all of them. If None, the first refused value raises CaptureError.
         to: Destination of the values. `ranks` get a remote loader in place of a registered loader;
@@ -464,11 +451,7 @@ def _used_by(work: Work) -> UsedNames:
 def _definitions(
     filenames: Iterable[str], source_of: Callable[[str], CellSource | None]
 ) -> dict[str, CellSource]:
-    """Return the texts of the cells that defined functions, by filename.
-
-    Args:
-        filenames: Files of captured functions. Files that are no cells are left out.
-    """
+    """Return the texts of the cells among `filenames`, by filename. Other files are left out."""
     found = {name: source_of(name) for name in sorted(filenames)}
     return {name: source for name, source in found.items() if source is not None}
 

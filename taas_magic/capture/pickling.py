@@ -54,7 +54,7 @@ _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
 """Header of an archive: the bytes `_MAGIC`, and the number of sizes after the header.
 
-The sizes are those of the description, of the pickle, and of each buffer, in this order.
+The sizes are those of the description, of the pickle, and of each buffer.
 """
 
 _ALIGNMENT = 64
@@ -172,7 +172,6 @@ def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None)
 
     Args:
         name: Name of the value in a CaptureError.
-        namespace: See `ValuePickler`.
 
     Raises:
         CaptureError: An object in the value cannot be sent; the message has the path to it.
@@ -301,8 +300,7 @@ class ValuePickler(cloudpickle.Pickler):
     def rollback(self) -> Iterator[Callable[[], None]]:
         """Run a `with` block that can remove everything that it added to the pickle.
 
-        Yields a function that removes these values. If the block raises an exception, they are
-        removed without a call.
+        Yields a function that removes it. If the block raises an exception, everything is removed.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -323,8 +321,7 @@ class ValuePickler(cloudpickle.Pickler):
     def add_definitions(self) -> None:
         """Add a dict of the functions and classes of `__main__` that the added values use.
 
-        A fetcher puts this dict into its own `__main__`, so that its dataset can pickle them by
-        name.
+        A fetcher puts this dict into its own `__main__`, so that a dataset can pickle them by name.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -345,10 +342,7 @@ class ValuePickler(cloudpickle.Pickler):
         return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
 
     def probe(self, value: Any) -> None:
-        """Pickle a value by the rules of this pickler, on trial; discard the pickle.
-
-        Raises an exception of any class if the value cannot be sent.
-        """
+        """Pickle a value on trial. Raise an exception of any class if the value cannot be sent."""
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
         pickler.coming = self.coming
@@ -445,8 +439,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Return a reduced function that keeps the cells of its closure.
 
         cloudpickle would give each function new cells, so that functions could not share a
-        variable. A cell may contain the function itself, so all cells are pickled empty. The state
-        of the first function that uses a cell fills the cell.
+        variable. A cell may contain the function itself. So all cells are pickled empty, and the
+        state of the first function that uses a cell fills the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -485,8 +479,7 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        The receiver may have to pickle an instance of the class, which pickle then finds by this
-        name.
+        If the receiver pickles an instance of the class, pickle finds the class by this name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":

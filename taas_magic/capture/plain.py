@@ -1,10 +1,8 @@
 """Convert plain data to bytes that can be read without running code, and back.
 
 Plain data are tensors, arrays, numbers, strings, bytes, None, dates, paths, and containers of them.
-A value becomes a table of nodes. The memory of large tensors and arrays is in separate buffers.
-
-As in a pickle, an object that the value holds twice stays one object, a container may hold itself,
-and tensors that share a storage still share it.
+A value becomes a table of nodes, with the memory of large tensors and arrays in separate buffers.
+As in a pickle, shared objects and storages stay shared, and a container may hold itself.
 """
 
 import sys
@@ -172,7 +170,7 @@ class PlainWriter:
     def _write_container(self, value: Any, parts: Callable[[Any], Sequence[Any]]) -> int:
         """Write a container and its parts. Return the number of the container's node.
 
-        The container gets its number first, because a part may refer to the container.
+        The container gets its number first, because a part may refer to it.
         """
         number = self._append(PlainNode(type(value).__name__))
         self._numbers[id(value)] = number
@@ -233,11 +231,8 @@ class PlainWriter:
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     """Return the value of a table that `PlainWriter` wrote.
 
-    Safe for data from an untrusted sender: a forged table cannot run code.
-
-    Args:
-        data: The table.
-        buffers: Buffers of the writer. Tensors and arrays use their memory without copying it.
+    Safe for data from an untrusted sender: a forged table cannot run code. Tensors and arrays use
+    the memory of `buffers` without copying it.
 
     Raises:
         ValueError: The table is damaged or forged.
@@ -300,8 +295,8 @@ def _is_mutable(value: Any) -> bool:
 def _is_dense(tensor: "torch.Tensor") -> bool:
     """Return whether storage, dtype, shape and strides describe a tensor completely.
 
-    False for a sparse, quantized or nested tensor, for a tensor on a device other than the CPU or
-    CUDA, and for a tensor with attributes or hooks of its own.
+    False also for a tensor on a device other than the CPU or CUDA, and for a tensor with attributes
+    or hooks.
     """
     import torch
 
@@ -317,7 +312,7 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    False for dtypes of Python objects, dtypes with fields or metadata, and dtypes of an extension.
+    False for dtypes of Python objects, with fields or metadata, or of an extension.
     """
     import numpy
 
@@ -415,11 +410,7 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
-    """Make a tensor from plain data.
-
-    Raises:
-        ValueError: The tensor would exceed its storage, or the data describe no tensor.
-    """
+    """Make a tensor from plain data."""
     import torch
 
     storage, name, requires_grad, offset, *form = items

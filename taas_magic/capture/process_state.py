@@ -49,8 +49,7 @@ _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 def collect() -> State:
     """Read the settings of this process (the kernel) that differ from the defaults.
 
-    The result also has all warning filters. This function imports no library, because the settings
-    of a library that is not imported are the defaults.
+    The result also has all warning filters. This function imports no library.
     """
     return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
 
@@ -163,7 +162,7 @@ def _collect_loggers() -> dict[str, Any]:
 def lost_loggers(collected: State) -> list[str]:
     """Return a note for each logger whose messages below WARNING the ranks will not show.
 
-    The notebook's handler of such a logger cannot be copied; it may write to a file.
+    A handler shows these messages in the notebook, but the handler cannot be copied.
 
     Args:
         collected: The current result of `collect`.
@@ -205,8 +204,8 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Set the levels and handlers of this process's loggers as in the notebook.
 
-    Skips loggers of libraries that this process has not imported, because a library sets up its own
-    loggers when it is imported.
+    Skips loggers of libraries that this process has not imported: a library sets up its own
+    loggers.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -232,8 +231,6 @@ def _collect_argv() -> list[str]:
 
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Return whether `sys.argv` still has the value that the interpreter set at its start.
-
-    `python -m ipykernel_launcher -f …` sets `['/…/ipykernel_launcher.py', '-f', '…']`.
 
     Args:
         argv: `sys.argv`.

@@ -1,7 +1,6 @@
 """Reducers for objects that pickle cannot save, or saves by name or with too much content.
 
-A reducer returns what pickle saves for an object: a function that makes the object again, the
-arguments of this function, and the object's state.
+A reducer returns what an object's `__reduce__` would return.
 """
 
 import builtins
@@ -124,8 +123,8 @@ def fill_function(
     notebook's namespace.
 
     Args:
-        given: A tuple of three: cloudpickle's function that sets a function's state; the pickled
-            state; and a sequence of pairs of a closure cell and its content.
+        given: cloudpickle's function that sets a function's state; the pickled state; and pairs of
+            a closure cell and its content.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
@@ -165,12 +164,7 @@ constructor makes them again.
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
-
-    Args:
-        kind: Key of `ATTRIBUTES_MADE_BY_CONSTRUCTOR`.
-        descriptor: An instance of `kind`, or of a class derived from `kind`.
-    """
+    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`."""
     state = {
         name: v
         for name, v in vars(descriptor).items()
@@ -311,8 +305,8 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
     """Reduce a storage to a buffer over its bytes. A storage on a GPU is copied to the CPU.
 
     Args:
-        storages: Storages in this pickle, by `_cdata`. Torch may have several Python objects for
-            one storage; they have the same `_cdata`.
+        storages: Storages in this pickle, by `_cdata`, which is the same for all Python objects of
+            one storage.
     """
     first = storages.setdefault(storage._cdata, storage)
     if first is not storage:
@@ -341,12 +335,9 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 
 
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
-    """Rebuild a storage from its bytes.
-
-    On the CPU, the storage uses the memory of `buffer` without a copy.
+    """Rebuild a storage from its bytes. On the CPU, the storage uses the memory of `buffer`.
 
     Args:
-        buffer: The storage's bytes.
         device: Type of the device that the original storage was on; see `target_device`.
     """
     import torch
@@ -381,8 +372,7 @@ def target_device(device: str) -> str:
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     """Make a generator on this process's device, and set its state.
 
-    If this device has another type than `device`, the state is not set, because generators of
-    different device types have different states.
+    The state of a generator on another type of device does not fit, so it is not set.
     """
     import torch
 
@@ -437,11 +427,7 @@ def _rebuild_script(data: bytes, device: str) -> Any:
 
 
 def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None]:
-    """Return the reducers of torch's classes, in the order in which they are tried.
-
-    Args:
-        storages: As in `_reduce_untyped`.
-    """
+    """Return the reducers of torch's classes, in the order in which they are tried."""
     import torch.optim.lr_scheduler
     import torch.utils.data
 
@@ -487,7 +473,7 @@ def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def storage_id(storage: "torch.UntypedStorage") -> int:
-    """Return an id of a storage. All Python objects for the same storage have the same id."""
+    """Return an id that is the same for all Python objects of one storage."""
     return int(storage._cdata)
 
 
@@ -510,12 +496,7 @@ _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
-    """Return environment variables that tell a process where its host has a copy of the project.
-
-    Args:
-        home: Project folder on the notebook's machine.
-        copy: Folder of the host's copy.
-    """
+    """Return environment variables that tell a process where its host has a copy of the project."""
     return {_HOME: home, _COPY: copy}
 
 
@@ -556,9 +537,7 @@ def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _move_path(path: str, source: str, target: str) -> str:
-    """Convert a path below one folder to the same relative path below another folder.
-
-    Any other path is returned unchanged.
+    """Convert a path below one folder to the path below another folder; keep any other path.
 
     Args:
         source: Environment variable with the folder that `path` may be in.

@@ -40,7 +40,6 @@ class VariablesToSend:
     Attributes:
         why: Reason for each name that is sent. A name comes after the names that it needs.
         state: Process state of the notebook; empty if the ranks have it already.
-        notes: Notes for the user.
         reads: Names that the code of each function or class of the cell reads, by function or
             class.
     """
@@ -57,8 +56,8 @@ class RankVariables:
 
     Attributes:
         owned: Digest (`plain_digest`) of each variable that a cell assigned, by name; "" for a
-            variable that is not plain. If several ranks reported the variable, the digest is from
-            the rank with the lowest number.
+            variable that is not plain. If several ranks reported the variable, the lowest rank
+            counts.
     """
 
     def __init__(self) -> None:
@@ -91,7 +90,7 @@ class RankVariables:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
 
         Args:
-            variables: Digests of the ranks' variables, as in `owned`. The ranks keep these values.
+            variables: Digests of the ranks' variables, as in `owned`.
             code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
                 the notebook sends its own object of this name.
         """
@@ -117,8 +116,7 @@ class RankVariables:
             used: Names that the cell uses.
             state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
-            is_user_variable: Function that returns whether a name is a variable of the user. Other
-                variables are not sent.
+            is_user_variable: Returns whether a name is a variable of the user. Others are not sent.
             refuse: Called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)
@@ -141,13 +139,10 @@ class RankVariables:
         return choice
 
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
-        """Return the reason for each name that the cell, or a function of an earlier cell, reads.
+        """Return the reason for each name in `--send`, and for each name that the cell reads.
 
-        Functions of earlier cells count only if the cell uses a name that belongs to the ranks. The
-        result also has the names in `--send`.
-
-        Args:
-            forced: Names in `--send`.
+        If the cell uses a name that belongs to the ranks, names that functions of earlier cells
+        read count, too.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):
@@ -167,14 +162,9 @@ class RankVariables:
     ) -> tuple[dict[str, tuple[SentValue, str]], list[str]]:
         """Pickle the wanted variables of the notebook, and the variables that these need.
 
-        Args:
-            wanted: Reason for each name.
-            forced: Names in `--send`.
-
         Returns:
-            A tuple of two values. The first has the record and the reason of each pickled variable,
-            by name, in the order of pickling. The second lists names that belong to the ranks, but
-            have a new value in the notebook.
+            The record and the reason of each pickled variable, by name, in the order of pickling.
+            And the names that belong to the ranks, but have a new value in the notebook.
         """
         needed: dict[str, tuple[SentValue, str]] = {}
         kept: list[str] = []
@@ -278,7 +268,7 @@ class RankVariables:
 def _pickle_value(
     name: str, namespace: dict[str, Any], to: Destination
 ) -> tuple[SentValue, list[str]]:
-    """Pickle the value of one variable on its own, for its digest and the names that it needs.
+    """Pickle one variable on its own, for its digest and the names that it needs.
 
     Raises:
         CaptureError: An object in the value cannot be sent.

@@ -244,7 +244,7 @@ class Controller(SchedulerPlugin):
 
     Args:
         source: The engine that gets hosts.
-        linger_s: Seconds for which the pool continues without a kernel and without a run.
+        linger_s: See `Kernels`.
     """
 
     name = "taas-controller"
@@ -514,7 +514,6 @@ class Controller(SchedulerPlugin):
 
         Args:
             owner: Dask client id of the kernel that starts the next run.
-            send_event: Sends a note about the wait to this kernel.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):

@@ -40,7 +40,6 @@ async def take_fetchers(
         folder: The other pool's folder.
         share_id: Id by which the other pool identifies the run's fetchers.
         relay: Called with the fetchers' events.
-        tasks: Runs the calls of `relay` in the background.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.

@@ -92,7 +92,10 @@ NAMED_AFTER_S = 1.5
 """Seconds without a response to `DescribeHost` after which a message to the user names the host."""
 
 FAILED_STARTS = 3
-"""Number of hosts lost before they could start ranks after which a wait for hosts fails."""
+"""Number of failed starts of hosts after which a wait for hosts fails.
+
+A start has failed if the host was lost before it could start ranks.
+"""
 
 SLOW_S = 5.0
 """Seconds of an import after which the waiting user gets a message with the module's name."""
@@ -313,9 +316,9 @@ class PoolHosts(SchedulerPlugin):
         return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
-        """Drop each host that has sent no beat for `lease_s` plus `LOST_AFTER_S`, until cancelled.
+        """Drop each host that has sent no beat for `lease_s` plus `LOST_AFTER_S`.
 
-        Time in which this process was stalled does not count.
+        Time in which this process was stalled does not count. Runs until this task is cancelled.
         """
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         checked_at = time.monotonic()

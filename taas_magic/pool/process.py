@@ -66,11 +66,7 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """One operating-system process of a pool, started by this kernel or another one.
-
-    Args:
-        process: The process; a `Popen` if it is a child of this kernel.
-    """
+    """One operating-system process of a pool, started by this kernel or another one."""
 
     def __init__(self, process: subprocess.Popen[bytes] | psutil.Process) -> None:
         self.pid, self._process = process.pid, process

@@ -264,7 +264,7 @@ class Share(ABC):
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
-        """Handle an event that a host has sent."""
+        """Publish a host's event, or record that the host has ended its ranks or fetchers."""
 
     @abstractmethod
     def _publish_loss(self, part: HostPart, why: str) -> None:
@@ -296,10 +296,7 @@ class Share(ABC):
         return self._halted.is_set()
 
     def on_event(self, address: str, event: Event) -> bool:
-        """Handle an event from a host; return whether the event was accepted.
-
-        An event is ignored if the host has no part in this share, or may not send the event.
-        """
+        """Accept an event from a host if the host may send it; return whether it was accepted."""
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
             return False
@@ -860,7 +857,9 @@ class PoolRun(Share):
     def _on_host_event(self, part: HostPart, event: Event) -> None:
         """Publish an event of a host, and record what the event says about the run.
 
-        If the host can run no ranks, drop the host.
+        The recorded facts are: how the host's ranks ended; that the host has cleaned up; that a
+        rank waits for the user's input; that a federation has started. If the host can run no
+        ranks, it is dropped.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
@@ -905,7 +904,7 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait for the outcome of the attempt."""
+        """Wait until `decide` returns the outcome of the attempt; return this outcome."""
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
@@ -949,8 +948,8 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        The first host starts first, because it creates the ranks' rendezvous. If it fails, the
-        other hosts start no ranks.
+        The first host starts its ranks first, because it creates the ranks' rendezvous. If this
+        fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
